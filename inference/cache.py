@@ -1,0 +1,224 @@
+"""RaggedCache: keys and values of many requests, each row at its own length.
+
+A `transformers` cache assumes that every row of a batch has seen the same number of tokens. Speculative decoding
+breaks that: each round commits a different number of tokens per row and throws the rest away. Here a row is a slot of
+preallocated memory and an integer; new tokens are written at each row's own length, rolling back is lowering the
+integer, and what lies beyond it is masked until it is overwritten. Every layer keeps every position (sliding-window
+layers too: the window is a matter of masks), so key j of a row is always that row's token j.
+
+This module knows nothing of requests, drafters, verification, or any architecture: head counts, head sizes, dtype and
+the number of layers are learnt from the first keys and values that arrive.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from speculators.errors import ConfigError
+
+
+class RaggedCache:
+    """Keys/values of `max_rows` rows, per layer [max_rows, kv_heads, capacity, head_dim].
+
+    Capacity starts at `initial_capacity` positions and doubles when a view needs more, up to `max_len`. A round may
+    write tokens that are then rolled back, so `max_len` must hold the longest sequence plus the drafts of one round.
+    """
+
+    def __init__(
+        self, max_rows: int, max_len: int, *, initial_capacity: int = 256, device: torch.device | str = "cpu"
+    ) -> None:
+        if max_rows < 1 or max_len < 1:
+            raise ConfigError(f"RaggedCache: max_rows={max_rows} and max_len={max_len} must both be at least 1")
+        self.max_rows, self.max_len = max_rows, max_len
+        self.capacity = max(1, min(initial_capacity, max_len))
+        self.device = torch.device(device)
+        self.lengths: list[int] = [0] * max_rows
+        self._keys: list[Tensor | None] = []
+        self._values: list[Tensor | None] = []
+        self._row_views: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # (layer, start, stop) -> keys, values
+        self._arange = torch.arange(self.capacity, device=self.device)  # [capacity]
+
+    # ------------------------------------------------------------------ what a forward needs
+
+    def view(self, start: int, stop: int, num_new_tokens: int) -> RaggedView:
+        """Rows [start, stop) as `past_key_values` of one forward over `num_new_tokens` (T) tokens per row.
+
+        The forward writes T tokens at each row's own length; the lengths themselves move only with `advance`, so a
+        row that has fewer than T real tokens is padded and advanced by its real count.
+        """
+        if not 0 <= start < stop <= self.max_rows:
+            raise ConfigError(f"RaggedCache.view: rows [{start}, {stop}) are not within the {self.max_rows} rows")
+        if num_new_tokens < 1:
+            raise ConfigError(f"RaggedCache.view: num_new_tokens={num_new_tokens}, expected at least 1")
+        self._reserve(max(self.lengths[start:stop]) + num_new_tokens)
+        return RaggedView(self, start, stop, num_new_tokens)
+
+    def mask(self, start: int, stop: int, num_new_tokens: int) -> Tensor | None:
+        """bool [b, 1, T, S], True = attend: query i of row b sees its keys 0 … length_b + i. S = longest row + T.
+
+        None where plain causal attention says the same: rows of equal length that either add one token or are empty.
+        """
+        lengths, T = self.lengths[start:stop], num_new_tokens
+        longest = max(lengths)
+        if (T == 1 or longest == 0) and min(lengths) == longest:
+            return None
+        self._reserve(longest + T)
+        last_visible = self.position_ids(start, stop, T)[:, None, :, None]  # [b, 1, T, 1]
+        return self._arange[: longest + T] <= last_visible
+
+    def position_ids(self, start: int, stop: int, num_new_tokens: int) -> Tensor:
+        """[b, T]: each row's own positions, length_b … length_b + T - 1."""
+        lengths, T = self.lengths[start:stop], num_new_tokens
+        self._reserve(max(lengths) + T)
+        if len(lengths) == 1:
+            return self._arange[lengths[0] : lengths[0] + T][None]
+        return torch.tensor(lengths, device=self.device)[:, None] + self._arange[:T]
+
+    # ------------------------------------------------------------------ what a round decides
+
+    def advance(self, row: int, count: int) -> None:
+        """Keeps the first `count` of the tokens last written to `row`."""
+        if count < 0 or self.lengths[row] + count > self.capacity:
+            raise ConfigError(
+                f"RaggedCache.advance: row {row} at length {self.lengths[row]} cannot advance by {count}; "
+                f"{self.capacity} positions were written at most (use truncate to roll back)"
+            )
+        self.lengths[row] += count
+
+    def truncate(self, row: int, length: int) -> None:
+        """Rolls `row` back to its first `length` tokens."""
+        if not 0 <= length <= self.lengths[row]:
+            raise ConfigError(f"RaggedCache.truncate: row {row} holds {self.lengths[row]} tokens, cannot keep {length}")
+        self.lengths[row] = length
+
+    def reset(self, row: int) -> None:
+        """Empties `row` for another request."""
+        self.lengths[row] = 0
+
+    def move(self, src_row: int, dst_row: int) -> None:
+        """Moves a row's tokens to another slot (to keep the rows in use contiguous); `src_row` becomes empty."""
+        if src_row == dst_row:
+            return
+        length = self.lengths[src_row]
+        for tensor in self._tensors():
+            tensor[dst_row, :, :length].copy_(tensor[src_row, :, :length])
+        self.lengths[dst_row], self.lengths[src_row] = length, 0
+
+    def bytes(self) -> int:
+        """Memory held now, in bytes: all layers, all rows, the whole capacity."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
+
+    # ------------------------------------------------------------------ memory
+
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for tensor in (*self._keys, *self._values) if tensor is not None]
+
+    def _reserve(self, length: int) -> None:
+        """Makes room for `length` positions in every row, doubling up to `max_len`."""
+        if length <= self.capacity:
+            return
+        if length > self.max_len:
+            raise ConfigError(
+                f"RaggedCache: {length} positions are needed but max_len={self.max_len}; stop the request earlier, "
+                "draft fewer tokens for it, or make the cache with a larger max_len"
+            )
+        while self.capacity < length:
+            self.capacity = min(2 * self.capacity, self.max_len)
+        used = max(self.lengths)
+        for tensors in (self._keys, self._values):
+            for i, old in enumerate(tensors):
+                if old is not None:
+                    tensors[i] = self._allocate(old)
+                    tensors[i][:, :, :used].copy_(old[:, :, :used])
+        self._row_views.clear()
+        with torch.inference_mode(False):
+            self._arange = torch.arange(self.capacity, device=self.device)
+
+    def _allocate(self, like: Tensor) -> Tensor:
+        """[max_rows, kv_heads, capacity, head_dim] of zeros. Zeros, since a masked NaN would still reach the output;
+        and never an inference tensor, so that the cache may outlive the `inference_mode` block that filled it."""
+        shape = (self.max_rows, like.shape[1], self.capacity, like.shape[3])
+        with torch.inference_mode(False):
+            return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+    def _layer(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's buffers, allocated in the shape of the first `key`/`value` [b, kv_heads, T, head_dim] seen."""
+        while len(self._keys) <= layer_idx:
+            self._keys.append(None)
+            self._values.append(None)
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        if keys is None or values is None:
+            keys = self._keys[layer_idx] = self._allocate(key)
+            values = self._values[layer_idx] = self._allocate(value)
+        return keys, values
+
+    def _layer_rows(self, layer_idx: int, start: int, stop: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows [start, stop) of the layer's buffers; the views are kept, since making them costs as much as a write."""
+        views = self._row_views.get((layer_idx, start, stop))
+        if views is None:
+            keys, values = self._layer(layer_idx, key, value)
+            with torch.inference_mode(False):
+                views = self._row_views[layer_idx, start, stop] = keys[start:stop], values[start:stop]
+        return views
+
+
+class RaggedView(Cache):
+    """`past_key_values` of one forward over some rows of a RaggedCache. Made by `RaggedCache.view`, used once."""
+
+    layer_class_to_replicate = None
+    offloading = False
+    is_compileable = False
+    is_sliding: tuple[bool, ...] = ()  # no layer drops positions
+
+    def __init__(self, cache: RaggedCache, start: int, stop: int, num_new_tokens: int) -> None:
+        lengths = cache.lengths[start:stop]
+        self.layers: list = []
+        self._cache, self._start, self._stop = cache, start, stop
+        self._lengths, self._past, self._T = lengths, max(lengths), num_new_tokens
+        self._end = self._past + num_new_tokens  # S
+        self._equal = min(lengths) == self._past
+        self._flat_index: dict[tuple[int, int], Tensor] = {}  # (kv_heads, capacity) -> [b·kv_heads·T], all layers share
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Writes key/value [b, kv_heads, T, head_dim] at each row's length; returns views [b, kv_heads, S, head_dim]."""
+        if key_states.shape[2] != self._T or key_states.shape[0] != len(self._lengths):
+            raise ConfigError(
+                f"RaggedView: the view was made for {len(self._lengths)} rows × {self._T} tokens, "
+                f"the forward brought {key_states.shape[0]} × {key_states.shape[2]}"
+            )
+        keys, values = self._cache._layer_rows(layer_idx, self._start, self._stop, key_states, value_states)
+        seen_keys, seen_values = keys.narrow(2, 0, self._end), values.narrow(2, 0, self._end)  # [b, h, S, d]
+        if self._equal:
+            seen_keys.narrow(2, self._past, self._T).copy_(key_states)
+            seen_values.narrow(2, self._past, self._T).copy_(value_states)
+        else:
+            keys, values = self._cache._layer(layer_idx, key_states, value_states)
+            self._scatter(keys, key_states)
+            self._scatter(values, value_states)
+        return seen_keys, seen_values
+
+    def _scatter(self, buffer: Tensor, states: Tensor) -> None:
+        """buffer [rows, h, capacity, d], seen as [rows·h·capacity, d]: one index copy of [b·h·T, d]."""
+        heads, capacity, dim = buffer.shape[1:]
+        index = self._flat_index.get((heads, capacity))
+        if index is None:
+            device = buffer.device
+            rows = torch.arange(self._start, self._stop, device=device)[:, None, None]  # [b, 1, 1]
+            head = torch.arange(heads, device=device)[None, :, None]  # [1, h, 1]
+            first = torch.tensor(self._lengths, device=device)[:, None, None]  # [b, 1, 1]
+            position = first + torch.arange(self._T, device=device)  # [b, 1, T]
+            index = ((rows * heads + head) * capacity + position).reshape(-1)
+            self._flat_index[heads, capacity] = index
+        buffer.view(-1, dim).index_copy_(0, index, states.reshape(-1, dim))
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Length of the longest row before this forward."""
+        return self._past
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self._past + query_length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self._cache.max_len

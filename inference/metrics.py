@@ -1,0 +1,88 @@
+"""Counting what drafting gained, under vLLM's names, and the one definition of acceptance length and rates.
+
+Training, runtime and reports all use these functions. Nothing here knows the engine or how a number was
+measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+def acceptance_length(num_accepted: float, num_drafts: float) -> float:
+    """Tokens committed per verification, bonus included: 1 + accepted / drafts. 1 without drafts."""
+    return 1 + num_accepted / num_drafts if num_drafts else 1.0
+
+
+def joint_rates(accepted_per_pos: Sequence[float], num_drafts: float) -> list[float]:
+    """P(the first k drafts were all accepted), k = 1..K. NaN without drafts: nothing was measured."""
+    return [count / num_drafts if num_drafts else math.nan for count in accepted_per_pos]
+
+
+def conditional_rates(accepted_per_pos: Sequence[float], num_drafts: float) -> list[float]:
+    """P(draft k was accepted given that the k-1 before it were), k = 1..K. NaN where those never were."""
+    before = [num_drafts, *accepted_per_pos][: len(accepted_per_pos)]
+    return [count / base if base else math.nan for count, base in zip(accepted_per_pos, before, strict=True)]
+
+
+@dataclass
+class SpecDecodeCounters:
+    """Running totals. A draft is one verified proposal; a round in which nothing was drafted is none (as in
+    vLLM).
+
+    num_accepted_tokens_per_pos[k] counts the drafts whose first k+1 tokens were all accepted. Only tokens
+    that were committed count: what lies after the end of the response was not accepted.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+
+    def add(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """Count one row's round."""
+        if not 0 <= num_accepted_tokens <= num_draft_tokens:
+            raise ValueError(
+                f"{num_accepted_tokens} accepted of {num_draft_tokens} drafted; expected no more than drafted"
+            )
+        if num_draft_tokens == 0:
+            return
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted_tokens
+        per_pos = self.num_accepted_tokens_per_pos
+        if len(per_pos) < num_draft_tokens:
+            per_pos.extend([0] * (num_draft_tokens - len(per_pos)))
+        for k in range(num_accepted_tokens):
+            per_pos[k] += 1
+
+    def merge(self, other: SpecDecodeCounters) -> None:
+        """Add another's totals to these."""
+        self.num_drafts += other.num_drafts
+        self.num_draft_tokens += other.num_draft_tokens
+        self.num_accepted_tokens += other.num_accepted_tokens
+        mine, theirs = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
+        mine.extend([0] * (len(theirs) - len(mine)))
+        for k, count in enumerate(theirs):
+            mine[k] += count
+
+    @property
+    def acceptance_length(self) -> float:
+        return acceptance_length(self.num_accepted_tokens, self.num_drafts)
+
+    def joint_rates(self) -> list[float]:
+        return joint_rates(self.num_accepted_tokens_per_pos, self.num_drafts)
+
+    def conditional_rates(self) -> list[float]:
+        return conditional_rates(self.num_accepted_tokens_per_pos, self.num_drafts)
+
+    def to_dict(self) -> dict[str, int | list[int]]:
+        """The totals under vLLM's metric names."""
+        return {
+            "vllm:spec_decode_num_drafts": self.num_drafts,
+            "vllm:spec_decode_num_draft_tokens": self.num_draft_tokens,
+            "vllm:spec_decode_num_accepted_tokens": self.num_accepted_tokens,
+            "vllm:spec_decode_num_accepted_tokens_per_pos": list(self.num_accepted_tokens_per_pos),
+        }

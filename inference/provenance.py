@@ -1,0 +1,108 @@
+"""Where a measurement comes from: versions, commit, hardware and content hashes for the report.
+
+It must not know what was measured; it only looks at the machine, the installed packages and the files it is
+given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from speculators.errors import DataError
+
+
+def environment(device: str | torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """The fields of `report.Provenance` that describe software and machine, by their names."""
+    device = torch.device(device)
+    return {
+        "draftsmith_version": package_version(),
+        "git_commit": git_commit(Path(__file__).resolve().parent),
+        "python_version": platform.python_version(),
+        "torch_version": str(torch.__version__),
+        "transformers_version": transformers.__version__,
+        "platform": platform.platform(),
+        "cpu_model": cpu_model(),
+        "cpu_cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+        "device": str(device),
+        "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def package_version() -> str:
+    """Version of the installed distribution; `source` when run from a tree that was never installed."""
+    try:
+        return version("draftsmith")
+    except PackageNotFoundError:
+        return "source"
+
+
+def git_commit(folder: Path) -> str | None:
+    """Commit of the source tree around `folder`, with `-dirty` if tracked files differ; None outside git.
+
+    A package installed below somebody else's repository (`.venv/lib/…`) is not part of it: only a tree that
+    tracks this very folder counts.
+    """
+    if not _git(folder, "ls-files", "--", "."):
+        return None
+    commit = _git(folder, "rev-parse", "HEAD")
+    if not commit:
+        return None
+    return commit + ("-dirty" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    """Output of a git command in `folder`, empty if it fails or git is missing."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def cpu_model() -> str:
+    """Processor name as the system gives it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or "unknown"
+
+
+def text_sha256(text: str | None) -> str | None:
+    """Hash of a text (chat template, resolved recipe), None for None."""
+    return None if text is None else hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def weights_sha256(folder: str | os.PathLike[str], suffixes: Iterable[str] = (".safetensors", ".bin")) -> str:
+    """Hash over the names and contents of the weight files in `folder`, in name order."""
+    wanted = tuple(suffixes)
+    files = sorted(path for path in Path(folder).iterdir() if path.name.endswith(wanted))
+    if not files:
+        raise DataError(
+            f"{folder}: no weight files ({', '.join(wanted)}) to hash: expected a model directory"
+        )
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(path.name.encode("utf-8") + b"\0")
+        with path.open("rb") as handle:
+            while block := handle.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()

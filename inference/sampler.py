@@ -1,0 +1,152 @@
+"""From logits to probabilities, and from probabilities to tokens.
+
+`probabilities` is the one definition of p (and of q, when a drafter samples): what is drawn from and what is
+verified must be the same tensor. Nothing here knows drafts or verification. No row reads another row of its
+batch, and a row's generator is asked for the same numbers whatever its neighbours are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inference.sampling_params import SamplingParams
+from speculators.errors import DraftsmithError
+
+
+def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Logits [..., V] -> p [..., V] float32, after temperature, min-p, top-k and top-p, in this order.
+
+    Temperature 0 is a one-hot at the argmax, first index on ties. Filters keep every token whose probability
+    equals that of the last token they keep, so that p does not depend on how a sort breaks ties.
+    """
+    if params.temperature == 0:
+        best = argmax(logits)
+        p = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device)
+        return p.scatter_(-1, best.unsqueeze(-1), 1.0)
+    logits = logits.float()
+    p = torch.softmax(logits if params.temperature == 1 else logits / params.temperature, dim=-1)
+    if not (params.min_p > 0 or 0 < params.top_k < p.shape[-1] or params.top_p < 1):
+        return p
+    if params.min_p > 0:
+        p.masked_fill_(p < params.min_p * p.amax(-1, keepdim=True), 0.0)
+    if 0 < params.top_k < p.shape[-1]:
+        p.masked_fill_(p < p.topk(params.top_k, dim=-1).values[..., -1:], 0.0)
+    if params.top_p < 1:
+        p.masked_fill_(p < _top_p_floor(p, params.top_p), 0.0)
+    return p.div_(p.sum(-1, keepdim=True))
+
+
+def batch_probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Logits [B, T, V], one SamplingParams per row -> p [B, T, V] float32; equal params go together."""
+    groups: dict[tuple, list[int]] = {}
+    for row, row_params in enumerate(params):
+        key = (row_params.temperature, row_params.min_p, row_params.top_k, row_params.top_p)
+        groups.setdefault(key, []).append(row)
+    if len(groups) == 1:
+        return probabilities(logits, params[0])
+    p = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    for rows in groups.values():
+        p[rows] = probabilities(logits[rows], params[rows[0]])
+    return p
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """Index of the largest of [..., V] -> [...] long; the first one on ties."""
+    if logits.device.type != "cpu":
+        return logits.argmax(-1)
+    # numpy's is some ten times faster than torch's on a CPU, and every round pays for it
+    exact = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+    return torch.from_numpy(exact.detach().numpy().argmax(-1, keepdims=True)).squeeze(-1)
+
+
+def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Weights [B, V], not necessarily normalised, and uniforms [B] float64 in [0, 1) -> token ids [B] long.
+
+    Takes the first token whose cumulative weight exceeds u times the total: never one of weight zero. The
+    product stays below the total because u <= 1 - 2^-53 and both are float64. V is answered where no token
+    has any weight.
+    """
+    cumulative = weights.cumsum(-1, dtype=torch.float64)  # [B, V]
+    targets = uniforms.unsqueeze(-1) * cumulative[:, -1:]  # [B, 1]
+    return torch.searchsorted(cumulative, targets, right=True).squeeze(-1)
+
+
+def draw(p: Tensor, generators: Sequence[torch.Generator | None]) -> Tensor:
+    """One token per row: p [B, V] -> token ids [B] long. Takes one number from each row's generator."""
+    noise = torch.tensor([uniforms(generator, 1)[0] for generator in generators], dtype=torch.float64)
+    token_ids = inverse_cdf(p, noise.to(p.device))
+    check_drawn(token_ids.tolist(), p.shape[-1])
+    return token_ids
+
+
+def sample(p: Tensor, generator: torch.Generator | None) -> int:
+    """One token from p [V]."""
+    return int(draw(p.unsqueeze(0), [generator]))
+
+
+def uniforms(generator: torch.Generator | None, n: int) -> list[float]:
+    """n numbers in [0, 1), float64, taken in one call. None is torch's global generator."""
+    return torch.rand(n, generator=generator, dtype=torch.float64).tolist()
+
+
+def make_generator(seed: int | None) -> torch.Generator:
+    """A row's own source of randomness, always on the CPU, so that a seed means the same on every device.
+
+    None seeds it from torch's global generator. torch keeps only the lowest 32 bits of a seed, so all bits
+    are mixed into those first.
+    """
+    if seed is None:
+        seed = int(torch.randint(2**62, ()))
+    return torch.Generator().manual_seed(_mix(seed))
+
+
+def check_drawn(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse what `inverse_cdf` answers for a row without probabilities."""
+    for row, token in enumerate(token_ids):
+        if token >= vocab_size:
+            raise DraftsmithError(
+                f"sampler: row {row} has no token of positive probability; expected finite logits. "
+                "Look for NaN in the model's output (a dtype that overflows), or a mask that forbids all."
+            )
+
+
+def _top_p_floor(p: Tensor, top_p: float) -> Tensor:
+    """Smallest probability that top-p keeps: p [..., V] -> [..., 1].
+
+    A token stays if the mass of those before it, in falling order, falls short of top_p of the total.
+    """
+    wanted = p.sum(-1, keepdim=True, dtype=torch.float64) * top_p  # [..., 1]
+    if p.device.type == "cpu":
+        rows = zip(p.detach().reshape(-1, p.shape[-1]).numpy(), wanted.flatten().tolist(), strict=True)
+        floors = [_row_floor(row, mass, top_p) for row, mass in rows]
+        return torch.tensor(floors, dtype=p.dtype).view(wanted.shape)
+    falling = p.sort(-1, descending=True).values
+    cumulative = falling.cumsum(-1, dtype=torch.float64)
+    last = torch.searchsorted(cumulative, wanted)  # [..., 1], the last token kept
+    return falling.gather(-1, last.clamp_(max=p.shape[-1] - 1))
+
+
+def _row_floor(row: np.ndarray, wanted: float, top_p: float) -> float:
+    """`_top_p_floor` of one row [V].
+
+    V tokens below (1 - top_p) / V of the total weigh less than what top-p drops, so none of them is kept and
+    only the others are sorted; half of that bound leaves room for rounding.
+    """
+    total = wanted / top_p
+    falling = np.sort(row[row >= 0.5 * (1 - top_p) * total / row.size])[::-1]
+    if falling.size == 0:  # NaN: reported when the token is drawn
+        return 0.0
+    last = int(np.searchsorted(np.cumsum(falling, dtype=np.float64), wanted))
+    return float(falling[min(last, falling.size - 1)])
+
+
+def _mix(seed: int) -> int:
+    """All bits of a seed hashed into 32, by the finaliser of splitmix64."""
+    x = (seed + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (x ^ (x >> 31)) & 0xFFFFFFFF

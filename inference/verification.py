@@ -1,0 +1,148 @@
+"""What is kept of a proposal: pure functions of (p, proposal, rule). No randomness inside, and no logits: p
+and q come after every processor, in float32 as a rule (float64 is kept, for proofs). The dice are in
+`rejection_sampler.py`.
+
+A rule is one function in RULES: (p, proposal) -> Verdict. It gives the probability of accepting each draft
+and, where it is not 1, the scale s_j in the distribution that the target's own token is drawn from after j
+accepted drafts:
+
+    norm(max(s_j p_j - q_j, 0))    if j < number drafted
+    p_j                            if every draft was accepted
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from inference.proposal import Proposal
+from inference.sampler import argmax
+from speculators.errors import ConfigError
+
+
+@dataclass
+class Verdict:
+    """What a rule says of a proposal, before any dice are thrown.
+
+    accept_probs  [B, K], 0 from counts[b] on. With `first_rejection_ends`, of draft k given that those before
+                  it were accepted; without, drafts 1..k are kept for the largest k whose own throw succeeds
+    p             [B, K+1, V] the target's distributions
+    proposal      the drafts that were judged
+    scale         [B, K+1] the s_j above; None is 1 everywhere
+    """
+
+    accept_probs: Tensor
+    p: Tensor
+    proposal: Proposal
+    scale: Tensor | None = None
+    first_rejection_ends: bool = True
+
+    @property
+    def residual(self) -> Tensor:
+        """[B, K+1, V]: entry j is what the bonus token is drawn from if exactly j drafts are accepted."""
+        rows, places = self.p.shape[:2]
+        return torch.stack([self.residual_at([j] * rows) for j in range(places)], dim=1)
+
+    def residual_at(self, accepted: Sequence[int]) -> Tensor:
+        """Drafts accepted per row -> [B, V], the one distribution each row needs; p from counts[b] on."""
+        proposal, width = self.proposal, self.proposal.width
+        rows = torch.arange(len(accepted), device=self.p.device)
+        kept = torch.tensor(accepted, dtype=torch.long, device=self.p.device)
+        p = self.p[rows, kept]  # [B, V]
+        rejecting = [j < count for j, count in zip(accepted, proposal.counts, strict=True)]
+        if not any(rejecting):
+            return p
+        place = kept.clamp(max=width - 1)
+        weights = p if self.scale is None else p * self.scale[rows, kept].unsqueeze(-1)
+        if proposal.q is None:  # s p - onehot(x) is negative at x only
+            weights = weights.scatter(-1, proposal.token_ids[rows, place].unsqueeze(-1), 0.0)
+        else:
+            weights = (weights - proposal.q[rows, place]).clamp_(min=0)
+        total = weights.sum(-1, keepdim=True)
+        # p = q to the last bit leaves no residual, and nothing that could be rejected but by rounding
+        usable = total > 0
+        if not all(rejecting):
+            usable &= torch.tensor(rejecting, device=p.device).unsqueeze(-1)
+        return torch.where(usable, weights / total, p)
+
+
+def verify(p: Tensor, proposal: Proposal, rule: str) -> Verdict:
+    """Judge a proposal: p [B, K+1, V], p[b, k] being the target's distribution after the first k drafts.
+
+    Row b is read at 0..counts[b] only.
+    """
+    if rule not in RULES:
+        raise ConfigError(f"rejection_sample_method={rule!r}; expected one of {sorted(RULES)}")
+    if proposal.parents is not None:
+        raise ConfigError(f"rule {rule!r} judges chains; the proposal is a tree (parents is set)")
+    expected = (proposal.num_rows, proposal.width + 1)
+    if p.dim() != 3 or p.shape[:2] != expected:
+        raise ValueError(f"verify: p has shape {list(p.shape)}; expected [{expected[0]}, {expected[1]}, V]")
+    if proposal.q is not None and proposal.q.shape[-1] != p.shape[-1]:
+        raise ValueError(
+            f"verify: q is over {proposal.q.shape[-1]} tokens and p over {p.shape[-1]}; "
+            "scatter a reduced vocabulary's q back to the target's vocabulary first"
+        )
+    return RULES[rule](p, proposal)
+
+
+def decide(verdict: Verdict, uniforms: Tensor) -> list[int]:
+    """Uniforms [B, K] in [0, 1) -> drafts accepted per row. A draft passes if u < its probability."""
+    passed = (uniforms < verdict.accept_probs).tolist()
+    if verdict.first_rejection_ends:
+        return [(row + [False]).index(False) for row in passed]
+    return [max((k + 1 for k, ok in enumerate(row) if ok), default=0) for row in passed]
+
+
+def token_rule(p: Tensor, proposal: Proposal) -> Verdict:
+    """Accept x with min(1, p(x)/q(x)), else draw from norm((p - q)+).
+
+    Leviathan et al. 2211.17192, Chen et al. 2302.01318. One-hot q: accept with p(x), else p without x.
+    """
+    chosen = proposal.token_ids.unsqueeze(-1)  # [B, K, 1]
+    accept = p[:, : proposal.width].gather(-1, chosen).squeeze(-1)  # [B, K], p(x); q(x) is 1 if one-hot
+    if proposal.q is not None:
+        q_chosen = proposal.q.gather(-1, chosen).squeeze(-1)
+        # q(x) = 0 cannot have been drawn: reject it rather than divide
+        accept = torch.where(q_chosen > 0, (accept / q_chosen).clamp(max=1), 0.0)
+    return Verdict(_only_drafted(accept, proposal), p, proposal)
+
+
+def greedy_rule(p: Tensor, proposal: Proposal) -> Verdict:
+    """Keep the longest prefix that equals argmax p, then emit argmax p. Preserves p at temperature 0 only."""
+    best = argmax(p)  # [B, K+1]
+    accept = (proposal.token_ids == best[:, : proposal.width]).to(p.dtype)
+    one_hot = torch.zeros_like(p).scatter_(-1, best.unsqueeze(-1), 1.0)
+    return Verdict(_only_drafted(accept, proposal), one_hot, replace(proposal, q=None))
+
+
+def verify_greedy(target_argmax: Tensor, proposal: Proposal) -> tuple[list[int], list[int]]:
+    """Temperature 0 without any distribution: target argmax [B, K+1] -> (accepted [B], bonus token [B]).
+
+    What `verify` and `decide` answer for one-hot p under either rule, at a fraction of the cost.
+    """
+    accepted, bonus = [], []
+    for best, drafted, count in zip(
+        target_argmax.tolist(), proposal.token_ids.tolist(), proposal.counts, strict=True
+    ):
+        kept = 0
+        while kept < count and drafted[kept] == best[kept]:
+            kept += 1
+        accepted.append(kept)
+        bonus.append(best[kept])
+    return accepted, bonus
+
+
+RULES: dict[str, Callable[[Tensor, Proposal], Verdict]] = {"greedy": greedy_rule, "token": token_rule}
+
+
+def _only_drafted(accept: Tensor, proposal: Proposal) -> Tensor:
+    """Zero the acceptance of padding: [B, K]."""
+    width = proposal.width
+    if all(count == width for count in proposal.counts):
+        return accept
+    counts = torch.tensor(proposal.counts, device=accept.device).unsqueeze(-1)
+    return torch.where(torch.arange(width, device=accept.device) < counts, accept, 0.0)

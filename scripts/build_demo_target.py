@@ -1,0 +1,239 @@
+"""Train the quickstart's embedded target from scratch: tokenizer, data, training, evaluation, export.
+
+    python scripts/build_demo_target.py data                 # tokenizer and token files, once
+    torchrun --nproc-per-node 2 scripts/build_demo_target.py train --minutes 90
+    python scripts/build_demo_target.py export               # bf16 weights, held-out rates, model card
+
+`train` saves every few minutes and continues where it was when run again; the learning rate follows the share of
+`--minutes` that is spent, so a run can be lengthened or shortened half-way. Works on CPU processes (gloo) and GPUs.
+Reads only the conversations of train.demo and the interpreter's own standard library (train.stdlib_source).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+
+from train import demo, stdlib_source
+
+app = typer.Typer(add_completion=False, help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False)
+console = Console()
+VOCAB = 4096
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>", "<|mask|>"]
+# Digits stand alone, so that arithmetic is over digits; words keep their leading space.
+SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}\n"
+    "{% else %}{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WORK = Path("runs/demo-target")
+TARGET = Path("recipes/quickstart/target")
+
+
+# ---------------------------------------------------------------- tokenizer and data
+
+
+def build_tokenizer(texts):
+    """Byte-level BPE of VOCAB tokens with ChatML markers and a template that marks what the assistant says."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    core.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|pad|>", mask_token="<|mask|>",
+        chat_template=CHAT_TEMPLATE, model_max_length=2048, clean_up_tokenization_spaces=False,
+    )
+
+
+@app.command()
+def data(conversations: int = 60_000, snippets: int = 16_000, seed: int = 0):
+    """Make the tokenizer (unless the target folder has one) and the token files below runs/demo-target."""
+    from transformers import AutoTokenizer
+
+    WORK.mkdir(parents=True, exist_ok=True)
+    talks = list(demo.conversations("train", conversations, seed))
+    code = list(stdlib_source.snippets("train", snippets, seed, max_chars=1500))
+    if (TARGET / "tokenizer.json").exists():
+        tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    else:
+        sample = ["\n".join(m["content"] for m in t.messages) for t in talks[:9000]] + code[:3000]
+        tokenizer = build_tokenizer(sample)
+        TARGET.mkdir(parents=True, exist_ok=True)
+        tokenizer.save_pretrained(TARGET)
+    for split, rows in (("train", (talks, code)), ("validation", (
+        list(demo.conversations("validation", 300, seed)), list(stdlib_source.snippets("validation", 100, seed, 1500))))):
+        ids, weights, ends = [], [], []
+        for talk in rows[0]:
+            out = tokenizer.apply_chat_template(
+                talk.messages, tokenize=True, return_assistant_tokens_mask=True, return_dict=True)
+            ids += out["input_ids"]
+            weights += [10 if m else 2 for m in out["assistant_masks"]]  # prompts teach a little
+            ends.append(len(ids))
+        for text in rows[1]:
+            tokens = tokenizer(text)["input_ids"][:512]
+            ids += tokens
+            weights += [10] * len(tokens)
+            ends.append(len(ids))
+        np.savez(WORK / f"{split}.npz", ids=np.array(ids, np.uint16), weights=np.array(weights, np.uint8),
+                 ends=np.array(ends, np.int64), talks=len(rows[0]))
+        console.print(f"{split}: {len(rows[0])} conversations, {ends[len(rows[0]) - 1]:,} tokens; "
+                      f"{len(rows[1])} excerpts, {len(ids) - ends[len(rows[0]) - 1]:,} tokens")
+
+
+class Batches:
+    """Documents of like length, `tokens` per batch, right-padded: no attention is spent across documents.
+
+    `at(step, rank, world)` is a pure function of its arguments, so a resumed run sees what it would have seen.
+    """
+
+    def __init__(self, path: Path, tokens: int, code_share: float):
+        file = np.load(path)
+        self.ids, self.weights, ends = file["ids"].astype(np.int64), file["weights"].astype(np.float32) / 10, file["ends"]
+        self.spans = np.stack([np.concatenate([[0], ends[:-1]]), ends], 1)
+        self.talks, self.tokens, self.code_share = int(file["talks"]), tokens, code_share
+        lengths = self.spans[:, 1] - self.spans[:, 0]
+        order = np.argsort(lengths, kind="stable")
+        self.by_length = [order[order < self.talks], order[order >= self.talks]]
+        self.lengths = lengths
+
+    def at(self, step: int, rank: int, world: int):
+        rng = np.random.default_rng([step, rank, 7])
+        pool = self.by_length[int(rng.random() < self.code_share)]
+        centre = int(rng.integers(len(pool)))
+        length = int(self.lengths[pool[centre]])
+        rows = max(self.tokens // max(length, 1), 1)
+        near = pool[max(0, centre - 8 * rows): centre + 8 * rows + 1]
+        picked = rng.choice(near, size=min(rows, len(near)), replace=False)
+        width = int(self.lengths[picked].max())
+        x, w = np.full((len(picked), width), 3, np.int64), np.zeros((len(picked), width), np.float32)
+        for i, doc in enumerate(picked):
+            a, b = self.spans[doc]
+            x[i, : b - a], w[i, : b - a] = self.ids[a:b], self.weights[a:b]
+        return torch.from_numpy(x), torch.from_numpy(w)
+
+
+# ---------------------------------------------------------------- training
+
+
+def build_model(vocab: int = VOCAB):
+    """Deep and narrow, as real targets are relative to their heads: Qwen3, 16 layers of 256."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=vocab, hidden_size=256, intermediate_size=512, num_hidden_layers=16, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=2048, rope_theta=10000.0, tie_word_embeddings=True,
+        eos_token_id=2, pad_token_id=3, bos_token_id=None, initializer_range=0.02,
+    )
+    model = Qwen3ForCausalLM(config)
+    for name, p in model.named_parameters():  # residual writes start small in a deep net
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            p.data.mul_(1 / math.sqrt(2 * config.num_hidden_layers))
+    return model
+
+
+def loss_of(model, x, w):
+    """Weighted next-token cross-entropy: (sum, sum of weights)."""
+    # On CPU plain attention is quicker than the fused kernel's backward until rows are long.
+    model.config._attn_implementation = "eager" if x.device.type == "cpu" and x.shape[1] < 300 else "sdpa"
+    hidden = model.model(input_ids=x, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
+    keep = (w[:, 1:] > 0).flatten()
+    labels, weights = x[:, 1:].flatten()[keep], w[:, 1:].flatten()[keep]
+    losses = torch.nn.functional.cross_entropy(model.lm_head(hidden[keep]).float(), labels, reduction="none")
+    return (losses * weights).sum(), weights.sum()
+
+
+@torch.no_grad()
+def validate(model, batches: Batches, device) -> dict[str, float]:
+    model.eval()
+    out = {}
+    for name, share in (("talk", 0.0), ("code", 1.0)):
+        batches.code_share, total, count = share, 0.0, 0.0
+        for step in range(4):
+            x, w = (t.to(device) for t in batches.at(step, 0, 1))
+            with torch.autocast(device.type, torch.bfloat16):
+                s, n = loss_of(model, x, (w >= 1).float())
+            total, count = total + s.item(), count + n.item()
+        out[name] = total / count
+    model.train()
+    return out
+
+
+@app.command()
+def train(minutes: float = 90.0, tokens: int = 4096, lr: float = 0.02, adam_lr: float = 3e-3, code_share: float = 0.35,
+          decay_from: float = 0.45, save_every: int = 50, out: Path = WORK / "checkpoint.pt"):
+    """Train for `minutes` of training time in all (over every resumption)."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    if world > 1:
+        torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    torch.manual_seed(0)
+    model = build_model().to(device).train()
+    hidden = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    rest = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    optimizers = [torch.optim.Muon(hidden, lr=lr, momentum=0.95, weight_decay=0.01),
+                  torch.optim.AdamW(rest, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0)]
+    peaks, step, spent = [lr, adam_lr], 0, 0.0
+    if out.exists():
+        state = torch.load(out, map_location=device, weights_only=True)
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"]):
+            optimizer.load_state_dict(saved)
+        step, spent = state["step"], state["spent"]
+    batches, held_out = Batches(WORK / "train.npz", tokens, code_share), Batches(WORK / "validation.npz", tokens, 0)
+    shown = 0.0
+    while spent < minutes * 60:
+        began = time.monotonic()
+        share = spent / (minutes * 60)
+        scale = min(1.0, (step + 1) / 60) * min(1.0, (1 - share) / (1 - decay_from))
+        for optimizer, peak in zip(optimizers, peaks):
+            optimizer.param_groups[0]["lr"] = peak * max(scale, 1e-3)
+        x, w = (t.to(device) for t in batches.at(step, rank, world))
+        with torch.autocast(device.type, torch.bfloat16):
+            total, count = loss_of(model, x, w)
+        (total / count).backward()
+        if world > 1:
+            flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+            torch.distributed.all_reduce(flat)
+            for p, g in zip(model.parameters(), flat.split([p.numel() for p in model.parameters()])):
+                p.grad.copy_(g.view_as(p) / world)
+        torch.nn.utils.clip_grad_norm_(rest, 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        step += 1
+        lasted = torch.tensor(time.monotonic() - began)
+        if world > 1:
+            torch.distributed.broadcast(lasted, 0)
+        spent += lasted.item()
+        shown = 0.95 * shown + 0.05 * (total / count).item() if shown else (total / count).item()
+        if rank == 0 and step % 10 == 0:
+            print(f"step {step} loss {shown:.3f} spent {spent / 60:.1f} min lr {scale:.3f} "
+                  f"{x.numel() * world / lasted.item():.0f} tok/s", flush=True)
+        if rank == 0 and (step % save_every == 0 or spent >= minutes * 60):
+            if step % (4 * save_every) == 0:
+                print(f"validation {validate(model, held_out, device)}", flush=True)
+            torch.save({"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers],
+                        "step": step, "spent": spent}, f"{out}.tmp")
+            os.replace(f"{out}.tmp", out)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,133 @@
+"""What every trained head is: the contract between a family, the training loop and the runtime.
+
+A family is one file in `speculators/families/` with one class that derives from `Drafter` and one registry line below.
+Knows nothing of losses, optimizers, verification rules or engines.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from speculators.config import DrafterConfig
+from speculators.errors import ConfigError
+from speculators.target import FrozenTarget, TargetFeatures
+
+# family name -> "module:class". Adding a family adds a line here.
+FAMILIES: dict[str, str] = {
+    "eagle3": "speculators.families.eagle3:Eagle3",
+}
+
+
+def family_class(name: str) -> type[Drafter]:
+    """The class of a family; ConfigError names the families there are."""
+    if name not in FAMILIES:
+        raise ConfigError(f"unknown drafter family {name!r}; expected one of {', '.join(sorted(FAMILIES))}")
+    module, _, attribute = FAMILIES[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+@dataclass
+class DraftStep:
+    """One draft depth of one unroll, over the N terms of it that are valid.
+
+    `hidden` [N, D]: the drafter's states before its head. `target_index` [N]: the flat position (b·T + t) whose target
+    distribution the state must match; the token it predicts stands at `target_index + 1`. `anchor_index` [N]: the flat
+    slot the chain started from, so that depths of one chain can be joined. `weight` [N]: 1 for a valid term.
+    """
+
+    depth: int
+    hidden: Tensor
+    target_index: Tensor
+    anchor_index: Tensor
+    weight: Tensor
+
+
+def valid_terms(features: TargetFeatures, shift: int) -> Tensor:
+    """bool [B, T]: slot t may be asked for the token at t + shift.
+
+    The predicted token is a response token of the same packed document as slot t, and so is all between them.
+    """
+    segments, mask = features.segment_ids, features.loss_mask.bool()
+    valid = torch.zeros_like(mask)
+    span = mask.shape[1] - shift
+    if span > 0:
+        same = (segments[:, shift:] == segments[:, :span]) & (segments[:, :span] >= 0)
+        valid[:, :span] = mask[:, shift:] & same
+    return valid
+
+
+class Drafter(nn.Module):
+    """Base of every trained head. Sub-classes build their modules from a `DrafterConfig` and implement the three methods.
+
+    The target's embedding and head are shared by reference through `attach` and are neither parameters nor saved.
+    """
+
+    reads_taps: ClassVar[bool] = False
+    reads_last_hidden: ClassVar[bool] = False
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self._target: list[FrozenTarget] = []  # in a list, so that nn.Module does not register it
+
+    # -------------------------------------------------------------- shared with the target
+
+    def attach(self, target: FrozenTarget) -> Drafter:
+        """Shares the target's embedding and head. ConfigError if the target is not the one the drafter was made for."""
+        for field, found in (("target_hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+            expected = getattr(self.config, field)
+            if expected != found:
+                raise ConfigError(
+                    f"drafter of family {self.config.family}: {field} is {expected}, but target "
+                    f"{target.name_or_path!r} has {found}; use the target the drafter was trained for"
+                )
+        self._target = [target]
+        return self
+
+    @property
+    def target(self) -> FrozenTarget:
+        if not self._target:
+            raise ConfigError("this drafter is not attached to a target; call drafter.attach(target) first")
+        return self._target[0]
+
+    @property
+    def draft_to_target(self) -> Tensor | None:
+        """[V_draft] target id of every draft id, or None where the draft vocabulary is the target's."""
+        return None
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.parameters() if p.requires_grad]
+
+    # -------------------------------------------------------------- the contract
+
+    def unroll(self, features: TargetFeatures) -> Iterator[DraftStep]:
+        """Training: every depth's states, teacher-forced tokens, own states fed back where the family does so."""
+        raise NotImplementedError
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """[N, D] -> draft logits [N, V_draft]."""
+        raise NotImplementedError
+
+    def head_parameters(self) -> Sequence[nn.Parameter]:
+        """The trainable parameters that `head` reads (the loss computes their gradient chunk by chunk)."""
+        raise NotImplementedError
+
+    def draft(
+        self, cache, start: int, stop: int, token_ids: Tensor, taps: Tensor | None, last_hidden: Tensor | None,
+        counts: Sequence[int], k: int, sample: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Inference: append true slots, then draft `k` tokens per row with the same maths as `unroll`.
+
+        `cache` is the ragged cache of the head's own layers, rows [start, stop) of it: slot p of a row holds the pair
+        (token x_{p+1}, target features of position p). `token_ids` [b, M] and `taps` [b, M, n·H] / `last_hidden`
+        [b, M, H] are `counts[i]` true slots per row, padded to M. `sample` maps draft logits [b, V_draft] to target
+        token ids [b] and is called once per depth. Speculative slots are rolled back before returning. `k=0` appends
+        only. Returns target token ids [b, k].
+        """
+        raise NotImplementedError

@@ -1,0 +1,168 @@
+"""Drafters as directories other engines load: written whole or not at all, read back strictly.
+
+`export_drafter` writes into a temporary sibling and renames it; `load_drafter` refuses a missing, unexpected or
+mis-shaped tensor (vLLM loads most of those silently and then accepts nothing). A format is one layout module with a
+table of names, shapes and config fields; this file knows files and folders, not families.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from speculators.config import DrafterConfig
+from speculators.drafter import Drafter, family_class
+from speculators.errors import CheckpointError
+from speculators.export import eagle3_layout
+from speculators.target import FrozenTarget
+from speculators.vocab import from_offsets, to_offsets
+
+WEIGHTS = "model.safetensors"
+LAYOUTS: dict[str, ModuleType] = {"eagle3": eagle3_layout}
+
+
+def export_drafter(drafter: Drafter, folder: str | Path, *, dtype: torch.dtype, provenance: dict[str, Any] | None = None) -> Path:
+    """Writes `drafter` to `folder` in its family's layout and returns the folder.
+
+    An export that fails leaves what was there before in place. `provenance` goes into config.json under `draftsmith`.
+    """
+    folder = Path(folder)
+    config = drafter.config.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
+    layout = LAYOUTS[config.family]
+    state = drafter.state_dict()
+    tensors = {name: state[inside].detach().to("cpu", dtype).contiguous() for name, (inside, _) in layout.tensors(config).items()}
+    ids = drafter.draft_to_target
+    if ids is not None:
+        tensors["d2t"] = to_offsets(ids.cpu())
+        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids.cpu(), True)
+    fields = layout.to_config(config)
+    fields["draftsmith"] |= provenance or {}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
+        (fresh / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+        fresh.chmod(0o755)
+        replace_folder(fresh, folder)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return folder
+
+
+def replace_folder(fresh: Path, folder: Path) -> None:
+    """Puts `fresh` where `folder` is; the old one goes only once the new one stands."""
+    old = folder.with_name(f".{folder.name}-old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.rename(folder, old)
+    try:
+        os.rename(fresh, folder)
+    except OSError:
+        if old.exists():
+            os.rename(old, folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _resolve(path_or_id: str | Path, revision: str | None = None) -> Path:
+    """A local folder as it is; anything else is asked of the Hub (safetensors and JSON only)."""
+    if Path(path_or_id).is_dir():
+        return Path(path_or_id)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(path_or_id), revision=revision, allow_patterns=["*.json", "*.safetensors"]))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"drafter {path_or_id}: no such folder, and the Hub did not give it ({type(error).__name__}); "
+            "give the folder that an export wrote, or a repository id"
+        ) from error
+
+
+def _files(folder: Path) -> list[Path]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not (folder / "config.json").exists() or not files:
+        pickled = sorted(p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
+        hint = f"; {', '.join(pickled)} is a pickle, which is never opened: convert it to safetensors first" if pickled else ""
+        raise CheckpointError(f"drafter {folder}: expected config.json and *.safetensors{hint}")
+    return files
+
+
+def read_drafter_config(path_or_id: str | Path, num_target_layers: int | None = None) -> DrafterConfig:
+    """The configuration of an exported or published drafter, without its weights.
+
+    `num_target_layers` is needed only for heads whose config.json does not say which layers they tap.
+    """
+    folder = _resolve(path_or_id)
+    names: set[str] = set()
+    for file in _files(folder):
+        with safe_open(file, "pt") as reader:
+            names |= set(reader.keys())
+    try:
+        fields = json.loads((folder / "config.json").read_text())
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{folder}/config.json: not JSON: {error}") from error
+    return _layout_of(fields, str(folder)).from_config(fields, names, f"{folder}/config.json", num_target_layers)
+
+
+def _layout_of(fields: dict[str, Any], where: str) -> ModuleType:
+    family = (fields.get("draftsmith") or {}).get("family")
+    if family is None and (fields.get("architectures") or [""])[0] in eagle3_layout.ARCHITECTURES:
+        family = "eagle3"
+    if family not in LAYOUTS:
+        raise CheckpointError(
+            f"{where}: not a drafter this version reads (architectures {fields.get('architectures')}, family {family}); "
+            f"it reads {', '.join(LAYOUTS)}"
+        )
+    return LAYOUTS[family]
+
+
+def load_drafter(path_or_id: str | Path, target: FrozenTarget, *, dtype: torch.dtype | None = None) -> Drafter:
+    """The drafter of an exported folder, attached to `target`, in evaluation mode, in the target's dtype and device.
+
+    CheckpointError names every tensor that is missing, unexpected or of another shape; ConfigError a target it was
+    not made for.
+    """
+    folder = _resolve(path_or_id)
+    config = read_drafter_config(folder, target.num_layers)
+    drafter = family_class(config.family)(config).attach(target)
+    load_weights(drafter, folder)
+    return drafter.to(device=target.device, dtype=dtype or target.dtype).eval().requires_grad_(False)
+
+
+def load_weights(drafter: Drafter, folder: Path) -> None:
+    """Fills `drafter` from the tensors of `folder`, strictly. Nothing of the drafter keeps its old value."""
+    config, found = drafter.config, {}
+    for file in _files(folder):
+        with safe_open(file, "pt") as reader:
+            found |= {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 (not a dict)
+    layout = LAYOUTS[config.family]
+    table = layout.tensors(config)
+    if config.num_layers == 1:  # both names are in the wild
+        found = {name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name: t for name, t in found.items()}
+    wanted = set(table) | ({"d2t"} if config.reduced_vocabulary else set())
+    faults = [f"{name} is missing" for name in sorted(wanted - set(found))]
+    faults += [f"{name} is unexpected" for name in sorted(set(found) - wanted - set(layout.IGNORED))]
+    for name, (_, shape) in table.items():
+        if name in found and tuple(found[name].shape) != shape:
+            faults.append(f"{name} has shape {list(found[name].shape)}, expected {list(shape)}")
+        elif name in found and not torch.isfinite(found[name].float()).all():
+            faults.append(f"{name} holds values that are not finite")
+    if "d2t" in found and config.reduced_vocabulary and tuple(found["d2t"].shape) != (config.draft_vocab_size,):
+        faults.append(f"d2t has shape {list(found['d2t'].shape)}, expected [{config.draft_vocab_size}]")
+    if faults:
+        raise CheckpointError(f"drafter {folder}: {len(faults)} fault(s) in the weights: " + "; ".join(faults))
+    state = {inside: found[name] for name, (inside, _) in table.items()}
+    if config.reduced_vocabulary:
+        state["target_ids"] = from_offsets(found["d2t"], config.vocab_size, str(folder))
+    drafter.load_state_dict(state, strict=True)

@@ -1,0 +1,255 @@
+"""EAGLE-3 (arXiv 2503.01840) and the switches of EAGLE-3.1.
+
+Slot t pairs the embedding of x_{t+1} with g_t, a projection of the target's taps at t, runs them through one decoder
+layer and predicts x_{t+2}. Further tokens come from the head's own state in place of g: depth k of slot t reads
+x_{t+1+k} and the depth k-1 output, at rotary position t + k, and predicts x_{t+2+k}. `unroll` does that for all slots
+at once (training-time test), `draft` for the newest slot of each row with a cache; both run the same layer.
+Tensor names are those of vLLM's EAGLE-3 loader, so an export is this module's state under its own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from speculators.attention import unrolled_attention
+from speculators.config import DrafterConfig
+from speculators.drafter import Drafter, DraftStep, valid_terms
+from speculators.target import FrozenTarget, TargetFeatures
+
+
+class Eagle3Attention(nn.Module):
+    """Grouped-query attention; the first layer's projections read [norm(embedding); norm(state)], 2H wide."""
+
+    def __init__(self, config: DrafterConfig, inputs: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.scale = config.head_dim**-0.5
+        self.q_proj = nn.Linear(inputs, self.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+        if config.qk_norm:
+            self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.qk_norm = config.qk_norm
+
+    def project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, inputs] -> query [B, h, T, d], key and value [B, g, T, d], rotated."""
+        B, T, _ = x.shape
+        q = self.q_proj(x).view(B, T, self.heads, self.head_dim)
+        k = self.k_proj(x).view(B, T, self.kv_heads, self.head_dim)
+        v = self.v_proj(x).view(B, T, self.kv_heads, self.head_dim)
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *rotary)
+        v = v.transpose(1, 2)
+        return q.to(v.dtype), k.to(v.dtype), v
+
+
+class Eagle3Layer(nn.Module):
+    """One decoder layer. `attend(layer, q, k, v)` is the caller's: training and decoding differ only in it."""
+
+    def __init__(self, config: DrafterConfig, first: bool) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.first, self.norm_before_residual = first, config.norm_before_residual
+        self.input_layernorm = LlamaRMSNorm(width, eps=eps)
+        if first:
+            self.hidden_norm = LlamaRMSNorm(width, eps=eps)
+        self.self_attn = Eagle3Attention(config, 2 * width if first else width)
+        self.post_attention_layernorm = LlamaRMSNorm(width, eps=eps)
+        self.mlp = LlamaMLP(_llama_config(config))
+
+    def forward(self, embeds: Tensor, state: Tensor, rotary: tuple[Tensor, Tensor], attend: Callable) -> Tensor:
+        """embeds, state [B, T, H] -> the layer's output before any final norm [B, T, H]."""
+        if self.first:
+            normed = self.hidden_norm(state)
+            residual = normed if self.norm_before_residual else state
+            x = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
+        else:
+            residual, x = state, self.input_layernorm(state)
+        B, T, _ = x.shape
+        attended = attend(*self.self_attn.project(x, rotary), self.self_attn.scale)  # [B, h, T, d]
+        x = residual + self.self_attn.o_proj(attended.transpose(1, 2).reshape(B, T, -1))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Eagle3(Drafter):
+    """The EAGLE-3 head: three (or n) taps, a shared or own embedding, one or more layers, an own output head."""
+
+    reads_taps = True
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__(config)
+        width, taps = config.hidden_size, len(config.tap_layers)
+        self.fc = nn.Linear(taps * config.target_hidden_size, width, bias=False)
+        eps = config.rms_norm_eps
+        if config.norm_before_fc:
+            self.input_norm = LlamaRMSNorm(taps * config.target_hidden_size, eps=eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(LlamaRMSNorm(config.target_hidden_size, eps=eps) for _ in range(taps))
+        self.layers = nn.ModuleList(Eagle3Layer(config, first=i == 0) for i in range(config.num_layers))
+        self.norm = LlamaRMSNorm(width, eps=eps)
+        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        if config.own_embeddings:
+            self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        if config.reduced_vocabulary:
+            self.register_buffer("target_ids", torch.arange(config.draft_vocab_size))
+        self.rotary_emb = LlamaRotaryEmbedding(config=_llama_config(config))
+
+    @property
+    def draft_to_target(self) -> Tensor | None:
+        return self.target_ids if self.config.reduced_vocabulary else None
+
+    @torch.no_grad()
+    def initialise_from(self, target: FrozenTarget) -> Eagle3:
+        """A start that already predicts: the deepest tap passes through, the head's rows are the target's own.
+
+        Rows of `lm_head` (and the embedding, if owned) are copied where the widths agree; residual writes start small.
+        """
+        width = self.config.target_hidden_size
+        for module in self.modules():
+            if isinstance(module, nn.Linear) and module is not self.lm_head:
+                nn.init.normal_(module.weight, std=module.in_features**-0.5 * 0.5)
+        for layer in self.layers:
+            layer.self_attn.o_proj.weight.mul_(0.2)
+            layer.mlp.down_proj.weight.mul_(0.2)
+        if width == self.config.hidden_size:
+            self.fc.weight.mul_(0.1)
+            self.fc.weight[:, -width:] += torch.eye(width)
+            rows = target.lm_head.weight.float()
+            ids = self.draft_to_target
+            self.lm_head.weight.copy_(rows if ids is None else rows[ids.to(rows.device)])
+            if (norm := target.final_norm_weight) is not None:
+                self.norm.weight.copy_(norm)
+            if self.config.own_embeddings:
+                self.embed_tokens.weight.copy_(target.embed_tokens.weight)
+        return self
+
+    # -------------------------------------------------------------- shared by training and drafting
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[B, T] -> [B, T, H] from the own table, or the target's."""
+        table = self.embed_tokens if self.config.own_embeddings else self.target.embed_tokens
+        return table(token_ids)
+
+    def project_taps(self, taps: Tensor) -> Tensor:
+        """taps [B, T, n·H] -> g [B, T, H]."""
+        taps = taps.to(self.fc.weight.dtype)
+        if self.config.norm_before_fc:
+            taps = self.input_norm(taps)
+        if self.config.fc_norm:
+            parts = taps.chunk(len(self.fc_norm), dim=-1)
+            taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
+        return self.fc(taps)
+
+    def _run(self, embeds: Tensor, state: Tensor, position_ids: Tensor, attends: Sequence[Callable]) -> Tensor:
+        """All layers -> the state that is fed back and, after `norm` unless it is already normed, read by the head."""
+        embeds = embeds.to(state.dtype)
+        rotary = self.rotary_emb(embeds, position_ids)
+        for layer, attend in zip(self.layers, attends):
+            state = layer(embeds, state, rotary, attend)
+        return self.norm(state) if self.config.norm_output else state
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """[N, H] states as `_run` returns them -> [N, V_draft]."""
+        return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        modules = [self.lm_head] if self.config.norm_output else [self.lm_head, self.norm]
+        return [p for module in modules for p in module.parameters() if p.requires_grad]
+
+    # -------------------------------------------------------------- training
+
+    def unroll(self, features: TargetFeatures, steps: int = 7) -> Iterator[DraftStep]:
+        """Training-time test: `steps` depths for every slot; a slot's terms are those `valid_terms` allows."""
+        B, T = features.input_ids.shape
+        flat = torch.arange(B * T, device=features.input_ids.device).view(B, T)
+        state = self.project_taps(features.taps)
+        causal: list[tuple[Tensor, Tensor]] = []  # per layer: keys and values of depth 0
+        own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]  # per layer: those of each later depth
+        for depth in range(steps):
+            tokens = torch.roll(features.input_ids, -(1 + depth), dims=1)  # x_{t+1+depth}; what wraps is never valid
+            attends = [self._unrolled(i, depth, causal, own[i], features.segment_ids) for i in range(len(self.layers))]
+            state = self._run(self.embed(tokens), state, features.position_ids + depth, attends)
+            valid = valid_terms(features, depth + 2)
+            anchors = flat[valid]
+            yield DraftStep(
+                depth=depth, hidden=state[valid], target_index=anchors + depth + 1, anchor_index=anchors,
+                weight=torch.ones(len(anchors), device=state.device),
+            )
+
+    def _unrolled(self, layer: int, depth: int, causal: list, own: list, segment_ids: Tensor) -> Callable:
+        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            if depth == 0:
+                causal.append((k, v))
+            else:
+                own.append((k, v))
+            return unrolled_attention(q, *causal[layer], own, segment_ids, scale)
+
+        return attend
+
+    # -------------------------------------------------------------- inference
+
+    def draft(
+        self, cache, start: int, stop: int, token_ids: Tensor, taps: Tensor | None, last_hidden: Tensor | None,
+        counts: Sequence[int], k: int, sample: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """See `Drafter.draft`."""
+        states = self._extend(cache, start, stop, token_ids, self.project_taps(taps))
+        for row, count in enumerate(counts, start):
+            cache.advance(row, count)
+        if k == 0:
+            return token_ids[:, :0]
+        if token_ids.shape[1] == 1:
+            state = states
+        else:
+            last = torch.tensor(counts, device=states.device) - 1
+            state = states[torch.arange(len(counts), device=states.device), last][:, None]  # [b, 1, H]
+        drafted = [sample(self.head(state[:, 0]))]
+        for _ in range(k - 1):
+            token = drafted[-1][:, None]
+            state = self._extend(cache, start, stop, token, state)
+            for row in range(start, stop):
+                cache.advance(row, 1)
+            drafted.append(sample(self.head(state[:, 0])))
+        for row in range(start, stop):
+            cache.truncate(row, cache.lengths[row] - (k - 1))
+        return torch.stack(drafted, dim=1)
+
+    def _extend(self, cache, start: int, stop: int, token_ids: Tensor, state: Tensor) -> Tensor:
+        """One pass over M new slots per row, written at each row's own length: states [b, M, H]."""
+        M = token_ids.shape[1]
+        position_ids = cache.position_ids(start, stop, M)
+        mask, causal = cache.mask(start, stop, M), M > 1
+        view = cache.view(start, stop, M)
+
+        def attend(layer: int) -> Callable:
+            def inner(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+                k, v = view.update(k, v, layer)
+                return nn.functional.scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, is_causal=mask is None and causal, scale=scale,
+                    enable_gqa=q.shape[1] != k.shape[1],
+                )  # fmt: skip
+
+            return inner
+
+        return self._run(self.embed(token_ids), state, position_ids, [attend(i) for i in range(len(self.layers))])
+
+
+def _llama_config(config: DrafterConfig) -> LlamaConfig:
+    """What transformers' Llama modules read of a head's configuration."""
+    if config.hidden_act not in ACT2FN:
+        raise ValueError(f"hidden_act {config.hidden_act!r} is not one of transformers' activations")
+    return LlamaConfig(
+        hidden_size=config.hidden_size, intermediate_size=config.intermediate_size, hidden_act=config.hidden_act,
+        num_attention_heads=config.num_attention_heads, num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim, rms_norm_eps=config.rms_norm_eps, mlp_bias=False, vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings, rope_parameters=dict(config.rope_parameters),
+    )  # fmt: skip

@@ -1,0 +1,307 @@
+"""What FrozenTarget makes sure of before it trusts a model: its parts, its masks, its logits, its packing.
+
+A config says what an architecture claims; these functions ask the model itself, on a few tokens, and refuse with the
+reason whatever cannot be confirmed, since a wrong mask or scale would change the target's output in silence.
+They know no architecture by name, and nothing of taps or drafters.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from speculators.errors import CheckpointError, UnsupportedTarget
+
+ATTENTION = ("sdpa", "eager")  # the implementations that honour an arbitrary mask
+FULL, SLIDING = "full_attention", "sliding_attention"
+_RECURRENT_LAYERS = ("linear", "mamba", "ssm", "conv", "recurrent", "rwkv", "hybrid", "gated_delta")
+_RECURRENT_FIELDS = ("mamba_d_state", "ssm_state_size", "ssm_cfg", "lru_width", "linear_conv_kernel_dim", "conv_L_cache")
+_LOGIT_SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier_scale")
+_PROBE_ERRORS = (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError, NotImplementedError)
+_PROBE_PREFIX_LIMIT = 32768  # longest past the mask probe pretends; a longer window is taken at the config's word
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The modules of a causal LM that a target uses, and what its config says about them."""
+
+    name: str  # for messages
+    config: PretrainedConfig  # of the text model
+    model: PreTrainedModel
+    decoder: nn.Module  # ids -> last_hidden_state
+    layers: nn.ModuleList
+    embed_tokens: nn.Module
+    lm_head: nn.Module
+    kinds: tuple[str, ...]  # FULL or SLIDING, per layer
+    window: int  # of the sliding layers; 0 without any
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.layers.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.layers.parameters()).device
+
+
+def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """bool -> 0 where True, the most negative number elsewhere (finite: a row that sees nothing gives no NaN)."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+# ---------------------------------------------------------------------- parts and refusals
+
+
+def find_parts(model: PreTrainedModel) -> Parts:
+    """Finds decoder, layers, embedding and head by what they are for. Errors: UnsupportedTarget."""
+    config = model.config.get_text_config()
+    name = getattr(model.config, "_name_or_path", "") or type(model).__name__
+    _refuse_unsupported(model, config, name)
+    decoder, n = model.get_decoder(), config.num_hidden_layers
+    lists = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == n]
+    if not lists:
+        raise UnsupportedTarget(f"target {name}: no module list of num_hidden_layers={n} layers in its decoder")
+    layers = max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
+    embed_tokens, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embed_tokens is None or lm_head is None:
+        raise UnsupportedTarget(f"target {name}: no input embedding or no output head; a causal LM is needed")
+    kinds = _layer_kinds(config, name)
+    window = int(config.sliding_window) if SLIDING in kinds else 0
+    return Parts(name, config, model, decoder, layers, embed_tokens, lm_head, kinds, window)
+
+
+def _refuse_unsupported(model: PreTrainedModel, config: PretrainedConfig, name: str) -> None:
+    """State that cannot be rolled back by forgetting keys and values is refused, never worked around."""
+    if getattr(config, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedTarget(f"target {name}: an encoder-decoder model; a decoder-only causal LM is needed")
+    recurrent = sorted({k for k in getattr(config, "layer_types", None) or () if any(r in k for r in _RECURRENT_LAYERS)})
+    fields = [field for field in _RECURRENT_FIELDS if getattr(config, field, None) is not None]
+    if recurrent or fields or getattr(model, "_is_stateful", False):
+        why = f"layers of type {recurrent}" if recurrent else f"config fields {fields}" if fields else "marked stateful"
+        raise UnsupportedTarget(
+            f"target {name}: recurrent or convolutional state ({why}) cannot be rolled back when drafts are rejected; "
+            "use a target whose layers are all attention"
+        )
+    if config._attn_implementation not in ATTENTION:
+        raise UnsupportedTarget(
+            f"target {name}: attention implementation {config._attn_implementation!r} cannot honour arbitrary masks; "
+            "load it with attn_implementation='sdpa' or 'eager'"
+        )
+    if config._attn_implementation != "eager" and needs_eager(config):
+        raise UnsupportedTarget(
+            f"target {name}: attn_logit_softcapping={config.attn_logit_softcapping} is silently left out by "
+            f"{config._attn_implementation!r} attention; load it with attn_implementation='eager'"
+        )
+
+
+def needs_eager(config: PretrainedConfig) -> bool:
+    """Whether faster attention would leave something out: a soft cap of attention scores."""
+    return bool(getattr(config, "attn_logit_softcapping", None))
+
+
+def refuse_incomplete(info: dict, name: str) -> None:
+    """`info` is what from_pretrained reports; tied heads are already accounted for. Extra tensors are harmless."""
+    missing = sorted(info.get("missing_keys") or ())
+    mismatched = sorted(str(key) for key in info.get("mismatched_keys") or ())
+    errors = info.get("error_msgs") or ()
+    if missing or mismatched or errors:
+        parts = [f"{len(missing)} tensors are missing, such as {missing[:3]}"] if missing else []
+        parts += [f"{len(mismatched)} have another shape, such as {mismatched[:3]}"] if mismatched else []
+        parts += [str(error) for error in errors]
+        raise CheckpointError(f"target {name}: {'; '.join(parts)}. Such tensors would be random; fix the checkpoint")
+
+
+def _layer_kinds(config: PretrainedConfig, name: str) -> tuple[str, ...]:
+    """Full or sliding attention, per layer; confirmed against the masks the layers really get."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or [SLIDING if window else FULL] * config.num_hidden_layers
+    unknown = sorted(set(kinds) - {FULL, SLIDING})
+    if unknown or (SLIDING in kinds and not window):
+        raise UnsupportedTarget(
+            f"target {name}: layer types {sorted(set(kinds))} with sliding_window={window}; only {FULL} and {SLIDING} "
+            "(with a window) can be masked for rows of different length"
+        )
+    return tuple(kinds)
+
+
+# ---------------------------------------------------------------------- the probes
+
+
+class _ZeroPast(Cache):
+    """A past of `length` zero keys and values that remembers nothing: lets a two-token probe see far-back masks."""
+
+    is_compileable = False
+    is_sliding: tuple[bool, ...] = ()
+
+    def __init__(self, length: int) -> None:
+        self.layers: list = []
+        self.length = length
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        return tuple(
+            torch.cat([x.new_zeros(*x.shape[:2], self.length, x.shape[3]), x], dim=2) for x in (key_states, value_states)
+        )
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+
+@contextmanager
+def _spy(layers: nn.ModuleList) -> Iterator[list]:
+    """Records the attention_mask that each layer is called with."""
+    seen: list = [None] * len(layers)
+
+    def hook(i: int) -> Callable:
+        def record(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
+            seen[i] = bound.arguments.get("attention_mask")
+
+        return record
+
+    handles = [layer.register_forward_pre_hook(hook(i), with_kwargs=True) for i, layer in enumerate(layers)]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _probe_ids(parts: Parts, count: int) -> Tensor:
+    """[1, count] token ids spread over the vocabulary."""
+    rows = parts.embed_tokens.weight.shape[0]
+    return (torch.arange(count, device=parts.device)[None] * 7919 + 3) % rows
+
+
+def confirm_masks(parts: Parts) -> bool:
+    """Asks the model which keys each layer may see beyond its window, and how a ready mask reaches a layer unchanged.
+
+    Returns whether masks are passed as a dict by kind of layer; else as one tensor, for a model of one kind."""
+    length = min(parts.window or 3, _PROBE_PREFIX_LIMIT)
+    keys, queries = torch.arange(length + 2), torch.arange(length, length + 2)[:, None]
+    causal = keys <= queries  # [2, S]
+    expected = {FULL: causal, SLIDING: causal & (keys > queries - parts.window)}
+
+    observed = _try(parts, "a forward with a cache", lambda: _masks_seen(parts, None, length))
+    for i, (kind, mask) in enumerate(zip(parts.kinds, observed)):
+        allowed = mask if mask is None or mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        if allowed is None or not torch.equal(allowed[0, 0].cpu(), expected[kind]):
+            raise UnsupportedTarget(
+                f"target {parts.name}: layer {i} is {kind} (sliding_window={parts.window or None}) by its config, "
+                "but the keys it may see are others; its masks cannot be rebuilt for rows of different length"
+            )
+    ready = {k: additive_mask(m.to(parts.device)[None, None], parts.dtype) for k, m in expected.items()}
+    reason = "layers of several kinds got others"
+    for by_kind in (True, False) if len(set(parts.kinds)) == 1 else (True,):
+        try:
+            seen = _masks_seen(parts, ready if by_kind else ready[parts.kinds[0]], length)
+        except _PROBE_ERRORS as error:
+            reason = f"{type(error).__name__}: {error}"
+            continue
+        if all(_same_memory(mask, ready[kind]) for kind, mask in zip(parts.kinds, seen)):
+            return by_kind
+    raise UnsupportedTarget(
+        f"target {parts.name}: a mask prepared outside does not reach its layers unchanged ({reason}); rows of "
+        "different length cannot be verified together"
+    )
+
+
+def _masks_seen(parts: Parts, attention_mask: Tensor | dict | None, past: int) -> list[Tensor | None]:
+    """The mask each layer gets when two tokens follow `past` others."""
+    with _spy(parts.layers) as seen:
+        parts.decoder(
+            input_ids=_probe_ids(parts, 2),
+            attention_mask=attention_mask,
+            position_ids=torch.arange(2, device=parts.device)[None],
+            past_key_values=_ZeroPast(past),
+            use_cache=True,
+        )
+    return seen
+
+
+def _same_memory(a: Tensor | None, b: Tensor) -> bool:
+    return isinstance(a, Tensor) and a.data_ptr() == b.data_ptr() and a.shape == b.shape
+
+
+def _try(parts: Parts, what: str, call: Callable):
+    try:
+        return call()
+    except _PROBE_ERRORS as error:
+        raise UnsupportedTarget(f"target {parts.name}: {what} failed: {error}") from error
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """Relative error two orders of the same arithmetic may show."""
+    return 1e-3 if dtype in (torch.float32, torch.float64) else 0.05
+
+
+def _error(a: Tensor, b: Tensor) -> Tensor:
+    """|a - b| / |b| per token: [..., D] -> [...]."""
+    a, b = a.float(), b.float()
+    return (a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-12)
+
+
+def confirm_logits(parts: Parts) -> tuple[Callable[[Tensor], Tensor], int]:
+    """Finds how the head's output becomes logits. The config says which constants exist, the model how they are used."""
+    hidden: list[Tensor] = []
+    hook = parts.lm_head.register_forward_pre_hook(lambda module, args: hidden.append(args[0]))
+    ids = _probe_ids(parts, 5)
+    try:
+        own = _try(parts, "its own forward", lambda: parts.model(input_ids=ids, use_cache=False)).logits  # [1, 5, V]
+    finally:
+        hook.remove()
+    if not hidden:
+        raise UnsupportedTarget(f"target {parts.name}: its forward does not call its output head")
+    last_hidden = parts.decoder(input_ids=ids, use_cache=False).last_hidden_state
+    if hidden[0].shape != last_hidden.shape or _error(last_hidden, hidden[0]).median() > _tolerance(parts.dtype):
+        raise UnsupportedTarget(
+            f"target {parts.name}: the hidden states are changed between its decoder and its output head"
+        )
+    raw = parts.lm_head(hidden[0])
+    candidates = [(_error(t(raw), own).max().item(), t) for t in _logit_transforms(parts.config)]
+    error, transform = min(candidates, key=lambda pair: pair[0])  # the first, if several are as good
+    if not error <= _tolerance(parts.dtype) / 10:
+        raise UnsupportedTarget(
+            f"target {parts.name}: its logits are not its output head followed by a known scale or soft cap "
+            f"({', '.join(_LOGIT_SCALES)}, final_logit_softcapping); they could not be reproduced from hidden states"
+        )
+    return transform, own.shape[-1]
+
+
+def _logit_transforms(config: PretrainedConfig) -> list[Callable[[Tensor], Tensor]]:
+    """Candidates: each scale in the config dividing, multiplying or unused, before its soft cap or without."""
+    scalings: list[Callable] = [lambda x: x]
+    for scale in (getattr(config, field, None) for field in _LOGIT_SCALES):
+        if scale and scale != 1.0:
+            scalings += [lambda x, s=scale: x / s, lambda x, s=scale: x * s]
+    cap = getattr(config, "final_logit_softcapping", None)
+    if not cap:
+        return scalings
+    return [lambda x, scaled=scaled: torch.tanh(scaled(x) / cap) * cap for scaled in scalings] + scalings
+
+
+def confirm_packing(parts: Parts, run: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    """Two segments packed in one row must give what each gives alone: masks and positions are honoured.
+
+    `run`: input_ids, position_ids, segment_ids [1, T] -> last_hidden [1, T, H]."""
+    ids = _probe_ids(parts, 9)
+    segments = torch.tensor([[0] * 5 + [1] * 4], device=parts.device)
+    positions = torch.cat([torch.arange(5), torch.arange(4)])[None].to(parts.device)
+    packed = _try(parts, "a packed forward", lambda: run(ids, positions, segments))
+    for piece in (slice(0, 5), slice(5, 9)):
+        alone = parts.decoder(input_ids=ids[:, piece], use_cache=False).last_hidden_state
+        # The median, since a router at a tie may send single tokens elsewhere; a wrong mask moves nearly every token.
+        if _error(packed[:, piece], alone).median() > _tolerance(parts.dtype):
+            raise UnsupportedTarget(
+                f"target {parts.name}: packed sequences influence each other or positions are ignored; "
+                "such attention (ALiBi, for one) cannot be masked from outside"
+            )

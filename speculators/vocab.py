@@ -1,0 +1,55 @@
+"""Reduced draft vocabularies: which target tokens a head can propose, and the way back to the full vocabulary.
+
+A head's softmax runs over V_draft tokens; verification needs q over the target's V. Ids are kept ascending.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from speculators.errors import CheckpointError
+
+
+def choose_draft_vocabulary(counts: Tensor, size: int) -> Tensor:
+    """counts [V] (how often each token was supervised) -> [size] target ids, ascending: the most frequent ones.
+
+    Ties go to the lower id, so the choice depends on the counts alone.
+    """
+    order = torch.argsort(counts, descending=True, stable=True)[:size]
+    return torch.sort(order).values
+
+
+def coverage(counts: Tensor, draft_to_target: Tensor) -> float:
+    """Share of the counted tokens that the draft vocabulary holds."""
+    return float(counts[draft_to_target].sum() / counts.sum().clamp(min=1))
+
+
+def scatter_to_target(q: Tensor, draft_to_target: Tensor | None, vocab_size: int) -> Tensor:
+    """q [..., V_draft] -> [..., V]: zero for tokens the head cannot propose."""
+    if draft_to_target is None:
+        return q
+    full = q.new_zeros(*q.shape[:-1], vocab_size)
+    full[..., draft_to_target] = q
+    return full
+
+
+def to_target_ids(draft_ids: Tensor, draft_to_target: Tensor | None) -> Tensor:
+    """Draft ids -> target ids, any shape."""
+    return draft_ids if draft_to_target is None else draft_to_target[draft_ids]
+
+
+def to_offsets(draft_to_target: Tensor) -> Tensor:
+    """The `d2t` tensor of EAGLE-3 checkpoints: target id = draft id + d2t[draft id]."""
+    return draft_to_target - torch.arange(len(draft_to_target), device=draft_to_target.device)
+
+
+def from_offsets(d2t: Tensor, vocab_size: int, where: str) -> Tensor:
+    """Undoes `to_offsets`. CheckpointError if the ids leave the vocabulary or repeat (ids stored instead of offsets do)."""
+    ids = d2t.long() + torch.arange(len(d2t))
+    if ids.min() < 0 or ids.max() >= vocab_size or len(ids.unique()) != len(ids):
+        raise CheckpointError(
+            f"{where}: d2t does not hold offsets (target id = draft id + d2t[draft id]): ids run from {int(ids.min())} to "
+            f"{int(ids.max())} in a vocabulary of {vocab_size}, {len(ids) - len(ids.unique())} of them repeated"
+        )
+    return ids

@@ -1,0 +1,66 @@
+"""Fixtures shared by the three floors: tiny random targets of many architectures."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+_BASE = dict(
+    vocab_size=101,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    initializer_range=0.3,  # large: layers, masks and positions must matter for the tests to notice them
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+_MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+ARCHITECTURES: dict[str, dict] = {
+    "llama": dict(model_type="llama"),
+    "qwen2": dict(model_type="qwen2", tie_word_embeddings=True),
+    "qwen3": dict(model_type="qwen3", head_dim=16),
+    "qwen3_sliding": dict(model_type="qwen3", head_dim=8, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    "mistral": dict(model_type="mistral", sliding_window=4),
+    "gemma3": dict(model_type="gemma3_text", head_dim=16, sliding_window=4, layer_types=_MIXED),
+    "gemma2": dict(model_type="gemma2", head_dim=16, sliding_window=4, layer_types=_MIXED, final_logit_softcapping=2.0),
+    "phi3": dict(model_type="phi3", sliding_window=6),
+    "gpt_oss": dict(
+        model_type="gpt_oss", head_dim=8, sliding_window=4, layer_types=_MIXED, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "mixtral": dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "granite": dict(model_type="granite", logits_scaling=4.0, embedding_multiplier=3.0),
+    "cohere2": dict(model_type="cohere2", sliding_window=4, layer_types=_MIXED, logit_scale=0.25),
+}
+
+
+def make_tiny_model(name: str, **overrides):
+    """A random float32 model of the architecture `name`, always the same one for the same arguments."""
+    settings = {**_BASE, **ARCHITECTURES[name], **overrides}
+    config = AutoConfig.for_model(settings.pop("model_type"), **copy.deepcopy(settings))
+    attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None  # None: transformers' choice
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
+        for parameter in model.parameters():  # some architectures leave biases, sinks or norms at their neutral value
+            if parameter.ndim == 1:
+                parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+@pytest.fixture(scope="session")
+def tiny_model():
+    """The function `make_tiny_model(name, **config)`."""
+    return make_tiny_model
+
+
+@pytest.fixture(params=sorted(ARCHITECTURES))
+def any_architecture(request) -> str:
+    """Every architecture in turn."""
+    return request.param

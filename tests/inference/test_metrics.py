@@ -1,0 +1,71 @@
+"""Acceptance length, rates and counters: one definition, under vLLM's names."""
+
+import math
+
+import pytest
+
+from inference.metrics import SpecDecodeCounters, acceptance_length, conditional_rates, joint_rates
+
+
+def counted(rounds):
+    counters = SpecDecodeCounters()
+    for drafted, accepted in rounds:
+        counters.add(drafted, accepted)
+    return counters
+
+
+def test_acceptance_length_is_tokens_committed_per_verification():
+    rounds = [(3, 0), (3, 3), (3, 1), (2, 2)]
+    committed = sum(accepted + 1 for _, accepted in rounds)
+    assert counted(rounds).acceptance_length == committed / len(rounds)
+    assert acceptance_length(6, 4) == 2.5
+    assert acceptance_length(0, 0) == 1.0
+
+
+def test_rates():
+    counters = counted([(3, 0), (3, 3), (3, 1), (3, 2)])
+    assert counters.num_accepted_tokens_per_pos == [3, 2, 1]
+    assert counters.joint_rates() == [0.75, 0.5, 0.25]
+    assert counters.conditional_rates() == pytest.approx([3 / 4, 2 / 3, 1 / 2])
+
+
+def test_conditional_rates_multiply_to_joint_rates_and_joint_rates_sum_to_the_length():
+    per_pos, drafts = [90, 61, 17, 3], 113
+    joint, conditional = joint_rates(per_pos, drafts), conditional_rates(per_pos, drafts)
+    for k in range(4):
+        assert math.prod(conditional[: k + 1]) == pytest.approx(joint[k])
+    assert 1 + sum(joint) == pytest.approx(acceptance_length(sum(per_pos), drafts))
+
+
+def test_what_was_not_measured_is_not_a_number():
+    assert all(math.isnan(rate) for rate in joint_rates([0, 0], 0))
+    assert conditional_rates([0, 0], 5)[0] == 0
+    assert math.isnan(conditional_rates([0, 0], 5)[1])
+    assert joint_rates([], 0) == conditional_rates([], 0) == []
+
+
+def test_a_round_without_drafts_is_no_draft():
+    assert counted([(0, 0), (2, 1)]) == counted([(2, 1)])
+
+
+def test_merging_is_counting_together():
+    first, second = [(2, 1), (1, 0)], [(4, 4), (0, 0), (3, 2)]
+    for one, other in ((first, second), (second, first)):
+        merged = counted(one)
+        merged.merge(counted(other))
+        assert merged == counted(one + other)
+
+
+def test_names_are_vllms():
+    assert counted([(3, 2), (3, 0)]).to_dict() == {
+        "vllm:spec_decode_num_drafts": 2,
+        "vllm:spec_decode_num_draft_tokens": 6,
+        "vllm:spec_decode_num_accepted_tokens": 2,
+        "vllm:spec_decode_num_accepted_tokens_per_pos": [1, 1, 0],
+    }
+
+
+@pytest.mark.parametrize("wrong", [(2, 3), (2, -1)])
+def test_more_accepted_than_drafted_is_refused(wrong):
+    with pytest.raises(ValueError, match="drafted"):
+        SpecDecodeCounters().add(*wrong)

@@ -1,0 +1,72 @@
+"""Sampling parameters: vLLM's names and defaults; what cannot be honoured is refused where it is written."""
+
+from dataclasses import replace
+
+import pytest
+
+from inference.sampling_params import SamplingParams
+from speculators.errors import ConfigError
+
+
+def test_defaults_are_vllms():
+    params = SamplingParams()
+    assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1.0, 1.0, 0, 0.0)
+    assert (params.max_tokens, params.min_tokens, params.seed) == (16, 0, None)
+    assert (params.ignore_eos, params.include_stop_str_in_output, params.skip_special_tokens) == (
+        False,
+        False,
+        True,
+    )
+    assert params.stop == () and params.stop_token_ids == ()
+    assert not params.greedy and SamplingParams(temperature=0).greedy
+
+
+def test_one_stop_string_is_a_list_of_one():
+    assert SamplingParams(stop="\n\n").stop == ("\n\n",)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+    assert SamplingParams(stop_token_ids=[3, 5]).stop_token_ids == (3, 5)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"n": 0},
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"temperature": 1e-9},
+        {"top_p": 0.0},
+        {"top_p": 1.01},
+        {"top_k": -2},
+        {"top_k": 1.5},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"seed": "7"},
+        {"max_tokens": 0},
+        {"min_tokens": 17},
+        {"min_tokens": -1},
+        {"stop": [""]},
+        {"stop": 3},
+        {"stop_token_ids": [-1]},
+        {"stop_token_ids": ["a"]},
+        {"ignore_eos": "no"},
+    ],
+)
+def test_refuses(wrong):
+    (name,) = wrong
+    with pytest.raises(ConfigError, match=f"SamplingParams: {name}="):
+        SamplingParams(**wrong)
+
+
+def test_limits_at_their_edges():
+    SamplingParams(temperature=1e-5, top_p=1.0, top_k=-1, min_p=1.0, max_tokens=None, min_tokens=10**9)
+    SamplingParams(max_tokens=1, min_tokens=1)
+
+
+def test_a_changed_copy_is_checked_too_and_the_original_cannot_change():
+    params = SamplingParams(stop="x")
+    assert replace(params, temperature=0).stop == ("x",)
+    with pytest.raises(ConfigError):
+        replace(params, top_p=2.0)
+    with pytest.raises(AttributeError):
+        params.temperature = 0.0

@@ -1,0 +1,253 @@
+"""Examples -> token rows -> packed rows -> batches: what the training loop eats, and the account of what
+was lost.
+
+Rows longer than `max_length` are cut, those left without a supervised token are dropped; both are counted.
+Packing joins documents into rows of at most `max_length` tokens with positions that restart and segment ids
+that keep attention apart. Must not know: templates (`train.masks`), sources' formats (`train.sources`),
+models.
+"""
+
+from __future__ import annotations
+
+import bisect
+import multiprocessing
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from speculators.errors import DataError
+from train.masks import ConversationTokenizer, TokenRow
+from train.recipe_data import DataSection
+from train.sources import Example
+
+Progress = Callable[[int, int], None]  # done, total
+
+
+@dataclass
+class RowStatistics:
+    """What became of the examples. All counts; `tokens` and `supervised` are after cutting."""
+
+    examples: int = 0
+    rows: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    truncated: int = 0  # rows cut at max_length and kept
+    dropped_cut: int = 0  # rows whose supervised tokens all lay beyond max_length
+    dropped_bad: int = 0  # examples whose mask could not be established (data.on_bad_row: drop)
+    fanned_out: int = 0  # rows added because the template rewrites history
+    first_bad: str = ""  # the first error among dropped_bad
+    rows_by_workload: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def supervised_share(self) -> float:
+        """Part of the tokens that carry loss."""
+        return self.supervised / self.tokens if self.tokens else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for reports."""
+        return {
+            **asdict(self),
+            "rows_by_workload": dict(self.rows_by_workload),
+            "supervised_share": self.supervised_share,
+        }
+
+    def __str__(self) -> str:
+        losses = {
+            "cut": self.truncated,
+            "dropped after cutting": self.dropped_cut,
+            "without a mask": self.dropped_bad,
+        }
+        lost = "".join(f", {count} {what}" for what, count in losses.items() if count)
+        return f"{self.rows} rows, {self.tokens} tokens, {self.supervised_share:.0%} supervised{lost}"
+
+
+def conversation_tokenizer(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> ConversationTokenizer:
+    """The recipe's `data` section as a ConversationTokenizer; reads the template file it names."""
+    template = None
+    if section.chat_template is not None:
+        if not Path(section.chat_template).is_file():
+            raise DataError(f"data.chat_template: no such file: {section.chat_template}")
+        template = Path(section.chat_template).read_text(encoding="utf-8")
+    return ConversationTokenizer(
+        tokenizer,
+        chat_template=template,
+        template_kwargs=section.chat_template_kwargs,
+        reasoning=section.reasoning,
+    )
+
+
+def prepare_rows(
+    examples: Sequence[Example],
+    tokenizer: ConversationTokenizer,
+    *,
+    max_length: int,
+    on_bad_row: Literal["error", "drop"] = "error",
+    num_proc: int = 1,
+    progress: Progress | None = None,
+) -> tuple[list[TokenRow], RowStatistics]:
+    """Token rows of at most `max_length` tokens, in the order of `examples`, and what was lost on the way.
+
+    Raises DataError quoting the turn for the first example without a provable mask, unless `on_bad_row` is
+    "drop"; always raises it if no row is left.
+    """
+    found: list[TokenRow] = []
+    bad, first_bad, fanned_out = 0, "", 0
+    for done, rows in enumerate(_tokenise(examples, tokenizer, num_proc), 1):
+        if isinstance(rows, str):
+            if on_bad_row == "error":
+                raise DataError(rows + " (data.on_bad_row: drop leaves such rows out)")
+            bad, first_bad = bad + 1, first_bad or rows
+        else:
+            fanned_out += len(rows) - 1
+            found += rows
+        if progress is not None:
+            progress(done, len(examples))
+    kept, statistics = fit_rows(found, max_length)
+    statistics.examples, statistics.dropped_bad, statistics.first_bad = len(examples), bad, first_bad
+    statistics.fanned_out = fanned_out
+    if not kept:
+        first = f" (the first: {first_bad})" if bad else ""
+        raise DataError(
+            f"no row is left of {len(examples)} examples: {bad} have no provable mask{first}, "
+            f"{statistics.dropped_cut} have no response within max_length={max_length}"
+        )
+    return kept, statistics
+
+
+def fit_rows(rows: Iterable[TokenRow], max_length: int) -> tuple[list[TokenRow], RowStatistics]:
+    """Cut rows at `max_length` tokens and drop those left without a supervised one; the input is kept."""
+    kept, statistics = [], RowStatistics()
+    for row in rows:
+        statistics.examples += 1
+        if len(row) > max_length:
+            row = TokenRow(
+                row.input_ids[:max_length], row.loss_mask[:max_length], row.workload, truncated=True
+            )
+        if not row.loss_mask.any():
+            statistics.dropped_cut += 1
+            continue
+        kept.append(row)
+        statistics.rows += 1
+        statistics.tokens += len(row)
+        statistics.supervised += int(row.loss_mask.sum())
+        statistics.truncated += row.truncated
+        statistics.rows_by_workload[row.workload] += 1
+    return kept, statistics
+
+
+_shared: ConversationTokenizer  # in a worker process: set once, not sent with every chunk
+
+
+def _set_shared(tokenizer: ConversationTokenizer) -> None:
+    global _shared
+    _shared = tokenizer
+
+
+def _rows_or_error(example: Example, tokenizer: ConversationTokenizer | None = None) -> list[TokenRow] | str:
+    try:
+        return (tokenizer or _shared).rows(example)
+    except DataError as error:
+        return str(error)
+
+
+def _tokenise(
+    examples: Sequence[Example], tokenizer: ConversationTokenizer, num_proc: int
+) -> Iterator[list[TokenRow] | str]:
+    if num_proc == 1:
+        yield from (_rows_or_error(example, tokenizer) for example in examples)
+        return
+    context = multiprocessing.get_context("spawn")  # fork would copy the locks of running threads
+    with ProcessPoolExecutor(num_proc, context, _set_shared, (tokenizer,)) as pool:
+        yield from pool.map(_rows_or_error, examples, chunksize=64)
+
+
+# --------------------------------------------------------------------------------------------- packing
+
+
+@dataclass(eq=False)
+class PackedRow:
+    """Several documents in one row of T tokens. `segment_ids` counts documents from 0; positions restart in
+    each.
+    """
+
+    input_ids: np.ndarray  # int32 [T]
+    position_ids: np.ndarray  # int32 [T]
+    segment_ids: np.ndarray  # int32 [T]
+    loss_mask: np.ndarray  # bool [T]
+    workloads: tuple[str, ...]  # of each segment
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+def pack(rows: Sequence[TokenRow], max_length: int, *, packing: bool = True) -> list[PackedRow]:
+    """Put every row into exactly one packed row of at most `max_length` tokens; `packing=False`: one each.
+
+    Best fit, longest first: deterministic, and the order says nothing about content, so shuffle afterwards.
+    """
+    for row in rows:
+        if not 0 < len(row) <= max_length:
+            raise DataError(
+                f"a row of {len(row)} tokens does not fit max_length={max_length}; call fit_rows first"
+            )
+    if not packing:
+        return [_join([row]) for row in rows]
+    bins: list[list[int]] = []
+    room: list[list[int]] = [[] for _ in range(max_length + 1)]  # room[r]: bins with r tokens left
+    sizes: list[int] = []  # the r > 0 whose list is not empty, sorted
+    for index in sorted(range(len(rows)), key=lambda i: (-len(rows[i]), i)):
+        length = len(rows[index])
+        place = bisect.bisect_left(sizes, length)
+        if place < len(sizes):
+            left = sizes[place]
+            chosen = room[left].pop()
+            if not room[left]:
+                del sizes[place]
+        else:
+            left, chosen = max_length, len(bins)
+            bins.append([])
+        bins[chosen].append(index)
+        if left > length:
+            if not room[left - length]:
+                bisect.insort(sizes, left - length)
+            room[left - length].append(chosen)
+    return [_join([rows[i] for i in members]) for members in bins]
+
+
+def _join(rows: Sequence[TokenRow]) -> PackedRow:
+    lengths = [len(row) for row in rows]
+    return PackedRow(
+        input_ids=np.concatenate([row.input_ids for row in rows]),
+        position_ids=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
+        segment_ids=np.repeat(np.arange(len(rows), dtype=np.int32), lengths),
+        loss_mask=np.concatenate([row.loss_mask for row in rows]),
+        workloads=tuple(row.workload for row in rows),
+    )
+
+
+def collate(
+    rows: Sequence[PackedRow], *, length: int | None = None, pad_token_id: int = 0
+) -> dict[str, torch.Tensor]:
+    """A batch: input_ids, position_ids, segment_ids (int64) and loss_mask (bool), each [B, T].
+
+    T is `length`, or the longest row's. Padding has segment -1, position 0 and no loss; its token is never
+    attended.
+    """
+    size = max(map(len, rows)) if length is None else length
+    if size < max(map(len, rows)):
+        raise DataError(f"a packed row of {max(map(len, rows))} tokens does not fit a batch of length {size}")
+    filling = {"input_ids": pad_token_id, "position_ids": 0, "segment_ids": -1, "loss_mask": False}
+    batch = {}
+    for name, fill in filling.items():
+        dtype = torch.bool if name == "loss_mask" else torch.long
+        batch[name] = torch.full((len(rows), size), fill, dtype=dtype)
+        for i, row in enumerate(rows):
+            batch[name][i, : len(row)] = torch.from_numpy(getattr(row, name)).to(dtype)
+    return batch

@@ -1,0 +1,231 @@
+"""How far a drafter's distribution q is from the target's p: one small function per divergence.
+
+Every function has the signature `f(log_q, p, labels, **options) -> [n]`:
+
+    log_q   [n, Vd]  the drafter's log-probabilities over its own (perhaps reduced) vocabulary, float32 or
+                     float64
+    p       [n, Vd]  the target's probabilities *of those same tokens*: the softmax over the full vocabulary,
+                     gathered. With a reduced vocabulary it is a sub-probability: its mass P = sum_v p(v) is
+                     below 1, and q is zero on every token that is missing. p is constant: no gradient flows
+                     to the target
+    labels  [n]      the data token, as an index into the draft vocabulary; -1 when the draft vocabulary lacks
+                     it
+
+and returns one value per row. Sums run over the draft vocabulary unless said otherwise. q enters through
+log_q, so a probability that underflows to zero still has a finite gradient, and none of them divides by q.
+
+This module knows neither chunks, nor heads, nor families, nor how a mean is normalised.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from speculators.errors import ConfigError
+
+
+def _log(p: Tensor) -> Tensor:
+    """log p, with an underflowed zero read as the smallest normal number instead of as minus infinity."""
+    return p.clamp_min(torch.finfo(p.dtype).tiny).log()
+
+
+def overlap(log_q: Tensor, p: Tensor) -> Tensor:
+    """alpha = sum_v min(p, q): the probability that a token drawn from q is accepted by the token rule. [n]
+
+    Exact for a reduced vocabulary, because min(p, q) is zero wherever q is.
+    """
+    return torch.minimum(p, log_q.exp()).sum(-1)
+
+
+def forward_kl(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
+    """KL(p || q) = sum_v p (log p - log q).
+
+    Sub-probability: equal to P * KL(p/P || q) + P log P, so the best q is p renormalised and a row counts in
+    proportion to the mass that the drafter can reach at all. The constant may make the value negative. The
+    tokens that are missing would add an infinite constant; they are left out.
+    """
+    return (torch.special.xlogy(p, p) - p * log_q).sum(-1)
+
+
+def reverse_kl(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
+    """KL(q || p) = sum_v q (log q - log p).
+
+    Sub-probability: exact, since q is zero on the missing tokens; equal to KL(q || p/P) - log P.
+    """
+    return (log_q.exp() * (log_q - _log(p))).sum(-1)
+
+
+def jsd(log_q: Tensor, p: Tensor, labels: Tensor, *, beta: float = 0.5) -> Tensor:
+    """JSD_beta = beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q  (DistillSpec,
+    2310.08461).
+
+    Sub-probability: exact. On a missing token m = beta p, which adds the constant beta (1 - P) log(1/beta).
+    """
+    log_p = _log(p)
+    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))  # [n, Vd]
+    to_p = (p * (log_p - log_m)).sum(-1) - (1.0 - p.sum(-1)) * math.log(beta)
+    to_q = (log_q.exp() * (log_q - log_m)).sum(-1)
+    return beta * to_p + (1.0 - beta) * to_q
+
+
+def tv(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
+    """Total variation = 1 - sum_v min(p, q) = 1 - alpha: the probability that a sampled draft is rejected.
+
+    Sub-probability: exact (see `overlap`); never below 1 - P.
+    """
+    return 1.0 - overlap(log_q, p)
+
+
+def neg_log_acceptance(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
+    """-log alpha = -log sum_v min(p, q), summed in log space: a row that accepts nothing still has a
+    gradient.
+
+    Sub-probability: exact; never below -log P.
+    """
+    log_p = p.log().clamp_min(
+        -1e4
+    )  # a floor below any log_q: where p underflows to zero, q must not count as accepted
+    return -torch.logsumexp(torch.minimum(log_p, log_q), dim=-1)
+
+
+def lk_hybrid(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
+    """lambda KL(p || q) + (1 - lambda) TV with lambda = exp(-3 alpha), alpha detached (the LK losses).
+
+    KL while little is accepted, total variation once much is. Sub-probability: as `forward_kl` and `tv`.
+    """
+    mixing = torch.exp(-3.0 * overlap(log_q, p).detach())
+    return mixing * forward_kl(log_q, p, labels) + (1.0 - mixing) * tv(log_q, p, labels)
+
+
+def cross_entropy(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
+    """-log q(x) of the data token x.
+
+    A token outside the draft vocabulary gives 0 in value and gradient. Its row still counts in the
+    normaliser, which all the terms of a mix share; give such rows weight 0 to leave them out of the mean as
+    well.
+    """
+    picked = log_q.gather(-1, labels.clamp_min(0)[:, None])[:, 0]
+    return torch.where(labels >= 0, -picked, 0.0)
+
+
+def cross_entropy_argmax(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
+    """-log q(argmax p): for drafts that are verified greedily.
+
+    Sub-probability: the argmax is the target's favourite among the tokens that the drafter can propose.
+    """
+    return -log_q.gather(-1, p.argmax(-1, keepdim=True))[:, 0]
+
+
+def top_k_cross_entropy(log_q: Tensor, p: Tensor, labels: Tensor, *, k: int = 10) -> Tensor:
+    """-sum of p log q over the k tokens that the target likes best, not renormalised (HASS, 2408.15766; k =
+    10).
+
+    Sub-probability: the k best within the draft vocabulary.
+    """
+    best, index = p.topk(min(k, p.shape[-1]), dim=-1)  # [n, k]
+    return -(best * log_q.gather(-1, index)).sum(-1)
+
+
+def smooth_l1(hidden: Tensor, target_hidden: Tensor, *, beta: float = 1.0) -> Tensor:
+    """Mean over the width of the smooth L1 distance between states, both [n, H] -> [n] (EAGLE-1, 2401.15077).
+
+    The one term on states: it takes no probabilities and needs no logits.
+    """
+    distance = torch.nn.functional.smooth_l1_loss(
+        hidden, target_hidden.to(hidden.dtype), reduction="none", beta=beta
+    )
+    return distance.float().mean(-1) if distance.dtype != torch.float64 else distance.mean(-1)
+
+
+DIVERGENCES: dict[str, Callable[..., Tensor]] = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "jsd": jsd,
+    "tv": tv,
+    "neg_log_acceptance": neg_log_acceptance,
+    "lk_hybrid": lk_hybrid,
+    "cross_entropy": cross_entropy,
+    "cross_entropy_argmax": cross_entropy_argmax,
+    "top_k_cross_entropy": top_k_cross_entropy,
+    "smooth_l1": smooth_l1,
+}
+ON_STATES = frozenset({"smooth_l1"})
+
+
+@dataclass(frozen=True)
+class Term:
+    """One weighted divergence of a mix."""
+
+    name: str
+    weight: float
+    options: Mapping[str, float] = field(default_factory=dict)
+
+    def __call__(self, *args: Tensor) -> Tensor:
+        """weight * D(...), one value per row [n]."""
+        return self.weight * DIVERGENCES[self.name](*args, **self.options)
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A weighted sum of divergences, as a recipe writes it under `loss:`.
+
+    `{"forward_kl": 1.0}`, or with options `{"jsd": {"weight": 1.0, "beta": 0.3}, "tv": 0.5}`.
+    """
+
+    terms: tuple[Term, ...]  # on distributions
+    state_terms: tuple[Term, ...] = ()  # on states
+
+    @classmethod
+    def parse(cls, loss: Mapping[str, float | Mapping[str, float]] | Mix, where: str = "loss") -> Mix:
+        """Read the recipe's mapping. Raises ConfigError naming the key for an unknown name, option or bad
+        weight."""
+        if isinstance(loss, Mix):
+            return loss
+        if not loss:
+            raise ConfigError(f"{where}: empty; name at least one of {', '.join(DIVERGENCES)}")
+        terms = tuple(_parse_term(name, value, f"{where}.{name}") for name, value in loss.items())
+        return cls(
+            terms=tuple(term for term in terms if term.name not in ON_STATES),
+            state_terms=tuple(term for term in terms if term.name in ON_STATES),
+        )
+
+    def __call__(self, log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
+        """The terms on distributions, summed: [n]. The terms on states are the caller's."""
+        total = torch.zeros(log_q.shape[0], dtype=log_q.dtype, device=log_q.device)
+        for term in self.terms:
+            total = total + term(log_q, p, labels)
+        return total
+
+
+def _parse_term(name: str, value: float | Mapping[str, float], where: str) -> Term:
+    if name not in DIVERGENCES:
+        raise ConfigError(f"{where}: unknown divergence; use one of {', '.join(DIVERGENCES)}")
+    options = dict(value) if isinstance(value, Mapping) else {"weight": value}
+    if "weight" not in options:
+        raise ConfigError(f"{where}: no weight given; write {name}: {{weight: 1.0, ...}}")
+    weight = options.pop("weight")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not (0 < weight < math.inf):
+        raise ConfigError(
+            f"{where}.weight: expected a positive number, got {weight!r}; leave the term out for zero"
+        )
+    parameters = inspect.signature(DIVERGENCES[name]).parameters.values()
+    allowed = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    for option, number in options.items():
+        if option not in allowed:
+            known = f"it takes {', '.join(allowed)}" if allowed else "it takes none but weight"
+            raise ConfigError(f"{where}.{option}: unknown option of {name}; {known}")
+        if isinstance(number, bool) or not isinstance(number, int | float) or number <= 0:
+            raise ConfigError(f"{where}.{option}: expected a positive number, got {number!r}")
+        if name == "jsd" and number >= 1:
+            raise ConfigError(
+                f"{where}.beta: expected 0 < beta < 1, got {number}; the limits are the two KLs"
+            )
+        if option == "k" and not isinstance(number, int):
+            raise ConfigError(f"{where}.k: expected a whole number of tokens, got {number!r}")
+    return Term(name, float(weight), options)

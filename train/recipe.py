@@ -1,0 +1,381 @@
+"""The recipe: one YAML file that says everything about a run, checked before anything is loaded.
+
+`load_recipe` reads, applies `section.key=value` overrides and validates; every error names the file (or the
+command line), the key, what was expected and what was found. `describe_schema` is the manual of all keys.
+Must not know: models, data, devices. The sections themselves are in `train.recipe_sections`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
+
+from speculators.errors import ConfigError
+from train import recipe_yaml
+from train.recipe_data import DataSection, RegenerateSection, Section, Text
+from train.recipe_sections import (
+    DrafterSection,
+    EvaluationSection,
+    ExportSection,
+    Gate,
+    TargetSection,
+    TrainingSection,
+    split_gate,
+)
+
+
+class Recipe(Section):
+    """Everything about one run."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*$",
+        description="name of the run; its folder is runs/<name>",
+    )
+    output_dir: Text = Field("runs/<name>", description="where everything the run writes goes")
+    family: Literal["eagle3"] = Field("eagle3", description="kind of drafter")
+    target: TargetSection = Field(description="the frozen model to draft for")
+    drafter: DrafterSection = Field(default_factory=DrafterSection, description="the trained head")
+    data: DataSection = Field(description="conversations to train and validate on")
+    regenerate: RegenerateSection = Field(
+        default_factory=RegenerateSection, description="responses rewritten by the target"
+    )
+    loss: dict[str, Any] = Field(
+        default_factory=lambda: {"forward_kl": 1.0},
+        description="divergences by name, each a weight or {weight: ..., option: ...}; KL converges "
+        "fastest from scratch",
+    )
+    training: TrainingSection = Field(
+        default_factory=lambda: TrainingSection.model_validate({}), description="optimiser and loop"
+    )
+    export: ExportSection = Field(default_factory=ExportSection, description="formats to write")
+    evaluation: EvaluationSection = Field(
+        default_factory=EvaluationSection, description="the acceptance report"
+    )
+    gates: dict[str, Gate] = Field(
+        default_factory=dict,
+        description="bounds on measured figures, such as "
+        "t0.acceptance_length: {min: 3.0}; empty: nothing is gated",
+    )
+    trackers: list[Literal["wandb", "tensorboard"]] = Field(
+        default_factory=list,
+        description="where curves are sent besides the run's folder; none or []: nowhere",
+    )
+    project: Text = Field("draftsmith", description="project name shown in the trackers")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _output_dir(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("output_dir") is None and isinstance(value.get("name"), str):
+            value = {**value, "output_dir": f"runs/{value['name']}"}
+        return value
+
+    @field_validator("loss")
+    @classmethod
+    def _weights_are_floats(cls, loss: dict[str, Any]) -> dict[str, Any]:
+        return {name: float(term) if type(term) is int else term for name, term in loss.items()}
+
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _none_is_empty(cls, value: Any) -> Any:
+        return [] if value in ("none", ["none"], None) else value
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Recipe:
+        from train.divergences import Mix  # here, because it brings torch, which the schema does not need
+
+        try:
+            Mix.parse(self.loss)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        for name in self.gates:
+            try:
+                temperature, _ = split_gate(name)
+            except ValueError as error:
+                raise ValueError(f"gates.{name}: {error}") from None
+            if temperature is not None and temperature not in self.evaluation.temperatures:
+                raise ValueError(
+                    f"gates.{name}: nothing is measured at temperature {temperature:g}; "
+                    f"evaluation.temperatures is {self.evaluation.temperatures}"
+                )
+        if "lossless_mismatches" in self.gates and not self.evaluation.lossless_check:
+            raise ValueError("gates.lossless_mismatches: needs evaluation.lossless_check: true")
+        if self.gates and not (self.evaluation.prompts or self.data.validation):
+            raise ValueError(
+                "gates: there is nothing to measure on; give evaluation.prompts or data.validation"
+            )
+        return self
+
+    def resolved_yaml(self) -> str:
+        """The recipe with every default written out; loading it gives this recipe again."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100)
+
+    def recipe_hash(self) -> str:
+        """sha256 (hex) of the canonical JSON of the resolved recipe: equal exactly when all values are."""
+        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read, override and validate one recipe file. Raises ConfigError, whose text lists every mistake found.
+
+    `overrides` are `section.key=value` strings; values are YAML, `null` included, and list items go by number
+    (`data.train.0.limit=100`).
+    """
+    path = Path(path)
+    tree = recipe_yaml.read(path)
+    overridden: list[Location] = []
+    for override in overrides:
+        keys, value = recipe_yaml.parse_override(override)
+        overridden.append(_set(tree, _schema_path(tuple(keys)), value, override))
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, str(path), overridden)) from None
+
+
+# --------------------------------------------------------------------------------------------- overrides
+
+Location = tuple[str | int, ...]
+
+
+def _schema_path(keys: tuple[str, ...]) -> Location:
+    """Join the keys that are one key with dots in it: gates.t0.acceptance_length.min has three levels."""
+    location: list[str | int] = []
+    node: Any = Recipe
+    while keys:
+        if (value_model := _mapping_value(node)) is not None:
+            tail = 1 if len(keys) > 1 and keys[-1] in value_model.model_fields else 0
+            return (*location, ".".join(keys[: len(keys) - tail]), *keys[len(keys) - tail :])
+        head, keys = keys[0], keys[1:]
+        location.append(int(head) if head.isdigit() else head)
+        if _is_model(node):
+            info = node.model_fields.get(head)
+            node = _plain(info.annotation) if info else None
+        else:
+            node = _plain(typing.get_args(node)[0]) if typing.get_origin(node) is list else None
+    return tuple(location)
+
+
+def _set(tree: Any, location: Location, value: Any, override: str) -> Location:
+    """Put `value` at `location`, making the mappings on the way; returns the location."""
+    for depth, key in enumerate(location):
+        at = ".".join(map(str, location[:depth])) or "the recipe"
+        if isinstance(tree, list):
+            if not (isinstance(key, int) and key < len(tree)):
+                raise ConfigError(
+                    f"command line: {override}: {at} is a list of {len(tree)}; give an item's number, from 0"
+                )
+        elif not isinstance(tree, dict):
+            raise ConfigError(
+                f"command line: {override}: {at} is {tree!r}, not a section; override {at} itself"
+            )
+        if depth == len(location) - 1:
+            tree[key] = value
+        elif isinstance(tree, dict) and tree.get(key) is None:
+            tree[key] = {}
+        elif isinstance(tree, dict) and isinstance(tree[key], int | float) and location[0] == "loss":
+            tree[key] = {"weight": tree[key]}  # loss.jsd.beta=0.3 over the shorthand jsd: 1.0
+        tree = tree[key]
+    return location
+
+
+# --------------------------------------------------------------------------------------------- error texts
+
+
+def _explain(error: ValidationError, path: str, overridden: Sequence[Location]) -> str:
+    """All mistakes, a line per source: `recipes/x.yaml: drafter.num_layers: expected ..., got ...; ...`."""
+    texts: dict[str, list[str]] = {}
+    for item in error.errors(include_url=False):
+        dotted = ".".join(str(key) for key in item["loc"])
+        text = f"{dotted}: {_message(item)}" if dotted else _message(item)
+        at = text.partition(":")[
+            0
+        ]  # checks across sections have no location but begin with the key they blame
+        caused = any(_concerns(at, ".".join(map(str, o)), item["type"] == "value_error") for o in overridden)
+        texts.setdefault("command line" if caused else path, []).append(text)
+    return "\n".join(f"{source}: {'; '.join(messages)}" for source, messages in texts.items())
+
+
+def _concerns(at: str, override: str, check: bool) -> bool:
+    """Whether the override set the wrong key, or something around it, or (for a failed check) within it."""
+    return f"{at}.".startswith(f"{override}.") or (check and f"{override}.".startswith(f"{at}."))
+
+
+def _message(item: dict[str, Any]) -> str:
+    kind, location, value = item["type"], item["loc"], item["input"]
+    if kind == "value_error":
+        return str(item["ctx"]["error"])
+    if kind == "extra_forbidden":
+        return f"unknown key{_suggestion(location)}"
+    info = _field_at(location)
+    if kind == "missing":
+        return f"required, but missing: {info.description}" if info else "required, but missing"
+    return f"expected {_describe(info) if info else item['msg']}, got {_short(value)}"
+
+
+def _suggestion(location: Location) -> str:
+    """The nearest valid key here, else the same key in another section, else all keys valid here."""
+    model = _model_at(location[:-1])
+    key, valid = str(location[-1]), list(model.model_fields) if model else []
+    if near := difflib.get_close_matches(key, valid, n=1, cutoff=0.6):
+        return f"; did you mean '{near[0]}'?"
+    names = [row.name for row in describe_schema()]
+    if elsewhere := [name for name in names if name.rsplit(".", 1)[-1] == key]:
+        return f"; did you mean '{elsewhere[0]}'?"
+    return f"; valid keys here: {', '.join(valid)}"
+
+
+def _short(value: Any) -> str:
+    text = {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _field_at(location: Location) -> FieldInfo | Any:
+    """The field, or the type of a list item or mapping value, that a validation error points at."""
+    found: Any = None
+    node: Any = Recipe
+    for key in location:
+        if _is_model(node):
+            found = node.model_fields.get(str(key))
+            node = _plain(found.annotation) if found else None
+        else:
+            args = typing.get_args(node)
+            found = FieldInfo.from_annotation(args[-1]) if args else None
+            node = _plain(args[-1]) if args else None
+    return found
+
+
+def _model_at(location: Location) -> type[BaseModel] | None:
+    if not location:
+        return Recipe
+    info = _field_at(location)
+    node = _plain(info.annotation) if info else None
+    return node if _is_model(node) else None
+
+
+# --------------------------------------------------------------------------------------------- the manual
+
+
+class SchemaRow(NamedTuple):
+    """One key of the recipe, as `draftsmith schema` prints it."""
+
+    name: str
+    type: str
+    default: str
+    description: str
+
+
+def describe_schema() -> list[SchemaRow]:
+    """Every key in file order: dotted name (`[]` a list item, `<name>` any key), type, default, meaning.
+
+    A section that several keys share is spelled out at the first of them.
+    """
+    return list(_rows(Recipe, "", {}))
+
+
+def _rows(model: type[BaseModel], prefix: str, seen: dict[type[BaseModel], str]) -> Iterator[SchemaRow]:
+    for name, info in model.model_fields.items():
+        node, dotted = _plain(info.annotation), prefix + name
+        if (inner := _mapping_value(node)) is not None:
+            below = dotted + ".<name>"
+        elif typing.get_origin(node) is list and _is_model(_plain(typing.get_args(node)[0])):
+            inner, below = _plain(typing.get_args(node)[0]), dotted + "[]"
+        else:
+            inner, below = (node if _is_model(node) else None), dotted
+        meaning = f"{info.description} (keys: see {seen[inner]})" if inner in seen else info.description
+        yield SchemaRow(dotted, _describe(info), _default(info), meaning or "")
+        if inner is not None and inner not in seen:
+            seen[inner] = below
+            yield from _rows(inner, below + ".", seen)
+
+
+def _default(info: FieldInfo) -> str:
+    if info.is_required():
+        return "required"
+    value = info.get_default(call_default_factory=True)
+    if isinstance(value, BaseModel):
+        return ""  # its keys follow, each with its own default
+    if isinstance(value, list | dict):
+        value = json.loads(json.dumps(value, default=lambda item: item.model_dump()))
+    return json.dumps(value) if not isinstance(value, str) else value
+
+
+_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false", dict: "a mapping"}
+_BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+def _describe(info: FieldInfo) -> str:
+    """What a field takes, in words: `an integer >= 1 or null`."""
+    arms = typing.get_args(info.annotation) if _is_union(info.annotation) else (info.annotation,)
+    words = [_describe_arm(arm, info.metadata) for arm in arms if arm is not type(None)]
+    return " or ".join(words + (["null"] if type(None) in arms else []))
+
+
+def _describe_arm(arm: Any, metadata: Sequence[Any]) -> str:
+    if typing.get_origin(arm) is typing.Annotated:
+        inner = FieldInfo.from_annotation(arm)
+        return _describe_arm(inner.annotation, [*inner.metadata, *metadata])
+    if typing.get_origin(arm) is Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(arm)))
+    if typing.get_origin(arm) is list:
+        item = typing.get_args(arm)[0]
+        sizes = {
+            attribute: getattr(m, attribute)
+            for m in metadata
+            for attribute in ("min_length", "max_length")
+            if getattr(m, attribute, None) is not None
+        }
+        prefix = {(1, None): "a non-empty list", (2, 2): "a list of two"}.get(
+            (sizes.get("min_length"), sizes.get("max_length")), "a list"
+        )
+        return (
+            f"{prefix}, each {'a mapping' if _is_model(item) else _describe(FieldInfo.from_annotation(item))}"
+        )
+    if _is_model(arm) or typing.get_origin(arm) is dict:
+        return "a mapping"
+    word = _NAMES.get(arm, "a value")
+    if arm is str:
+        pattern = next((m.pattern for m in metadata if getattr(m, "pattern", None)), None)
+        return f"a string matching {pattern}" if pattern else word
+    bounds = [
+        f"{sign} {getattr(m, name):g}"
+        for m in metadata
+        for name, sign in _BOUNDS.items()
+        if getattr(m, name, None) is not None
+    ]
+    return " ".join([word, " and ".join(bounds)]) if bounds else word
+
+
+def _is_model(node: Any) -> bool:
+    return isinstance(node, type) and issubclass(node, BaseModel)
+
+
+def _is_union(node: Any) -> bool:
+    return typing.get_origin(node) in (typing.Union, types.UnionType)
+
+
+def _plain(annotation: Any) -> Any:
+    """An annotation without `| None` and Annotated."""
+    if _is_union(annotation):
+        arms = [arm for arm in typing.get_args(annotation) if arm is not type(None)]
+        annotation = arms[0] if len(arms) == 1 else annotation
+    if typing.get_origin(annotation) is typing.Annotated:
+        return typing.get_args(annotation)[0]
+    return annotation
+
+
+def _mapping_value(node: Any) -> type[BaseModel] | None:
+    """The section type of a mapping's values (`loss`, `gates`), if `node` is such a mapping."""
+    if typing.get_origin(node) is dict and _is_model(typing.get_args(node)[1]):
+        return typing.get_args(node)[1]
+    return None

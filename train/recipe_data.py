@@ -1,0 +1,182 @@
+"""The sections of a recipe that say what text is trained on: sources, rows, and regenerated responses.
+
+Also the base of every section. Must not know how sources are read (`train.sources`) nor how turns are masked.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Text = Annotated[str, Field(min_length=1)]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys refused, nothing coerced (true is not 1), nothing changes later."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class DemoSource(Section):
+    """Conversations the project generates itself; nothing is downloaded."""
+
+    split: Literal["train", "validation", "test"] = Field("train", description="disjoint by construction")
+    count: PositiveInt = Field(4000, description="conversations to generate, over all workloads")
+    seed: Count = Field(0, description="seed of the generator")
+    workloads: list[Text] | None = Field(
+        None, min_length=1, description="only these workloads; null: all six"
+    )
+
+
+class StdlibSource(Section):
+    """Source files of the running interpreter's standard library, as a code-completion workload."""
+
+    split: Literal["train", "validation", "test"] = Field("train", description="disjoint by file")
+    count: PositiveInt = Field(1000, description="excerpts to read")
+    seed: Count = Field(0, description="seed of the choice")
+    prompt_chars: PositiveInt = Field(
+        500,
+        description="characters of an excerpt that form the prompt, up to a line end; the rest is the reply",
+    )
+
+
+class Source(Section):
+    """One source of examples: exactly one of path, name, demo, stdlib."""
+
+    path: Text | None = Field(
+        None, description="a .jsonl, .json or .parquet file, or a local dataset directory"
+    )
+    name: Text | None = Field(None, description="a dataset id on the Hugging Face hub")
+    demo: DemoSource | None = Field(None, description="built-in generated conversations")
+    stdlib: StdlibSource | None = Field(
+        None, description="the interpreter's standard library as code completion"
+    )
+    config: Text | None = Field(None, description="configuration of a hub dataset; null: its default")
+    revision: Text | None = Field(None, description="revision of a hub dataset; null: the default branch")
+    split: Text | None = Field(
+        None, description="split of a dataset, slices such as train[:1%] included; null: train"
+    )
+    field: Literal["auto", "messages", "conversations", "completion"] = Field(
+        "auto",
+        description="where the text is: OpenAI messages, ShareGPT conversations, or prompt + completion; "
+        "auto: whichever key the row has",
+    )
+    workload: Text | None = Field(
+        None, description="label in reports; null: the row's own `workload`, else the file or dataset name"
+    )
+    weight: float = Field(
+        1.0, gt=0, description="times each example is used per epoch; the fractional part is a seeded sample"
+    )
+    limit: PositiveInt | None = Field(None, description="use at most this many examples; null: all")
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Source:
+        kinds = [kind for kind in ("path", "name", "demo", "stdlib") if getattr(self, kind) is not None]
+        if len(kinds) != 1:
+            raise ValueError(
+                f"expected exactly one of path, name, demo, stdlib, got {' and '.join(kinds) or 'none'}"
+            )
+        for option, allowed in {
+            "split": ("path", "name"),
+            "config": ("name",),
+            "revision": ("name",),
+        }.items():
+            if getattr(self, option) is not None and kinds[0] not in allowed:
+                where = f"; write it under {kinds[0]}" if option == "split" and kinds[0] != "path" else ""
+                raise ValueError(f"{option} has no meaning for a {kinds[0]} source{where}")
+        return self
+
+    @property
+    def label(self) -> str:
+        """What error messages and progress bars call this source."""
+        return self.path or self.name or ("demo" if self.demo else "stdlib")
+
+
+class DataSection(Section):
+    """Conversations, and how they become token rows."""
+
+    train: list[Source] = Field(min_length=1, description="sources of the examples to train on")
+    validation: list[Source] = Field(
+        default_factory=list,
+        description="held-out sources for evaluation during training; empty: none is made",
+    )
+    max_length: Annotated[int, Field(ge=8)] = Field(
+        2048, description="tokens of one packed row; longer conversations are cut and counted"
+    )
+    packing: bool = Field(True, description="several documents per row, attention kept apart by segment ids")
+    shuffle_seed: Count = Field(
+        0, description="seed of the order of examples and of fractional source weights"
+    )
+    num_proc: PositiveInt = Field(
+        1, description="processes that render and tokenise; one suffices below 100k examples"
+    )
+    chat_template: Text | None = Field(
+        None,
+        description="file with a Jinja chat template that replaces the "
+        "tokenizer's; it must be the one serving uses",
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="variables handed to the template, such as enable_thinking: false"
+    )
+    reasoning: Literal["keep", "drop"] = Field(
+        "keep",
+        description="what to do with reasoning fields of a turn; keep "
+        "fails where the template would lose them",
+    )
+    on_bad_row: Literal["error", "drop"] = Field(
+        "error", description="a conversation whose mask cannot be established: stop, or drop it and count it"
+    )
+
+
+class TemperatureShare(Section):
+    """Part of the responses that is written at one temperature."""
+
+    temperature: float = Field(ge=0, description="sampling temperature; 0 is greedy")
+    share: float = Field(gt=0, le=1, description="fraction of the conversations written at this temperature")
+
+
+class RegenerateSection(Section):
+    """Responses rewritten by the target itself: without it a head learns another model's habits."""
+
+    enabled: bool = Field(
+        True, description="replace every response by the target's own; off: train on the data as is"
+    )
+    temperatures: list[TemperatureShare] = Field(
+        default_factory=lambda: [TemperatureShare(temperature=1.0, share=1.0)],
+        min_length=1,
+        description="[1.0], a list sharing equally, or a mapping temperature: fraction; use those of serving",
+    )
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus of the sampling; 1: off")
+    top_k: Count = Field(0, description="most likely tokens kept; 0: off")
+    max_new_tokens: PositiveInt = Field(512, description="longest response")
+    batch_size: PositiveInt = Field(32, description="conversations decoded together")
+    seed: Count = Field(0, description="seed of the sampling")
+    cache_dir: Text | None = Field(
+        None, description="where responses are kept by content; null: <output_dir>/responses"
+    )
+
+    @field_validator("temperatures", mode="before")
+    @classmethod
+    def _shorthand(cls, value: Any) -> Any:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            value = [value]
+        if isinstance(value, dict):
+            return [{"temperature": t, "share": share} for t, share in value.items()]
+        if isinstance(value, list) and value and all(type(t) in (int, float) for t in value):
+            return [{"temperature": t, "share": 1 / len(value)} for t in value]
+        return value
+
+    @field_validator("temperatures")
+    @classmethod
+    def _shares_sum(cls, value: list[TemperatureShare]) -> list[TemperatureShare]:
+        total = sum(entry.share for entry in value)
+        if abs(total - 1) > 1e-6:
+            raise ValueError(f"expected shares that add up to 1, got {total:g}")
+        if len({entry.temperature for entry in value}) != len(value):
+            raise ValueError("each temperature may be given once")
+        return value

@@ -1,0 +1,265 @@
+"""The sections of a recipe: every key a user can write, what it means, and why its default is what it is.
+
+Only shapes and values live here (those about text in `train.recipe_data`). Reading files, overrides and error
+texts are in `train.recipe`. This module opens no file and loads no model.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from train.recipe_data import Count, Dtype, PositiveInt, Section, Share, Source, Text
+
+
+class TargetSection(Section):
+    """The frozen model whose distribution is preserved."""
+
+    model: Text = Field(
+        description="directory or Hugging Face id of the target; a relative path starts at the "
+        "working directory"
+    )
+    dtype: Dtype = Field(
+        "auto",
+        description="precision the target runs in; auto: the one its config names, which is "
+        "what serving uses",
+    )
+    revision: Text | None = Field(
+        None, description="branch, tag or commit on the hub; null: the default branch"
+    )
+    trust_remote_code: bool = Field(
+        False, description="run Python code shipped with the checkpoint; off, because it can do anything"
+    )
+    attn_implementation: Literal["sdpa", "eager"] = Field(
+        "sdpa", description="attention kernel of the target; packed rows need one that takes a mask"
+    )
+
+
+class DrafterSection(Section):
+    """The trained head. Sizes left null are the target's own."""
+
+    num_layers: PositiveInt = Field(
+        1, description="decoder layers of the head; one is the published default and the cheapest to run"
+    )
+    tap_layers: list[Count] | None = Field(
+        None,
+        min_length=1,
+        description="target hidden states read by the head "
+        "(0: embedding output, i: output of layer i); null: [2, n//2, n-3] of "
+        "n layers",
+    )
+    draft_vocab_size: Annotated[int, Field(ge=2)] | None = Field(
+        None,
+        description="reduced vocabulary of the head; null: the 32,000 most frequent supervised tokens, "
+        "or the whole vocabulary if that is smaller",
+    )
+    unroll_steps: PositiveInt = Field(
+        7, description="depths unrolled on the head's own states in training (EAGLE-3's training-time test)"
+    )
+    step_decay: float = Field(
+        0.8, gt=0, le=1, description="weight of depth k is step_decay**k before normalisation"
+    )
+    norm_before_fc: bool = Field(
+        False, description="EAGLE-3.1: RMSNorm over the concatenated taps, before fc"
+    )
+    fc_norm: bool = Field(False, description="EAGLE-3.1: one RMSNorm per tap, before fc")
+    norm_output: bool = Field(
+        False, description="EAGLE-3.1: feed the normed state back instead of the pre-norm one"
+    )
+    norm_before_residual: bool = Field(False, description="the residual carries the normed taps' projection")
+    qk_norm: bool = Field(False, description="RMSNorm on queries and keys, as in Qwen3 layers")
+    intermediate_size: PositiveInt | None = Field(None, description="width of the MLP; null: the target's")
+    num_heads: PositiveInt | None = Field(None, description="attention heads; null: the target's")
+    num_kv_heads: PositiveInt | None = Field(None, description="key/value heads; null: the target's")
+    head_dim: PositiveInt | None = Field(None, description="size of one attention head; null: the target's")
+    init_from: Text | None = Field(
+        None, description="exported head (directory or id) to start from; null: from scratch"
+    )
+    init_lm_head_from_target: bool = Field(
+        True,
+        description="start the head's vocabulary projection as the target's "
+        "rows, which saves it learning them",
+    )
+    train_embeddings: bool = Field(
+        False, description="train a copy of the target's embeddings; off: share the frozen ones"
+    )
+
+    @field_validator("tap_layers")
+    @classmethod
+    def _sorted_unique(cls, taps: list[int] | None) -> list[int] | None:
+        if taps is not None and taps != sorted(set(taps)):
+            raise ValueError(
+                f"expected layer numbers in rising order, each once, got {taps}; write {sorted(set(taps))}"
+            )
+        return taps
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> DrafterSection:
+        if self.num_heads and self.num_kv_heads and self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"
+            )
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm both norm the taps; set one of them")
+        return self
+
+
+class TrainingSection(Section):
+    """The optimiser and the loop."""
+
+    steps: PositiveInt | None = Field(None, description="optimiser steps; instead of epochs")
+    epochs: float | None = Field(
+        None,
+        gt=0,
+        description="passes over the data; 2 if no budget is given, because heads "
+        "overfit small data after a few",
+    )
+    max_minutes: float | None = Field(
+        None, gt=0, description="stop after this many minutes of training, whatever comes first"
+    )
+    batch_size: PositiveInt = Field(
+        8, description="packed rows of data.max_length tokens per process and micro-step"
+    )
+    gradient_accumulation_steps: PositiveInt = Field(
+        1, description="micro-steps per optimiser step; the loss is normalised over all their valid tokens"
+    )
+    learning_rate: float = Field(1e-4, gt=0, le=1, description="peak learning rate; 1e-4 is EAGLE-3's")
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
+        default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2, description="AdamW's moment decays"
+    )
+    weight_decay: float = Field(
+        0.0, ge=0, description="AdamW's decay; none, a head is small and trained briefly"
+    )
+    warmup_ratio: Share = Field(0.02, description="part of the run that warms the learning rate up")
+    lr_schedule: Literal["cosine", "constant"] = Field(
+        "cosine", description="after the warm-up; cosine ends at zero"
+    )
+    max_grad_norm: float = Field(0.5, gt=0, description="gradient clipping; 0.5 in every EAGLE paper")
+    mixed_precision: Literal["bf16", "no"] = Field(
+        "bf16", description="autocast of the head; master weights stay fp32"
+    )
+    seed: Count = Field(0, description="seed of initialisation and sampling order")
+    eval_every: PositiveInt | None = Field(
+        None, description="steps between held-out evaluations; null: ten a run"
+    )
+    save_every: PositiveInt | None = Field(
+        None, description="steps between checkpoints; null: with every evaluation"
+    )
+    keep_last: PositiveInt = Field(1, description="checkpoints kept beside the best one")
+    loss_chunk_size: PositiveInt | None = Field(
+        None,
+        description="tokens whose logits exist at once; null: chosen from the vocabulary to stay near 64 MB",
+    )
+    compile: bool = Field(
+        False, description="torch.compile the head; pays on a GPU after minutes of compilation"
+    )
+    num_workers: Count = Field(
+        0, description="data loader processes; rows are already tokens, so none is needed"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _budget(cls, value: Any) -> Any:
+        budgets = ("steps", "epochs", "max_minutes")
+        if isinstance(value, dict) and all(value.get(key) is None for key in budgets):
+            value = {**value, "epochs": 2.0}
+        return value
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainingSection:
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(
+                f"expected steps or epochs, got both (steps={self.steps}, epochs={self.epochs:g}); "
+                "set one of them to null"
+            )
+        return self
+
+
+class ExportSection(Section):
+    """What the run leaves behind for an engine to load."""
+
+    formats: list[Literal["vllm"]] = Field(
+        default_factory=lambda: ["vllm"], min_length=1, description="layouts to write"
+    )
+    dtype: Dtype = Field("auto", description="precision of the exported weights; auto: the target's")
+    push_to_hub: Text | None = Field(
+        None, description="repository id to upload to; null: nothing leaves this machine"
+    )
+
+
+class EvaluationSection(Section):
+    """The acceptance report: the exported head, measured in the runtime."""
+
+    prompts: list[Source] = Field(
+        default_factory=list,
+        description="sources of the prompts, grouped by their workload label; empty: data.validation",
+    )
+    temperatures: list[Annotated[float, Field(ge=0)]] = Field(
+        default_factory=lambda: [0.0, 1.0], min_length=1, description="sampling temperatures to measure at"
+    )
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus of the sampled runs; 1: off")
+    top_k: Count = Field(0, description="most likely tokens kept in the sampled runs; 0: off")
+    num_speculative_tokens: PositiveInt = Field(4, description="tokens drafted per verification")
+    max_tokens: PositiveInt = Field(128, description="longest response")
+    repeats: PositiveInt = Field(
+        3, description="interleaved repetitions of every timing; medians are reported"
+    )
+    prompts_per_workload: PositiveInt = Field(16, description="prompts taken of each workload")
+    batch_size: PositiveInt = Field(
+        1, description="requests in flight; one shows latency, more show throughput"
+    )
+    seed: Count = Field(0, description="seed of the sampled runs and of the choice of prompts")
+    baseline_transformers: bool = Field(True, description="time transformers.generate as well, for reference")
+    lossless_check: bool = Field(True, description="compare tokens with and without drafting, in float32")
+
+    @field_validator("temperatures")
+    @classmethod
+    def _once(cls, value: list[float]) -> list[float]:
+        if len(set(value)) != len(value):
+            raise ValueError(f"each temperature may be given once, got {value}")
+        return value
+
+
+class Gate(Section):
+    """A bound on one measured figure; missing it makes the run exit non-zero."""
+
+    min: float | None = Field(None, description="smallest value that passes")
+    max: float | None = Field(None, description="largest value that passes")
+
+    @model_validator(mode="after")
+    def _some_bound(self) -> Gate:
+        if self.min is None and self.max is None:
+            raise ValueError("expected min, max or both")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min ({self.min:g}) is above max ({self.max:g}): nothing could pass")
+        return self
+
+
+# Every figure a gate may name, over all workloads. All but the first may be preceded by a temperature, "t0."
+# or "t0.7."; without one the bound holds at every temperature of the evaluation.
+GATE_METRICS = {
+    "lossless_mismatches": "responses whose tokens differ with drafting on and off; takes no temperature",
+    "acceptance_length": "tokens committed per verification, bonus included",
+    "speedup_vs_autoregressive": "tokens per second against the same engine with drafting off",
+    "efficiency": "measured speedup divided by the cost model's limit",
+    "expected_measured_gap": "|expected - measured| acceptance length, divided by the measured one",
+}
+_GATE = re.compile(r"^(?:t(?P<temperature>\d+(?:\.\d+)?)\.)?(?P<metric>[a-z_]+)$")
+
+
+def split_gate(name: str) -> tuple[float | None, str]:
+    """`t0.7.efficiency` -> (0.7, "efficiency"); None: at every one. ValueError if it names no figure."""
+    match = _GATE.match(name)
+    if match is None or match["metric"] not in GATE_METRICS:
+        raise ValueError(
+            f"unknown figure '{name}'; expected one of {', '.join(GATE_METRICS)}, "
+            "after t0. or t1. for one temperature"
+        )
+    if match["temperature"] is not None and match["metric"] == "lossless_mismatches":
+        raise ValueError(
+            f"'{name}': lossless_mismatches is counted in one greedy float32 run; write it without "
+            "a temperature"
+        )
+    return (None if match["temperature"] is None else float(match["temperature"])), match["metric"]
