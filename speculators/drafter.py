@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -48,8 +48,8 @@ class DraftStep:
     weight: Tensor
 
 
-def valid_terms(features: TargetFeatures, shift: int) -> Tensor:
-    """bool [B, T]: slot t may be asked for the token at t + shift.
+def valid_terms(features: Any, shift: int) -> Tensor:
+    """bool [B, T]: slot t may be asked for the token at t + shift. Reads `segment_ids` and `loss_mask` only.
 
     The predicted token is a response token of the same packed document as slot t, and so is all between them.
     """
@@ -104,10 +104,18 @@ class Drafter(nn.Module):
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.parameters() if p.requires_grad]
 
+    def initialise_from(self, target: FrozenTarget, *, lm_head: bool = True) -> Drafter:
+        """Starting weights; `lm_head`: take the vocabulary projection from the target's rows."""
+        return self
+
     # -------------------------------------------------------------- the contract
 
     def unroll(self, features: TargetFeatures) -> Iterator[DraftStep]:
         """Training: every depth's states, teacher-forced tokens, own states fed back where the family does so."""
+        raise NotImplementedError
+
+    def count_terms(self, batch, steps: int) -> Tensor:
+        """[steps] valid terms of each depth that `unroll` will yield for a batch (its `segment_ids` and `loss_mask`)."""
         raise NotImplementedError
 
     def head(self, hidden: Tensor) -> Tensor:

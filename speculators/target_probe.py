@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +54,15 @@ class Parts:
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """bool -> 0 where True, the most negative number elsewhere (finite: a row that sees nothing gives no NaN)."""
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+    zero, floor = _mask_values(dtype, mask.device)
+    return torch.where(mask, zero, floor)
+
+
+@lru_cache
+def _mask_values(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The two values of an additive mask, made once: on small models this shows in every step."""
+    with torch.inference_mode(False):
+        return torch.zeros((), dtype=dtype, device=device), torch.tensor(torch.finfo(dtype).min, dtype=dtype, device=device)
 
 
 # ---------------------------------------------------------------------- parts and refusals

@@ -1,10 +1,8 @@
-"""Examples -> token rows -> packed rows -> batches: what the training loop eats, and the account of what
-was lost.
+"""Examples -> token rows -> packed rows -> batches, with an account of what was lost on the way.
 
 Rows longer than `max_length` are cut, those left without a supervised token are dropped; both are counted.
 Packing joins documents into rows of at most `max_length` tokens with positions that restart and segment ids
-that keep attention apart. Must not know: templates (`train.masks`), sources' formats (`train.sources`),
-models.
+that keep attention apart. Must not know: templates (`train.masks`), sources (`train.sources`), models.
 """
 
 from __future__ import annotations

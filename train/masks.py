@@ -1,5 +1,4 @@
-"""Which tokens of a conversation the assistant wrote: the loss mask, found with the tokenizer's own chat
-template.
+"""Which tokens of a conversation the assistant wrote: the loss mask, found with its chat template.
 
 A mask is either proved or refused. Two ways to prove it, per assistant turn, each time on the conversation
 that ends with that turn, as serving would see it:
@@ -60,9 +59,7 @@ class TokenRow:
 
     @classmethod
     def from_response(cls, prompt_ids: Sequence[int], response_ids: Sequence[int], workload: str) -> TokenRow:
-        """A prompt and the response the target wrote to it, as tokens: no template involved, nothing to
-        prove.
-        """
+        """A prompt and the response the target wrote to it, as tokens: nothing is left to prove."""
         return cls(
             np.concatenate([np.asarray(prompt_ids, np.int32), np.asarray(response_ids, np.int32)]),
             np.repeat([False, True], [len(prompt_ids), len(response_ids)]),
@@ -72,7 +69,7 @@ class TokenRow:
 
 @dataclass(frozen=True, eq=False)
 class _Turn:
-    """One assistant turn: the tokens up to its end, and which of them it wrote (`start` is the first)."""
+    """One assistant turn: the tokens up to its end, and which of them it wrote."""
 
     ids: list[int]
     mask: np.ndarray  # bool [len(ids)]
@@ -89,18 +86,17 @@ class ConversationTokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         reasoning: Literal["keep", "drop"] = "keep",
     ) -> None:
-        """`chat_template` is template text, replacing the tokenizer's own; `template_kwargs` are its
-        variables.
-        """
+        """`chat_template`: template text instead of the tokenizer's; `template_kwargs`: its variables."""
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.template_kwargs = dict(template_kwargs or {})
         self.reasoning = reasoning
 
     def prompt_ids(self, example: Example) -> list[int]:
-        """The tokens serving would send for the last response of `example`: its text prompt, or the
-        conversation before its last assistant turn (all of it, if the user spoke last) with the
-        generation prompt.
+        """What serving would send for the last response of `example`.
+
+        Its text prompt, or the conversation before its last assistant turn (all of it if the user spoke last)
+        with the generation prompt.
         """
         if example.prompt is not None:
             return self.tokenizer(example.prompt, verbose=False)["input_ids"]
@@ -109,9 +105,7 @@ class ConversationTokenizer:
         return self._encode(self._render(example, messages, end, prompt=True))
 
     def rows(self, example: Example) -> list[TokenRow]:
-        """One row, or several where the template rewrites history. Raises DataError quoting the turn at
-        fault.
-        """
+        """One row, or several where the template rewrites history; DataError quotes the turn at fault."""
         if example.prompt is not None:
             return [self._completion_row(example)]
         messages = self._messages(example)
@@ -187,11 +181,8 @@ class ConversationTokenizer:
             **self.template_kwargs,
         )
         mask, spans = np.asarray(out["assistant_masks"], dtype=bool), out["offset_mapping"]
-        for i in range(
-            1, len(mask)
-        ):  # transformers ends at the first of the tokens that share the last character
-            if mask[i - 1] and spans[i][0] < spans[i - 1][1]:
-                mask[i] = True
+        for i in range(1, len(mask)):  # of the tokens that share the last character transformers marks one
+            mask[i] |= mask[i - 1] and spans[i][0] < spans[i - 1][1]
         return mask
 
     def _close(self, ids: list[int], mask: np.ndarray) -> np.ndarray:

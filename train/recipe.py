@@ -42,7 +42,9 @@ class Recipe(Section):
         description="name of the run; its folder is runs/<name>",
     )
     output_dir: Text = Field("runs/<name>", description="where everything the run writes goes")
-    family: Literal["eagle3"] = Field("eagle3", description="kind of drafter")
+    family: Text = Field(
+        "eagle3", description="kind of drafter, as registered in speculators.drafter.FAMILIES"
+    )
     target: TargetSection = Field(description="the frozen model to draft for")
     drafter: DrafterSection = Field(default_factory=DrafterSection, description="the trained head")
     data: DataSection = Field(description="conversations to train and validate on")
@@ -79,6 +81,17 @@ class Recipe(Section):
             value = {**value, "output_dir": f"runs/{value['name']}"}
         return value
 
+    @field_validator("family")
+    @classmethod
+    def _registered(cls, name: str) -> str:
+        from speculators.drafter import (
+            FAMILIES,
+        )  # here, because it brings torch, which the schema does not need
+
+        if name not in FAMILIES:
+            raise ValueError(f"expected one of {', '.join(FAMILIES)}, got '{name}'")
+        return name
+
     @field_validator("loss")
     @classmethod
     def _weights_are_floats(cls, loss: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +104,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Recipe:
-        from train.divergences import Mix  # here, because it brings torch, which the schema does not need
+        from train.divergences import Mix  # here, for the same reason
 
         try:
             Mix.parse(self.loss)
@@ -195,20 +208,19 @@ def _set(tree: Any, location: Location, value: Any, override: str) -> Location:
 def _explain(error: ValidationError, path: str, overridden: Sequence[Location]) -> str:
     """All mistakes, a line per source: `recipes/x.yaml: drafter.num_layers: expected ..., got ...; ...`."""
     texts: dict[str, list[str]] = {}
+    wide = ("value_error", "extra_forbidden")  # blame a whole section, whichever key in it was set
     for item in error.errors(include_url=False):
         dotted = ".".join(str(key) for key in item["loc"])
         text = f"{dotted}: {_message(item)}" if dotted else _message(item)
-        at = text.partition(":")[
-            0
-        ]  # checks across sections have no location but begin with the key they blame
-        caused = any(_concerns(at, ".".join(map(str, o)), item["type"] == "value_error") for o in overridden)
+        at, _, _ = text.partition(":")  # checks across sections have no location, but name the key first
+        caused = any(_concerns(at, ".".join(map(str, o)), item["type"] in wide) for o in overridden)
         texts.setdefault("command line" if caused else path, []).append(text)
     return "\n".join(f"{source}: {'; '.join(messages)}" for source, messages in texts.items())
 
 
-def _concerns(at: str, override: str, check: bool) -> bool:
-    """Whether the override set the wrong key, or something around it, or (for a failed check) within it."""
-    return f"{at}.".startswith(f"{override}.") or (check and f"{override}.".startswith(f"{at}."))
+def _concerns(at: str, override: str, within: bool) -> bool:
+    """Whether the override set the wrong key, or something around it, or (`within`) inside it."""
+    return f"{at}.".startswith(f"{override}.") or (within and f"{override}.".startswith(f"{at}."))
 
 
 def _message(item: dict[str, Any]) -> str:

@@ -32,6 +32,16 @@ class DemoSource(Section):
         None, min_length=1, description="only these workloads; null: all six"
     )
 
+    @field_validator("workloads")
+    @classmethod
+    def _known(cls, names: list[str] | None) -> list[str] | None:
+        from train.demo import WORKLOADS
+
+        for name in names or ():
+            if name not in WORKLOADS:
+                raise ValueError(f"no workload '{name}'; expected some of {', '.join(WORKLOADS)}")
+        return names
+
 
 class StdlibSource(Section):
     """Source files of the running interpreter's standard library, as a code-completion workload."""

@@ -73,7 +73,7 @@ def replace_folder(fresh: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _resolve(path_or_id: str | Path, revision: str | None = None) -> Path:
+def resolve(path_or_id: str | Path, revision: str | None = None) -> Path:
     """A local folder as it is; anything else is asked of the Hub (safetensors and JSON only)."""
     if Path(path_or_id).is_dir():
         return Path(path_or_id)
@@ -103,7 +103,7 @@ def read_drafter_config(path_or_id: str | Path, num_target_layers: int | None = 
 
     `num_target_layers` is needed only for heads whose config.json does not say which layers they tap.
     """
-    folder = _resolve(path_or_id)
+    folder = resolve(path_or_id)
     names: set[str] = set()
     for file in _files(folder):
         with safe_open(file, "pt") as reader:
@@ -133,7 +133,7 @@ def load_drafter(path_or_id: str | Path, target: FrozenTarget, *, dtype: torch.d
     CheckpointError names every tensor that is missing, unexpected or of another shape; ConfigError a target it was
     not made for.
     """
-    folder = _resolve(path_or_id)
+    folder = resolve(path_or_id)
     config = read_drafter_config(folder, target.num_layers)
     drafter = family_class(config.family)(config).attach(target)
     load_weights(drafter, folder)

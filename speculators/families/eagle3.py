@@ -108,7 +108,7 @@ class Eagle3(Drafter):
         return self.target_ids if self.config.reduced_vocabulary else None
 
     @torch.no_grad()
-    def initialise_from(self, target: FrozenTarget) -> Eagle3:
+    def initialise_from(self, target: FrozenTarget, *, lm_head: bool = True) -> Eagle3:
         """A start that already predicts: the deepest tap passes through, the head's rows are the target's own.
 
         Rows of `lm_head` (and the embedding, if owned) are copied where the widths agree; residual writes start small.
@@ -123,11 +123,12 @@ class Eagle3(Drafter):
         if width == self.config.hidden_size:
             self.fc.weight.mul_(0.1)
             self.fc.weight[:, -width:] += torch.eye(width)
-            rows = target.lm_head.weight.float()
-            ids = self.draft_to_target
-            self.lm_head.weight.copy_(rows if ids is None else rows[ids.to(rows.device)])
-            if (norm := target.final_norm_weight) is not None:
-                self.norm.weight.copy_(norm)
+            if lm_head:
+                rows = target.lm_head.weight.float()
+                ids = self.draft_to_target
+                self.lm_head.weight.copy_(rows if ids is None else rows[ids.to(rows.device)])
+                if (norm := target.final_norm_weight) is not None:
+                    self.norm.weight.copy_(norm)
             if self.config.own_embeddings:
                 self.embed_tokens.weight.copy_(target.embed_tokens.weight)
         return self
@@ -184,6 +185,10 @@ class Eagle3(Drafter):
                 depth=depth, hidden=state[valid], target_index=anchors + depth + 1, anchor_index=anchors,
                 weight=torch.ones(len(anchors), device=state.device),
             )
+
+    def count_terms(self, batch, steps: int) -> Tensor:
+        """See `Drafter.count_terms`."""
+        return torch.stack([valid_terms(batch, depth + 2).sum() for depth in range(steps)])
 
     def _unrolled(self, layer: int, depth: int, causal: list, own: list, segment_ids: Tensor) -> Callable:
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -172,7 +172,7 @@ def test_marked_and_verified_prefix_agree(tokenizer):
 
 
 def test_marks_that_end_inside_a_character_are_completed(tokenizer):
-    """A character of several byte tokens at the end of the marked text; transformers marks only the first of them."""
+    """Of a character that is several byte tokens, transformers marks only the first."""
     (row,) = rows_of(tokenizer, CHATML_MARKED, chat("hi", "caf\u00e9", "ok?", "\U0001f642"))
     assert supervised(tokenizer, row) == ["caf\u00e9<|im_end|>", "\U0001f642<|im_end|>"]
 

@@ -1,0 +1,61 @@
+# Needs nothing but Python 3.11+, pip and make. `make` alone lists the targets.
+#
+#   ARGS      more arguments for the command, such as ARGS="training.steps=50" or ARGS="-k mask"
+#   PYTHON    the interpreter that .venv is made with (default: the first of 3.11 or newer)
+#   THREADS   CPU threads of `make quickstart` (default: all)
+#   WORKERS   processes of `make test`
+
+.DEFAULT_GOAL := help
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+THREADS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+WORKERS ?= 2
+ARGS ?=
+
+# One process and no questions: works without a saved accelerate configuration, on a CPU and on one GPU. Precision is
+# the recipe's. For more processes: .venv/bin/accelerate launch --num_processes 8 train/eagle.py <recipe>
+LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no \
+	--dynamo_backend no --num_cpu_threads_per_process
+
+.PHONY: help venv quickstart test lint format bench-losses clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(VENV)/.installed  ## make .venv and install the project with the pinned tools
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or newer found; name one: make PYTHON=/path/to/python3.11 venv" >&2; exit 1; }
+	@echo "Setting up $(VENV) with $(PYTHON); the first time takes a few minutes."
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+quickstart: $(VENV)/.installed  ## train a head for the embedded target, export it, prove it
+	$(LAUNCH) $(THREADS) train/eagle.py recipes/quickstart/eagle3.yaml $(ARGS)
+
+# One thread per worker: several threads per process on a busy machine wait for each other most of the time.
+test: $(VENV)/.installed  ## run the whole test suite
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 WANDB_MODE=offline \
+		$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+lint: $(VENV)/.installed  ## ruff (lint and format) and mypy, changing nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed  ## format the code and mend what ruff can mend
+	$(BIN)/ruff check --fix --exit-zero .
+	$(BIN)/ruff format .
+
+bench-losses: $(VENV)/.installed  ## memory and time of the chunked objective against the plain one
+	$(BIN)/python scripts/bench_losses.py $(ARGS)
+
+clean:  ## remove caches and build outputs; runs/ and .venv stay
+	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info
+	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +

@@ -1,0 +1,303 @@
+"""LLM: the front door, in vLLM's shape. Text in, text out, and what drafting gained.
+
+    llm = LLM("path/to/target", speculative_config={"method": "eagle3", "model": "path/to/head", "num_speculative_tokens": 4})
+    for output in llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=64)):
+        print(output.outputs[0].text)
+
+It owns the tokenizer, checks every prompt before any is run, and turns requests into outputs. Rounds are the engine's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from inference.engine import Engine
+from inference.llm_loading import default_device, end_of_sequence_ids, load_target, load_tokenizer, make_proposer, model_limit
+from inference.llm_prompts import Prompt, chat_prompts, read_prompts
+from inference.detokenizer import Detokenizer
+from inference.metrics import SpecDecodeCounters
+from inference.outputs import RequestOutput
+from inference.proposers.base import Proposer
+from inference.proposers.head import HeadProposer
+from inference.request import Request
+from inference.response import Response
+from inference.sampler import make_generator
+from inference.sampling_params import SamplingParams
+from inference.speculative_config import parse_speculative_config
+from speculators.errors import ConfigError
+from speculators.target import FrozenTarget
+
+ACCEPTED_AND_IGNORED = ("gpu_memory_utilization", "enforce_eager", "disable_log_stats")  # no meaning here, no harm
+
+
+class LLM:
+    """A target, optionally drafted for.
+
+    model                    folder or repository id; or a loaded FrozenTarget or PreTrainedModel
+    tokenizer                folder, repository id or tokenizer object; None: the model's own
+    speculative_config       see SpeculativeConfig; None: drafting off
+    max_num_seqs             responses written at the same time
+    max_model_len            longest prompt + response; None: the model's own limit
+    max_num_batched_tokens   prompt tokens per prefill forward
+    seed                     of the requests that bring none: each gets its own from this and its number
+    """
+
+    def __init__(
+        self,
+        model: str | FrozenTarget | PreTrainedModel,
+        tokenizer: Any = None,
+        *,
+        dtype: str | torch.dtype = "auto",
+        speculative_config: dict[str, Any] | None = None,
+        max_num_seqs: int = 8,
+        max_model_len: int | None = None,
+        max_num_batched_tokens: int = 512,
+        device: str | torch.device | None = None,
+        seed: int = 0,
+        trust_remote_code: bool = False,
+        revision: str | None = None,
+        tensor_parallel_size: int = 1,
+        **others: Any,
+    ) -> None:
+        _refuse_options(others, tensor_parallel_size)
+        config = parse_speculative_config(speculative_config)
+        target, drafter = load_target(
+            model, config, dtype=dtype, device=default_device(device), trust_remote_code=trust_remote_code, revision=revision
+        )
+        tokenizer = load_tokenizer(model, tokenizer, trust_remote_code=trust_remote_code, revision=revision)
+        max_model_len = model_limit(target, max_model_len)
+        proposer = make_proposer(config, target, drafter, max_num_seqs, max_model_len)
+        engine = Engine(
+            target, max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+            proposer=proposer, rule=config.rejection_sample_method,
+        )
+        self._set_up(engine, tokenizer, seed)
+
+    @classmethod
+    def _assemble(
+        cls, model: FrozenTarget | PreTrainedModel, *, tokenizer: Any = None, proposer: Proposer | None = None,
+        drafter: Any = None, num_speculative_tokens: int = 4, draft_sample_method: str = "probabilistic", seed: int = 0,
+        max_num_seqs: int = 8, max_model_len: int | None = None, max_num_batched_tokens: int = 512, rule: str = "token",
+    ) -> LLM:
+        """From parts made elsewhere: a proposer, or a drafter in memory (attached to the target here). For tests and
+        measurements during training; what is reported is always measured on an export."""
+        taps = tuple(drafter.config.tap_layers) if drafter is not None and drafter.reads_taps else ()
+        target, _ = load_target(model, parse_speculative_config(None), tap_layers=taps)
+        max_model_len = model_limit(target, max_model_len)
+        if drafter is not None:
+            proposer = HeadProposer(
+                drafter.attach(target), target.vocab_size, num_speculative_tokens, max_num_seqs, max_model_len,
+                probabilistic=draft_sample_method == "probabilistic", device=target.device,
+            )
+        llm = cls.__new__(cls)
+        engine = Engine(
+            target, max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+            proposer=proposer, rule=rule,
+        )
+        llm._set_up(engine, tokenizer, seed)
+        return llm
+
+    def _set_up(self, engine: Engine, tokenizer: Any, seed: int) -> None:
+        self.engine, self._tokenizer, self._seed = engine, tokenizer, seed
+        self._eos_token_ids = end_of_sequence_ids(engine.target, tokenizer)
+        self._num_prompts = 0  # names requests
+        self._num_seeded = 0  # numbers the responses that brought no seed
+
+    # ------------------------------------------------------------------ what users call
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        speculate: bool = True,
+    ) -> list[RequestOutput]:
+        """Responses to prompts, in their order.
+
+        A prompt is a string, {"prompt": str} or {"prompt_token_ids": [int]}; one or a list. `sampling_params`: one for
+        all or one per prompt. `speculate=False` runs these prompts in the same engine with drafting off. Every prompt is
+        checked before any is run: ConfigError names each one that cannot be.
+        """
+        return self._run(read_prompts(prompts, self._tokenizer), sampling_params, use_tqdm, speculate)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        speculate: bool = True,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        tools: list[Any] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Responses to one conversation (a list of {"role", "content"}) or a list of them, through the chat template."""
+        options = dict(add_generation_prompt=add_generation_prompt, chat_template=chat_template, tools=tools)
+        prompts = chat_prompts(messages, self._tokenizer, {**options, **(chat_template_kwargs or {})})
+        return self._run(prompts, sampling_params, use_tqdm, speculate)
+
+    def stream(
+        self, prompt: Any, sampling_params: SamplingParams | None = None, *, speculate: bool = True
+    ) -> Iterator[RequestOutput]:
+        """One prompt's response as it is written: each output holds the text and tokens that are new since the last one.
+
+        Text that may still turn out to be a stop string is held back. Closing the iterator aborts the request.
+        """
+        prompts = read_prompts(prompt, self._tokenizer)
+        if len(prompts) != 1:
+            raise ConfigError(f"stream: {len(prompts)} prompts; expected one (use generate for several)")
+        (response,) = self._submit(prompts, sampling_params, speculate, streaming=True)
+        return self._stream(response)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request between two outputs of its stream; its last output says finish_reason "abort"."""
+        self.engine.abort(request_id)
+
+    def get_tokenizer(self) -> Any:
+        return self._tokenizer
+
+    def get_metrics(self) -> SpecDecodeCounters:
+        """Totals over all requests since the start or `reset_metrics`; `.to_dict()` has vLLM's metric names."""
+        return copy.deepcopy(self.engine.counters)
+
+    def reset_metrics(self) -> None:
+        """Sets counters and phase timers to zero."""
+        self.engine.reset_metrics()
+
+    # ------------------------------------------------------------------ requests
+
+    def _run(self, prompts: list[Prompt], sampling_params: Any, use_tqdm: bool, speculate: bool) -> list[RequestOutput]:
+        responses = self._submit(prompts, sampling_params, speculate)
+        unfinished = {id(request) for response in responses for request in response.requests}
+        progress = _Progress(len(unfinished)) if use_tqdm else None
+        try:
+            while unfinished:
+                for request in self.engine.step():
+                    if id(request) in unfinished:
+                        unfinished.discard(id(request))
+                        if progress is not None:
+                            progress.finished(request)
+        finally:
+            if unfinished:  # an error or an interrupt: leave the engine usable
+                for response in responses:
+                    self.engine.abort(response.request_id)
+            if progress is not None:
+                progress.close()
+        return [response.output(self._tokenizer) for response in responses]
+
+    def _stream(self, response: Response) -> Iterator[RequestOutput]:
+        try:
+            while not response.finished:
+                self.engine.step()
+                new = response.delta()
+                if new is not None:
+                    yield new
+            new = response.delta()  # what an abort left
+            if new is not None:
+                yield new
+        finally:
+            self.engine.abort(response.request_id)
+
+    def _submit(
+        self, prompts: list[Prompt], sampling_params: Any, speculate: bool, streaming: bool = False
+    ) -> list[Response]:
+        """Checks everything, then hands all requests to the engine: n of them for each prompt."""
+        params = _params_per_prompt(sampling_params, len(prompts))
+        self._check(prompts, params)
+        self.engine.set_speculation(speculate)
+        responses = []
+        for prompt, each in zip(prompts, params, strict=True):
+            request_id, self._num_prompts = str(self._num_prompts), self._num_prompts + 1
+            requests = [self._request(request_id, i, prompt, each, streaming) for i in range(each.n)]
+            responses.append(Response(request_id, prompt.text, prompt.token_ids, requests))
+        for response in responses:
+            for request in response.requests:
+                self.engine.add(request)
+        return responses
+
+    def _request(self, request_id: str, index: int, prompt: Prompt, params: SamplingParams, streaming: bool) -> Request:
+        generator = None
+        if params.seed is not None:
+            generator = make_generator(params.seed + index)
+        else:
+            if not params.greedy:
+                generator = make_generator((self._seed << 32) + self._num_seeded)
+            self._num_seeded += 1
+        detokenizer = None
+        if self._tokenizer is not None and (streaming or params.stop):
+            detokenizer = Detokenizer(self._tokenizer, prompt.token_ids, params)
+        return Request(
+            request_id, index, prompt.token_ids, params, generator=generator, eos_token_ids=self._eos_token_ids,
+            max_model_len=self.engine.max_model_len, detokenizer=detokenizer,
+        )
+
+    def _check(self, prompts: list[Prompt], params: list[SamplingParams]) -> None:
+        limit, vocab_size = self.engine.max_model_len, self.engine.target.vocab_size
+        faults = []
+        for i, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+            length = len(prompt.token_ids)
+            if length == 0:
+                faults.append(f"prompt {i} is empty; give it at least one token")
+            elif length >= limit:
+                faults.append(
+                    f"prompt {i} has {length} tokens, max_model_len is {limit} and at least one must be left for the "
+                    "response; shorten it or raise max_model_len"
+                )
+            elif not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < vocab_size:
+                faults.append(f"prompt {i} has token ids outside 0..{vocab_size - 1}; is the tokenizer the model's own?")
+            if each.stop and self._tokenizer is None:
+                faults.append(f"prompt {i} asks for stop strings, which need a tokenizer; pass LLM(tokenizer=...)")
+        if faults:
+            raise ConfigError("; ".join(faults))
+
+
+class _Progress:
+    """A progress bar over responses that also shows output tokens per second."""
+
+    def __init__(self, total: int) -> None:
+        from tqdm.auto import tqdm
+
+        self._bar = tqdm(total=total, desc="generate", unit="response", dynamic_ncols=True)
+        self._tokens = 0
+
+    def finished(self, request: Request) -> None:
+        self._tokens += len(request.token_ids) - request.num_prompt_tokens
+        elapsed = self._bar.format_dict["elapsed"]
+        self._bar.set_postfix_str(f"{self._tokens / max(elapsed, 1e-9):.0f} tokens/s", refresh=False)
+        self._bar.update()
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def _params_per_prompt(given: Any, count: int) -> list[SamplingParams]:
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    params = list(given)
+    if len(params) != count:
+        raise ConfigError(f"{len(params)} sampling params for {count} prompts; give one for all, or one for each")
+    wrong = [i for i, each in enumerate(params) if not isinstance(each, SamplingParams)]
+    if wrong:
+        raise ConfigError(f"sampling_params[{wrong[0]}] is a {type(params[wrong[0]]).__name__}; expected SamplingParams")
+    return params
+
+
+def _refuse_options(others: dict[str, Any], tensor_parallel_size: int) -> None:
+    unknown = sorted(set(others) - set(ACCEPTED_AND_IGNORED))
+    if unknown:
+        raise ConfigError(
+            f"LLM: unknown options {', '.join(unknown)}; they would change nothing. Remove them "
+            f"(accepted for vLLM's sake, without effect: {', '.join(ACCEPTED_AND_IGNORED)})"
+        )
+    if tensor_parallel_size != 1:
+        raise ConfigError(
+            f"LLM: tensor_parallel_size={tensor_parallel_size}; this runtime keeps the whole target on one device. "
+            "Use 1, or serve the exported drafter with vLLM"
+        )

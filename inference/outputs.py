@@ -1,0 +1,53 @@
+"""What the user gets back: vLLM's shapes and names. Plain records that know neither the engine nor a tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from inference.metrics import SpecDecodeCounters
+
+
+@dataclass
+class RequestMetrics:
+    """Times are `time.perf_counter()` seconds: only their differences mean something. The counts are those of
+    `SpecDecodeCounters`, summed over the request's responses.
+
+    accepted_per_round  committed draft tokens of every round after prefill, 0 for a round without a proposal; with
+                        n > 1 the responses' lists follow one another. Round i of a response starts at output token
+                        1 + sum(accepted_per_round[:i]) + i.
+    """
+
+    arrival_time: float = 0.0
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    accepted_per_round: list[int] = field(default_factory=list)
+
+
+@dataclass
+class CompletionOutput:
+    """One response. `finish_reason`: "stop" (end of sequence, stop token or stop string), "length" (max_tokens or
+    the context limit), "abort", or None while it is being written. `stop_reason`: the stop string or stop token id
+    that ended it; None for the end-of-sequence token. `token_ids` end with the token that stopped the response."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    spec_decode_metrics: SpecDecodeCounters = field(default_factory=SpecDecodeCounters)
+
+
+@dataclass
+class RequestOutput:
+    """All responses to one prompt. From `LLM.stream`, `text` and `token_ids` of the outputs are what is new."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics

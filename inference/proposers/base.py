@@ -1,0 +1,46 @@
+"""Proposer: what the engine asks for drafts. A proposer knows no verification rule and commits nothing.
+
+Its state is kept per row, in the engine's rows: `reset` when a request enters a row, `move` when rows are compacted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from inference.proposal import Proposal
+from inference.request import Request
+
+
+class Proposer:
+    """`num_speculative_tokens`: the most it drafts per row and round. `reads_features`: whether the engine must call
+    `prefill` and `observe`; features are taps [b, T, n·H] (None without taps) and last_hidden [b, T, H]."""
+
+    reads_features: bool = False
+
+    def __init__(self, num_speculative_tokens: int) -> None:
+        self.num_speculative_tokens = num_speculative_tokens
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
+        """Drafts for rows 0..B-1, what follows each request's token_ids: at most limits[b] >= 1 tokens for row b.
+
+        A row's drafts and its use of its generator must not depend on the other rows.
+        """
+        raise NotImplementedError
+
+    def prefill(
+        self, first_row: int, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
+    ) -> None:
+        """Features of the next counts[i] prompt positions of row first_row + i; what lies beyond is padding."""
+
+    def observe(
+        self, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
+    ) -> None:
+        """After a round, for rows 0..B-1: features of the counts[b] positions kept, whose next tokens are committed."""
+
+    def reset(self, row: int) -> None:
+        """A new request enters the row."""
+
+    def move(self, src_row: int, dst_row: int) -> None:
+        """The request of `src_row` goes on in `dst_row`."""

@@ -1,0 +1,180 @@
+"""Drafts of a trained head: feeds it the target's features of the committed text and samples its logits.
+
+Slot p of the head's cache is (token x_{p+1}, features of position p), so features wait here until their next token is
+known. The head's maths is the family's (`Drafter.draft`); which draft is taken is decided here, as the request's
+sampling parameters say. Knows no verification rule and no file format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from inference.cache import RaggedCache
+from inference.proposal import Proposal
+from inference.proposers.base import Proposer
+from inference.request import Request
+from inference.sampler import argmax, batch_probabilities, check_drawn, inverse_cdf, uniforms
+from speculators.vocab import scatter_to_target, to_target_ids
+
+if TYPE_CHECKING:
+    from speculators.drafter import Drafter
+
+
+class HeadProposer(Proposer):
+    """`probabilistic=False` drafts the argmax at any temperature, which leaves q one-hot."""
+
+    reads_features = True
+
+    def __init__(
+        self, drafter: Drafter, vocab_size: int, num_speculative_tokens: int, max_rows: int, max_model_len: int,
+        *, probabilistic: bool = True, device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(num_speculative_tokens)
+        self._drafter, self._vocab_size, self._probabilistic = drafter, vocab_size, probabilistic
+        self._draft_to_target = drafter.draft_to_target
+        self._device = torch.device(device)
+        # a round writes at most K+1 padded true slots and K speculative ones
+        self._cache = RaggedCache(max_rows, max_model_len + 2 * num_speculative_tokens + 1, device=device)
+        self._waiting = [0] * max_rows  # features per row that the head has not seen
+        self._taps: Tensor | None = None  # [max_rows, K+1, n·H], the waiting ones
+        self._last_hidden: Tensor | None = None  # [max_rows, K+1, H]
+
+    # ------------------------------------------------------------------ features in
+
+    def prefill(
+        self, first_row: int, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
+    ) -> None:
+        known = []
+        for i, (request, count) in enumerate(zip(requests, counts, strict=True)):
+            row = first_row + i
+            done = self._cache.lengths[row]
+            known.append(min(count, len(request.token_ids) - 1 - done))
+            if known[i] < count:  # the prompt's last position: its next token is not sampled yet
+                self._hold(row, row + 1, *(_slots(each, i, known[i]) for each in (taps, last_hidden)))
+                self._waiting[row] = 1
+        if any(known):
+            width = max(known)
+            self._draft(
+                first_row, requests, known, *(None if f is None else f[:, :width] for f in self._read(taps, last_hidden))
+            )
+
+    def observe(
+        self, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
+    ) -> None:
+        self._hold(0, len(requests), taps, last_hidden)
+        self._waiting[: len(counts)] = counts
+
+    def _hold(self, start: int, stop: int, taps: Tensor | None, last_hidden: Tensor | None) -> None:
+        """Keeps features [b, T, ·] of rows [start, stop) until the next round; T is at most K + 1."""
+        taps, last_hidden = self._read(taps, last_hidden)
+        if self._taps is None and taps is not None:
+            self._taps = self._buffer(taps)
+        if self._last_hidden is None and last_hidden is not None:
+            self._last_hidden = self._buffer(last_hidden)
+        if taps is not None:
+            self._taps[start:stop, : taps.shape[1]] = taps
+        if last_hidden is not None:
+            self._last_hidden[start:stop, : last_hidden.shape[1]] = last_hidden
+
+    def _buffer(self, like: Tensor) -> Tensor:
+        return like.new_zeros(self._cache.max_rows, self.num_speculative_tokens + 1, like.shape[-1])
+
+    def _read(self, taps: Tensor | None, last_hidden: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """What the family reads of the two."""
+        return taps if self._drafter.reads_taps else None, last_hidden if self._drafter.reads_last_hidden else None
+
+    # ------------------------------------------------------------------ drafts out
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
+        counts = [min(limit, self.num_speculative_tokens) for limit in limits]
+        rows, waiting = len(requests), self._waiting[: len(requests)]
+        width, depth = max(waiting), max(counts)
+        taps = None if self._taps is None else self._taps[:rows, :width]
+        last_hidden = None if self._last_hidden is None else self._last_hidden[:rows, :width]
+        if not self._probabilistic or all(request.params.greedy for request in requests):
+            token_ids = self._draft(0, requests, waiting, taps, last_hidden, depth, self._best)
+            q = None
+        else:
+            chain = _SampledChain(requests, counts, depth, self._draft_to_target, self._device)
+            token_ids = self._draft(0, requests, waiting, taps, last_hidden, depth, chain)
+            q = scatter_to_target(chain.distributions(), self._draft_to_target, self._vocab_size)
+        self._waiting[:rows] = [0] * rows
+        return Proposal(token_ids, counts, q)
+
+    def _draft(
+        self, first_row: int, requests: Sequence[Request], counts: list[int], taps: Tensor | None,
+        last_hidden: Tensor | None, depth: int = 0, sample: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Appends counts[i] slots to row first_row + i and drafts `depth` tokens after them: [b, depth]."""
+        width = max(counts)
+        tokens = []
+        for i, (request, count) in enumerate(zip(requests, counts, strict=True)):
+            start = self._cache.lengths[first_row + i] + 1  # slot p holds token p + 1
+            tokens.append(request.token_ids[start : start + count] + [0] * (width - count))
+        token_ids = torch.tensor(tokens, dtype=torch.long, device=self._device)  # [b, M]
+        stop = first_row + len(requests)
+        return self._drafter.draft(
+            self._cache, first_row, stop, token_ids, taps, last_hidden, counts, depth, sample or self._best
+        )
+
+    def _best(self, logits: Tensor) -> Tensor:
+        """[b, V_draft] -> [b] target ids."""
+        return to_target_ids(argmax(logits), self._draft_to_target)
+
+    # ------------------------------------------------------------------ rows
+
+    def reset(self, row: int) -> None:
+        self._cache.reset(row)
+        self._waiting[row] = 0
+
+    def move(self, src_row: int, dst_row: int) -> None:
+        self._cache.move(src_row, dst_row)
+        self._waiting[dst_row], self._waiting[src_row] = self._waiting[src_row], 0
+        for buffer in (self._taps, self._last_hidden):
+            if buffer is not None:
+                buffer[dst_row] = buffer[src_row]
+
+
+class _SampledChain:
+    """Draws drafts from q, each row with its own sampling parameters and its own generator.
+
+    A row takes as many numbers as it may draft, in one call, whatever its neighbours draft. Rows at temperature 0 take
+    none: their q is one-hot, and any number draws its argmax.
+    """
+
+    def __init__(
+        self, requests: Sequence[Request], counts: Sequence[int], depth: int, draft_to_target: Tensor | None,
+        device: torch.device,
+    ) -> None:
+        self._params = [request.params for request in requests]
+        self._draft_to_target = draft_to_target
+        numbers = [
+            ([] if request.params.greedy else uniforms(request.generator, count)) + [0.0] * depth
+            for request, count in zip(requests, counts, strict=True)
+        ]
+        noise = torch.tensor([row[:depth] for row in numbers], dtype=torch.float64, device=device)  # [b, depth]
+        self._noise = noise.unbind(1)
+        self._q: list[Tensor] = []
+        self._drawn: list[Tensor] = []
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """[b, V_draft] of the next depth -> [b] target ids."""
+        q = batch_probabilities(logits.unsqueeze(1), self._params).squeeze(1)  # [b, V_draft] float32
+        drawn = inverse_cdf(q, self._noise[len(self._q)])
+        self._q.append(q)
+        self._drawn.append(drawn)
+        return to_target_ids(drawn.clamp(max=q.shape[-1] - 1), self._draft_to_target)
+
+    def distributions(self) -> Tensor:
+        """[b, depth, V_draft], having checked that every draft could be drawn."""
+        check_drawn(torch.cat(self._drawn).tolist(), self._q[0].shape[-1])
+        return torch.stack(self._q, dim=1)
+
+
+def _slots(features: Tensor | None, row: int, position: int) -> Tensor | None:
+    """[1, 1, ·] of [b, T, ·]."""
+    return None if features is None else features[row : row + 1, position : position + 1]

@@ -1,0 +1,46 @@
+"""Which request holds which row: continuous batching between rounds.
+
+The rows in use are always 0 .. len(running) - 1, so that a forward takes a contiguous slice of every cache. Knows
+requests by their length only, and no tensors: whoever owns rows of memory moves them as `release` says.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from inference.request import Request
+from speculators.errors import ConfigError
+
+
+class Scheduler:
+    """First come, first served; at most `max_num_seqs` rows. `running[row]` is the request in a row."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        if max_num_seqs < 1:
+            raise ConfigError(f"max_num_seqs={max_num_seqs}; expected at least 1")
+        self.max_num_seqs = max_num_seqs
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def admit(self) -> list[Request]:
+        """Gives free rows to waiting requests, the new rows ordered by falling prompt length; returns those requests."""
+        free = min(self.max_num_seqs - len(self.running), len(self.waiting))
+        admitted = [self.waiting.popleft() for _ in range(free)]
+        admitted.sort(key=lambda request: -request.num_prompt_tokens)
+        self.running += admitted
+        return admitted
+
+    def release(self, row: int) -> int | None:
+        """Frees a row. The last row takes its place: returns that row's old number, or None if it was the last."""
+        last = self.running.pop()
+        if row == len(self.running):
+            return None
+        self.running[row] = last
+        return len(self.running)

@@ -1,0 +1,97 @@
+"""Checkpoints of a run: written whole or not at all, found again, refused if another recipe made them.
+
+A checkpoint is a folder `step-00000100` with the drafter's float32 weights (safetensors), the optimizer's state, the
+random state and `state.json`. A kill between two writes leaves the one before. Knows nothing of data or losses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from speculators.errors import CheckpointError
+from speculators.export import replace_folder
+
+
+@dataclass
+class TrainState:
+    """Everything about a run that is not a tensor."""
+
+    step: int = 0
+    seconds: float = 0.0  # spent training, over every resumption
+    best_value: float | None = None  # held-out expected acceptance length of `best/`
+    best_step: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)
+    fingerprint: str = ""  # of the recipe's sections that shape training
+
+
+def step_folder(root: Path, step: int) -> Path:
+    return root / f"step-{step:08d}"
+
+
+def latest(root: Path) -> Path | None:
+    """The newest complete checkpoint, or None."""
+    found = sorted(path for path in root.glob("step-*") if (path / "state.json").exists())
+    return found[-1] if found else None
+
+
+def save(root: Path, drafter: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState, keep: int) -> Path:
+    """Writes the checkpoint of `state.step` and removes all but the newest `keep`."""
+    root.mkdir(parents=True, exist_ok=True)
+    folder, fresh = step_folder(root, state.step), root / f".step-{state.step}-{os.getpid()}"
+    fresh.mkdir(exist_ok=True)
+    save_file(_plain(drafter.state_dict()), fresh / "drafter.safetensors")
+    torch.save({"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}, fresh / "optimizer.pt")
+    (fresh / "state.json").write_text(json.dumps(asdict(state), indent=1))
+    replace_folder(fresh, folder)
+    for old in sorted(root.glob("step-*"))[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    for torn in root.glob(".step-*"):
+        shutil.rmtree(torn, ignore_errors=True)
+    return folder
+
+
+def load(folder: Path, drafter: nn.Module, optimizer: torch.optim.Optimizer, fingerprint: str) -> TrainState:
+    """Restores weights, optimizer and random state. CheckpointError if the recipe has changed since."""
+    try:
+        state = TrainState(**json.loads((folder / "state.json").read_text()))
+    except (json.JSONDecodeError, TypeError) as error:
+        raise CheckpointError(f"{folder}/state.json: unreadable ({error}); delete the folder to start again") from error
+    if state.fingerprint != fingerprint:
+        raise CheckpointError(
+            f"{folder}: was made by another recipe (target, drafter, data, regenerate, loss or training differ); "
+            "give the new one another `name` or `output_dir`, or delete the folder to start again"
+        )
+    drafter.load_state_dict(load_file(folder / "drafter.safetensors"), strict=True)
+    saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+    optimizer.load_state_dict(saved["optimizer"])
+    torch.set_rng_state(saved["rng"])
+    return state
+
+
+def save_best(root: Path, drafter: nn.Module) -> None:
+    """Keeps the weights of the best held-out evaluation in `best/`."""
+    fresh = root / f".best-{os.getpid()}"
+    fresh.mkdir(parents=True, exist_ok=True)
+    save_file(_plain(drafter.state_dict()), fresh / "drafter.safetensors")
+    replace_folder(fresh, root / "best")
+
+
+def load_best(root: Path, drafter: nn.Module) -> None:
+    """Fills `drafter` with the weights of `best/`."""
+    path = root / "best" / "drafter.safetensors"
+    if not path.exists():
+        raise CheckpointError(f"{path}: missing; the run has no held-out evaluation yet, or was moved")
+    drafter.load_state_dict(load_file(path), strict=True)
+
+
+def _plain(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}

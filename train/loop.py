@@ -1,0 +1,238 @@
+"""The one training loop; every family runs through it.
+
+Per optimizer step: batches -> frozen target's features -> the drafter's unroll -> one chunked objective over all
+depths -> gradients summed over processes -> clip -> AdamW. The loss is sum_k w_k L_k / sum_k w_k with L_k a mean over
+every valid term of depth k in the whole step: all processes and all accumulated batches.
+Knows no family, no divergence and no file format; which rows come when is a function of the step alone, so a run that
+was killed continues to the same weights.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from speculators.drafter import Drafter
+from speculators.target import FrozenTarget
+from train import checkpoint
+from train.data import PackedRow, collate
+from train.losses import chunked_objective
+from train.recipe import Recipe
+from train.step_metrics import expected_acceptance_length_in_loop
+
+Evaluate = Callable[[Drafter], dict[str, float]]  # held-out figures; "expected_acceptance_length" decides the best
+
+
+class Interrupted(Exception):
+    """The run was asked to stop (SIGTERM, SIGINT); its checkpoint is on disk."""
+
+
+class Trainer:
+    """Trains `drafter` on `rows` for the recipe's budget; `run()` resumes by itself and returns the final state."""
+
+    def __init__(
+        self, recipe: Recipe, target: FrozenTarget, drafter: Drafter, rows: Sequence[PackedRow], *,
+        accelerator: Accelerator, folder: Path, fingerprint: str = "", evaluate: Evaluate | None = None, pad_token_id: int = 0,
+    ) -> None:
+        self.recipe, self.target, self.drafter, self.rows = recipe, target, drafter.to(accelerator.device), rows
+        self.accelerator, self.folder, self.fingerprint, self.evaluate = accelerator, folder, fingerprint, evaluate
+        self.pad_token_id = pad_token_id
+        t = self.recipe.training
+        self.parameters = drafter.trainable_parameters()
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=t.learning_rate, betas=tuple(t.betas), weight_decay=t.weight_decay)
+        self.micro = t.gradient_accumulation_steps
+        self.rows_per_step = t.batch_size * accelerator.num_processes * self.micro
+        self.total_steps = t.steps or (math.ceil(len(rows) * t.epochs / self.rows_per_step) if t.epochs else None)
+        decay = torch.tensor([recipe.drafter.step_decay**k for k in range(recipe.drafter.unroll_steps)])
+        self.depth_weights = decay / decay.sum()  # [K]
+        self.state = checkpoint.TrainState(fingerprint=fingerprint)
+        self.stop_signal: int | None = None
+
+    # -------------------------------------------------------------- the run
+
+    def run(self, advance: Callable[[float, str], None] | None = None) -> checkpoint.TrainState:
+        """Trains to the end of the budget. `advance(share_done, note)` is called after every step.
+
+        Raises Interrupted after saving a checkpoint when SIGTERM or SIGINT arrives.
+        """
+        found = checkpoint.latest(self.folder)
+        if found is not None:
+            self.state = checkpoint.load(found, self.drafter, self.optimizer, self.fingerprint)
+        before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            while (share := self.share_done()) < 1:
+                began = time.monotonic()
+                record = self.step(share)
+                self.state.seconds += time.monotonic() - began
+                self._after_step(record)
+                if advance is not None:
+                    advance(self.share_done(), f"loss {record['loss']:.3f}  in-loop τ {record['in_loop_acceptance_length']:.2f}")
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return self.state
+
+    def share_done(self) -> float:
+        """Part of the budget that is spent, 0 to 1, the same on every process."""
+        t, shares = self.recipe.training, []
+        if self.total_steps:
+            shares.append(self.state.step / self.total_steps)
+        if t.max_minutes:
+            shares.append(self.state.seconds / (60 * t.max_minutes))
+        share = max(shares)
+        if t.max_minutes and self.accelerator.num_processes > 1:
+            share = float(self.accelerator.gather(torch.tensor([share], device=self.accelerator.device)).max())
+        return share
+
+    def step(self, share: float) -> dict[str, Any]:
+        """One optimizer step; returns what it measured."""
+        self.drafter.train()
+        batches = [self.batch(self.state.step, i) for i in range(self.micro)]
+        # [K] valid terms of each depth in the whole step, known before any loss is computed
+        counts = self._sum(sum(self.drafter.count_terms(SimpleNamespace(**b), len(self.depth_weights)) for b in batches))
+        row_weights = (self.depth_weights.to(counts.device) / counts.clamp(min=1)).float()
+        measured = [self._micro_step(batch, row_weights) for batch in batches]
+        self._sum_gradients()
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.recipe.training.max_grad_norm)
+        rate = self.learning_rate(share)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.state.step += 1
+        totals = self._sum(torch.stack([m["totals"] for m in measured]).sum(0))  # [2K + 1]
+        K = len(self.depth_weights)
+        loss = sum(m["loss"] for m in measured)
+        return {
+            "step": self.state.step,
+            "loss": float(self._sum(torch.as_tensor(loss))),
+            "learning_rate": rate,
+            "grad_norm": float(norm),
+            "acceptance_rate": (totals[:K] / counts.clamp(min=1)).tolist(),
+            "top1_agreement": (totals[K : 2 * K] / counts.clamp(min=1)).tolist(),
+            "in_loop_acceptance_length": float(totals[2 * K]) / (self.micro * self.accelerator.num_processes),
+            "terms": int(counts.sum()),
+        }
+
+    def _micro_step(self, batch: dict[str, Tensor], row_weights: Tensor) -> dict[str, Any]:
+        """Forward and backward of one batch; gradients add up in the parameters."""
+        features = self.target.features(**batch)
+        with self.accelerator.autocast():
+            steps = list(self.drafter.unroll(features, len(row_weights)))
+            hidden = torch.cat([s.hidden for s in steps])  # [N, D] of all depths
+            index = torch.cat([s.target_index for s in steps])
+            weight = torch.cat([s.weight * row_weights[s.depth] for s in steps])
+            loss, metrics = chunked_objective(
+                hidden, self.drafter.head, features.last_hidden.flatten(0, 1), self.target.logits, weight,
+                labels=features.input_ids.flatten()[index + 1], mix=self.recipe.loss,
+                draft_to_target=self.drafter.draft_to_target, chunk_size=self.recipe.training.loss_chunk_size, target_index=index,
+            )  # fmt: skip
+        loss.backward()
+        parts = metrics.split([len(s.hidden) for s in steps])
+        length = expected_acceptance_length_in_loop([p.alpha for p in parts], [s.anchor_index for s in steps])
+        totals = [p.alpha_sum for p in parts] + [p.agreement_sum for p in parts] + [length]
+        return {"loss": float(loss.detach()), "totals": torch.stack([torch.as_tensor(t).float().cpu() for t in totals])}
+
+    def learning_rate(self, share: float) -> float:
+        """Linear warm-up over `warmup_ratio`, then cosine to zero or constant."""
+        t = self.recipe.training
+        if share < t.warmup_ratio:
+            return t.learning_rate * (share + 1 / max(self.total_steps or 100, 1)) / (t.warmup_ratio + 1e-9) if t.warmup_ratio else t.learning_rate
+        if t.lr_schedule == "constant":
+            return t.learning_rate
+        after = (share - t.warmup_ratio) / max(1 - t.warmup_ratio, 1e-9)
+        return t.learning_rate * 0.5 * (1 + math.cos(math.pi * min(after, 1.0)))
+
+    # -------------------------------------------------------------- data
+
+    def batch(self, step: int, micro: int) -> dict[str, Tensor]:
+        """This process's rows of one micro-step: a function of the step alone."""
+        t, a = self.recipe.training, self.accelerator
+        first = step * self.rows_per_step + (micro * a.num_processes + a.process_index) * t.batch_size
+        chosen = [self.rows[self._row_at(first + i)] for i in range(t.batch_size)]
+        batch = collate(chosen, pad_token_id=self.pad_token_id)
+        return {name: tensor.to(a.device) for name, tensor in batch.items()}
+
+    def _row_at(self, position: int) -> int:
+        """The row at a position of the endless stream: each epoch is a seeded permutation."""
+        epoch, offset = divmod(position, len(self.rows))
+        if getattr(self, "_epoch", None) != epoch:
+            self._epoch = epoch
+            self._order = np.random.default_rng([self.recipe.training.seed, epoch]).permutation(len(self.rows))
+        return int(self._order[offset])
+
+    # -------------------------------------------------------------- processes, signals, records
+
+    def _sum(self, tensor: Tensor) -> Tensor:
+        """Summed over processes."""
+        if self.accelerator.num_processes == 1:
+            return tensor
+        return self.accelerator.reduce(tensor.to(self.accelerator.device).float(), "sum")
+
+    def _sum_gradients(self) -> None:
+        """Sums gradients over processes in one message; the loss is already divided by the global counts."""
+        for p in self.parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        if self.accelerator.num_processes == 1:
+            return
+        flat = self.accelerator.reduce(torch.cat([p.grad.flatten() for p in self.parameters]), "sum")
+        for p, piece in zip(self.parameters, flat.split([p.numel() for p in self.parameters])):
+            p.grad.copy_(piece.view_as(p))
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self.stop_signal is not None:  # a second time: now
+            raise KeyboardInterrupt
+        self.stop_signal = number
+
+    def _due(self, every: int | None) -> bool:
+        """Every `every` steps (None: ten times a run), and at the end of the budget."""
+        if self.share_done() >= 1:
+            return True
+        step, total = self.state.step, self.total_steps
+        if every is None:
+            every = max((total or self.recipe.training.max_minutes * 60) // 10, 1) if total else 100
+        return step % int(every) == 0
+
+    def _after_step(self, record: dict[str, Any]) -> None:
+        t = self.recipe.training
+        evaluated = self.evaluate is not None and self._due(t.eval_every)
+        if evaluated:
+            self.drafter.eval()
+            record |= self.evaluate(self.drafter)
+            value = record["expected_acceptance_length"]
+            if self.state.best_value is None or value > self.state.best_value:
+                self.state.best_value, self.state.best_step = value, self.state.step
+                if self.accelerator.is_main_process:
+                    checkpoint.save_best(self.folder, self.drafter)
+        self.state.history.append(record)
+        self.accelerator.log(_flat(record), step=self.state.step)
+        save = self._due(t.save_every) if t.save_every else evaluated or self._due(None)
+        if (save or self.stop_signal is not None) and self.accelerator.is_main_process:
+            checkpoint.save(self.folder, self.drafter, self.optimizer, self.state, t.keep_last)
+        if self.stop_signal is not None:
+            raise Interrupted(
+                f"stopped by signal {self.stop_signal} after step {self.state.step}; the checkpoint is in {self.folder}; "
+                "run the same command again to continue"
+            )
+
+
+def _flat(record: dict[str, Any]) -> dict[str, float]:
+    """{"acceptance_rate": [a, b]} -> {"acceptance_rate/0": a, ...}: what trackers take."""
+    flat: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, list):
+            flat |= {f"{name}/{i}": v for i, v in enumerate(value)}
+        elif isinstance(value, int | float):
+            flat[name] = value
+    return flat
