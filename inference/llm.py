@@ -16,10 +16,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from inference.engine import Engine
-from inference.llm_loading import default_device, end_of_sequence_ids, load_target, load_tokenizer, make_proposer, model_limit
-from inference.llm_prompts import Prompt, chat_prompts, read_prompts
 from inference.detokenizer import Detokenizer
+from inference.engine import Engine
+from inference.llm_loading import (
+    default_device,
+    end_of_sequence_ids,
+    load_drafter_for,
+    load_target,
+    load_tokenizer,
+    make_proposer,
+    model_limit,
+)
+from inference.llm_prompts import Prompt, chat_prompts, read_prompts
 from inference.metrics import SpecDecodeCounters
 from inference.outputs import RequestOutput
 from inference.proposers.base import Proposer
@@ -66,10 +74,10 @@ class LLM:
     ) -> None:
         _refuse_options(others, tensor_parallel_size)
         config = parse_speculative_config(speculative_config)
-        target, drafter = load_target(
-            model, config, dtype=dtype, device=default_device(device), trust_remote_code=trust_remote_code, revision=revision
-        )
-        tokenizer = load_tokenizer(model, tokenizer, trust_remote_code=trust_remote_code, revision=revision)
+        source = dict(trust_remote_code=trust_remote_code, revision=revision)
+        target = load_target(model, dtype=dtype, device=default_device(device), **source)
+        target, drafter = load_drafter_for(target, config)
+        tokenizer = load_tokenizer(model, tokenizer, **source)
         max_model_len = model_limit(target, max_model_len)
         proposer = make_proposer(config, target, drafter, max_num_seqs, max_model_len)
         engine = Engine(
@@ -87,7 +95,7 @@ class LLM:
         """From parts made elsewhere: a proposer, or a drafter in memory (attached to the target here). For tests and
         measurements during training; what is reported is always measured on an export."""
         taps = tuple(drafter.config.tap_layers) if drafter is not None and drafter.reads_taps else ()
-        target, _ = load_target(model, parse_speculative_config(None), tap_layers=taps)
+        target = load_target(model, taps)
         max_model_len = model_limit(target, max_model_len)
         if drafter is not None:
             proposer = HeadProposer(
@@ -148,13 +156,14 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """One prompt's response as it is written: each output holds the text and tokens that are new since the last one.
 
-        Text that may still turn out to be a stop string is held back. Closing the iterator aborts the request.
+        Text that may still turn out to be a stop string is held back. The request starts with the first output asked
+        for; closing the iterator aborts it.
         """
         prompts = read_prompts(prompt, self._tokenizer)
         if len(prompts) != 1:
             raise ConfigError(f"stream: {len(prompts)} prompts; expected one (use generate for several)")
-        (response,) = self._submit(prompts, sampling_params, speculate, streaming=True)
-        return self._stream(response)
+        self._check(prompts, _params_per_prompt(sampling_params, 1))
+        return self._stream(prompts, sampling_params, speculate)
 
     def abort(self, request_id: str) -> None:
         """Ends a request between two outputs of its stream; its last output says finish_reason "abort"."""
@@ -192,7 +201,8 @@ class LLM:
                 progress.close()
         return [response.output(self._tokenizer) for response in responses]
 
-    def _stream(self, response: Response) -> Iterator[RequestOutput]:
+    def _stream(self, prompts: list[Prompt], sampling_params: Any, speculate: bool) -> Iterator[RequestOutput]:
+        (response,) = self._submit(prompts, sampling_params, speculate, streaming=True)
         try:
             while not response.finished:
                 self.engine.step()
@@ -252,6 +262,8 @@ class LLM:
                 )
             elif not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < vocab_size:
                 faults.append(f"prompt {i} has token ids outside 0..{vocab_size - 1}; is the tokenizer the model's own?")
+            if max(each.stop_token_ids, default=0) >= vocab_size:
+                faults.append(f"prompt {i}: stop_token_ids {list(each.stop_token_ids)} go beyond 0..{vocab_size - 1}")
             if each.stop and self._tokenizer is None:
                 faults.append(f"prompt {i} asks for stop strings, which need a tokenizer; pass LLM(tokenizer=...)")
         if faults:

@@ -19,31 +19,86 @@ if TYPE_CHECKING:
     from speculators.drafter import Drafter
 
 
-def load_target(
-    model: str | FrozenTarget | PreTrainedModel, config: SpeculativeConfig, *, tap_layers: Sequence[int] = (),
-    **options: Any,
-) -> tuple[FrozenTarget, Drafter | None]:
-    """The target, and the drafter if the method has one. The target taps the layers that the drafter's own
-    configuration names. A target that is already loaded is used as it is (its taps are looked up anew)."""
+def load_target(model: str | FrozenTarget | PreTrainedModel, tap_layers: Sequence[int] = (), **options: Any) -> FrozenTarget:
+    """The target with these taps. One that is loaded already is shared, not copied."""
+    if isinstance(model, FrozenTarget):
+        return model if model.tap_layers == tuple(sorted(tap_layers)) else FrozenTarget(model.model, tap_layers)
+    if isinstance(model, PreTrainedModel):
+        return FrozenTarget(model, tap_layers)
+    return FrozenTarget.from_pretrained(str(model), tap_layers=tap_layers, **options)
+
+
+def load_drafter_for(target: FrozenTarget, config: SpeculativeConfig) -> tuple[FrozenTarget, Drafter | None]:
+    """The exported head, and the target with the taps that the head's configuration names."""
+    if not config.trained:
+        return load_target(target), None
     from speculators.export import load_drafter, read_drafter_config
 
-    drafter_config = None
-    if isinstance(model, FrozenTarget):
-        model = model.model
-    if config.trained:
-        if isinstance(model, PreTrainedModel):
-            num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-            drafter_config = read_drafter_config(config.model, num_layers)
-        else:
-            try:
-                drafter_config = read_drafter_config(config.model)
-            except ConfigError:
-                drafter_config = None
-        tap_layers = drafter_config.tap_layers if drafter_config is not None else ()
-    if isinstance(model, PreTrainedModel):
-        target = FrozenTarget(model, tap_layers)
-    else:
-        target = FrozenTarget.from_pretrained(str(model), tap_layers=tap_layers, **options)
-    if not config.trained:
-        return target, None
+    head = read_drafter_config(config.model, target.num_layers)
+    if head.family != config.method:
+        raise ConfigError(
+            f"speculative_config: method is {config.method!r}, but {config.model} holds a drafter of family {head.family!r}"
+        )
+    target = load_target(target, head.tap_layers)
     return target, load_drafter(config.model, target)
+
+
+def make_proposer(
+    config: SpeculativeConfig, target: FrozenTarget, drafter: Drafter | None, max_rows: int, max_model_len: int
+) -> Proposer | None:
+    """Who drafts, by `config.method`; None with drafting off."""
+    k = config.num_speculative_tokens
+    if k is None or config.method is None:
+        return None
+    if drafter is not None:
+        return HeadProposer(
+            drafter, target.vocab_size, k, max_rows, max_model_len,
+            probabilistic=config.draft_sample_method == "probabilistic", device=target.device,
+        )  # fmt: skip
+    shortest, longest = config.lookup_sizes
+    return NgramProposer(k, shortest, longest, target.device)
+
+
+def load_tokenizer(model: Any, tokenizer: Any, *, trust_remote_code: bool = False, revision: str | None = None) -> Any:
+    """A tokenizer object as it is; otherwise loaded from `tokenizer`, or from where the model came from.
+
+    None for a model object that came without one: prompts are then token ids, and texts are empty.
+    """
+    if tokenizer is not None and not isinstance(tokenizer, str):
+        return tokenizer
+    source = tokenizer or (model if not isinstance(model, (FrozenTarget, PreTrainedModel)) else None)
+    if source is None:
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(str(source), trust_remote_code=trust_remote_code, revision=revision)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"tokenizer {source}: could not be loaded: {error}; pass LLM(tokenizer=folder, repository id or object)"
+        ) from error
+
+
+def end_of_sequence_ids(target: FrozenTarget, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end a response: those of the model's generation config, and the tokenizer's."""
+    generation = getattr(target.model, "generation_config", None)
+    ids: set[int] = set()
+    for found in (
+        getattr(generation, "eos_token_id", None),
+        getattr(target.config, "eos_token_id", None) if generation is None else None,
+        getattr(tokenizer, "eos_token_id", None),
+    ):
+        ids.update(found if isinstance(found, (list, tuple)) else [] if found is None else [found])
+    return frozenset(token for token in ids if 0 <= token < target.vocab_size)
+
+
+def model_limit(target: FrozenTarget, asked: int | None) -> int:
+    """max_model_len: what is asked, within the positions the model was made for."""
+    own = getattr(target.config, "max_position_embeddings", None)
+    if asked is None and own is None:
+        raise ConfigError(f"target {target.name_or_path}: its config has no max_position_embeddings; pass max_model_len")
+    if asked is not None and (asked < 2 or (own is not None and asked > own)):
+        raise ConfigError(f"max_model_len={asked}; expected 2 to {own or 'more'}, the model's max_position_embeddings")
+    return asked or own
+
+
+def default_device(device: str | torch.device | None) -> torch.device:
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

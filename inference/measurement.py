@@ -85,6 +85,7 @@ class CellMeasurement:
     costs: Costs | None = None
     replay: Sequence[ReplayResult] = ()  # one per response
     replay_paired: bool = False  # replay[i] is of the same prompt as requests[i]
+    replay_own_text: Sequence[ReplayResult] = ()  # over the very text of requests[i]
     lossless: Sequence[LosslessCheck] = ()
 
 
@@ -102,6 +103,7 @@ def pool(group: Sequence[CellMeasurement]) -> CellMeasurement:
         costs=_pool_costs(group),
         replay=[r for m in group for r in m.replay] if all(m.replay for m in group) else (),
         replay_paired=all(m.replay_paired for m in group),
+        replay_own_text=[r for m in group for r in m.replay_own_text] if all(m.replay_own_text for m in group) else (),
         lossless=_pool_lossless([check for m in group for check in m.lossless]),
     )
 

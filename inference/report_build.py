@@ -91,7 +91,7 @@ def build_cell(measured: CellMeasurement, width: int) -> Cell:
         speedup_vs_transformers=_paired_ratio(measured.speculative, measured.transformers_generate),
         time_shares=_time_shares(measured, where),
         cost_model=_cost_model(measured.costs, tau, speedup),
-        expected=expected_acceptance(requests, measured.replay, paired=measured.replay_paired),
+        expected=_expected(measured),
         lossless=list(measured.lossless),
     )
 
@@ -133,6 +133,21 @@ def output_position_bins(
         )
         for place, (rounds, accepted) in sorted(totals.items())
     ]
+
+
+def _expected(measured: CellMeasurement) -> ExpectedAcceptance | None:
+    """Against independent text, with the sharper comparison on its own text beside it."""
+    expected = expected_acceptance(measured.requests, measured.replay, paired=measured.replay_paired)
+    own = expected_acceptance(measured.requests, measured.replay_own_text, paired=True)
+    if expected is None or own is None:
+        return expected
+    return expected.model_copy(
+        update={
+            "own_text_acceptance_length": own.acceptance_length,
+            "own_text_relative_difference": own.relative_difference,
+            "own_text_standard_error": own.standard_error,
+        }
+    )
 
 
 def expected_acceptance(

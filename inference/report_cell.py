@@ -127,6 +127,19 @@ class ExpectedAcceptance(Record):
         "more than about three of these is not chance."
     )
     responses: int = Field(description="Responses the replay walked over.")
+    own_text_acceptance_length: float | None = Field(
+        default=None,
+        description="The same replay over the very text that drafting wrote, where only the accept decisions "
+        "are left to chance; null if not computed.",
+    )
+    own_text_relative_difference: float | None = Field(
+        default=None, description="(measured − expected on its own text) ÷ the latter."
+    )
+    own_text_standard_error: float | None = Field(
+        default=None,
+        description="Standard error of `own_text_relative_difference`: a much sharper test that training and "
+        "runtime compute the same.",
+    )
 
 
 class OutputPositionBin(Record):

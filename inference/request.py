@@ -47,6 +47,7 @@ class Request:
         self.may_stop_at = self.num_prompt_tokens + params.min_tokens  # first position whose token may end it
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.num_hidden_tokens = 0  # 1 if the response ends with a stop token that its text does not show
         self.counters = SpecDecodeCounters()
         self.accepted_per_round: list[int] = []
         self.arrival_time = perf_counter()
@@ -60,6 +61,11 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def text_token_ids(self) -> list[int]:
+        """The output tokens that its text shows."""
+        return self.token_ids[self.num_prompt_tokens : len(self.token_ids) - self.num_hidden_tokens]
 
     @property
     def draft_limit(self) -> int:
@@ -77,14 +83,14 @@ class Request:
                 if new_tokens[i] in self.stop_ids:
                     kept, reason, stop_token = i + 1, "stop", new_tokens[i]
                     break
+        hidden = int(reason == "stop" and not self.params.include_stop_str_in_output)
         if self.detokenizer is not None:
-            hidden = reason == "stop" and not self.params.include_stop_str_in_output
-            text_tokens = new_tokens[: kept - 1] if hidden else new_tokens[:kept]
-            used, stop_string = self.detokenizer.push(text_tokens, self.may_stop_at - length)
+            used, stop_string = self.detokenizer.push(new_tokens[: kept - hidden], self.may_stop_at - length)
             if stop_string is not None:
-                kept, reason, stop_token = used, "stop", None
+                kept, reason, stop_token, hidden = used, "stop", None, 0
                 self.stop_reason = stop_string
         self.token_ids += new_tokens[:kept]
+        self.num_hidden_tokens = hidden
         if reason is not None:
             if stop_token is not None and stop_token not in self.eos_token_ids:
                 self.stop_reason = stop_token

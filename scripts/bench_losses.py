@@ -116,7 +116,7 @@ def resident(device: str) -> int:
 
 
 def measure(variant: str, size: Size) -> tuple[float, float, int, float]:
-    """(best seconds, their CPU seconds, peak bytes beyond inputs and weights, loss), in a process of its own."""
+    """(best seconds, its CPU seconds, peak bytes beyond inputs, weights, loss), in a process of its own."""
     torch.set_num_threads(size.threads)
     Problem(replace(size, vocab=64, tokens=2)).run(variant)  # load the kernels
     problem = Problem(size)

@@ -125,9 +125,7 @@ def fit_rows(rows: Iterable[TokenRow], max_length: int) -> tuple[list[TokenRow],
     for row in rows:
         statistics.examples += 1
         if len(row) > max_length:
-            row = TokenRow(
-                row.input_ids[:max_length], row.loss_mask[:max_length], row.workload, truncated=True
-            )
+            row = TokenRow(row.input_ids[:max_length], row.loss_mask[:max_length], row.workload, truncated=True)
         if not row.loss_mask.any():
             statistics.dropped_cut += 1
             continue
@@ -192,9 +190,7 @@ def pack(rows: Sequence[TokenRow], max_length: int, *, packing: bool = True) -> 
     """
     for row in rows:
         if not 0 < len(row) <= max_length:
-            raise DataError(
-                f"a row of {len(row)} tokens does not fit max_length={max_length}; call fit_rows first"
-            )
+            raise DataError(f"a row of {len(row)} tokens does not fit max_length={max_length}; call fit_rows first")
     if not packing:
         return [_join([row]) for row in rows]
     bins: list[list[int]] = []
@@ -230,9 +226,7 @@ def _join(rows: Sequence[TokenRow]) -> PackedRow:
     )
 
 
-def collate(
-    rows: Sequence[PackedRow], *, length: int | None = None, pad_token_id: int = 0
-) -> dict[str, torch.Tensor]:
+def collate(rows: Sequence[PackedRow], *, length: int | None = None, pad_token_id: int = 0) -> dict[str, torch.Tensor]:
     """A batch: input_ids, position_ids, segment_ids (int64) and loss_mask (bool), each [B, T].
 
     T is `length`, or the longest row's. Padding has segment -1, position 0 and no loss; its token is never

@@ -50,9 +50,7 @@ class TokenRow:
         self.input_ids = np.asarray(self.input_ids, dtype=np.int32)
         self.loss_mask = np.asarray(self.loss_mask, dtype=bool)
         if self.input_ids.shape != self.loss_mask.shape or self.input_ids.ndim != 1:
-            raise DataError(
-                f"a row needs one mask value per token, got {self.input_ids.shape}, {self.loss_mask.shape}"
-            )
+            raise DataError(f"a row needs one mask value per token, got {self.input_ids.shape}, {self.loss_mask.shape}")
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -245,9 +243,7 @@ class ConversationTokenizer:
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             if self.tokenizer.chat_template is None and self.chat_template is None:
-                raise DataError(
-                    "the tokenizer has no chat template; give one with data.chat_template"
-                ) from None
+                raise DataError("the tokenizer has no chat template; give one with data.chat_template") from None
             raise _refusal(example, messages, end - 1, f"the chat template refuses it: {error}") from None
 
     def _encode(self, text: str) -> list[int]:

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from speculators.errors import ConfigError
 from train import recipe_yaml
@@ -42,14 +43,14 @@ class Recipe(Section):
         description="name of the run; its folder is runs/<name>",
     )
     output_dir: Text = Field("runs/<name>", description="where everything the run writes goes")
-    family: Text = Field(
-        "eagle3", description="kind of drafter, as registered in speculators.drafter.FAMILIES"
-    )
+    family: Text = Field("eagle3", description="kind of drafter, as registered in speculators.drafter.FAMILIES")
     target: TargetSection = Field(description="the frozen model to draft for")
-    drafter: DrafterSection = Field(default_factory=DrafterSection, description="the trained head")
+    drafter: DrafterSection = Field(
+        default_factory=lambda: DrafterSection.model_validate({}), description="the trained head"
+    )
     data: DataSection = Field(description="conversations to train and validate on")
     regenerate: RegenerateSection = Field(
-        default_factory=RegenerateSection, description="responses rewritten by the target"
+        default_factory=lambda: RegenerateSection.model_validate({}), description="responses rewritten by the target"
     )
     loss: dict[str, Any] = Field(
         default_factory=lambda: {"forward_kl": 1.0},
@@ -59,14 +60,15 @@ class Recipe(Section):
     training: TrainingSection = Field(
         default_factory=lambda: TrainingSection.model_validate({}), description="optimiser and loop"
     )
-    export: ExportSection = Field(default_factory=ExportSection, description="formats to write")
+    export: ExportSection = Field(
+        default_factory=lambda: ExportSection.model_validate({}), description="formats to write"
+    )
     evaluation: EvaluationSection = Field(
-        default_factory=EvaluationSection, description="the acceptance report"
+        default_factory=lambda: EvaluationSection.model_validate({}), description="the acceptance report"
     )
     gates: dict[str, Gate] = Field(
         default_factory=dict,
-        description="bounds on measured figures, such as "
-        "t0.acceptance_length: {min: 3.0}; empty: nothing is gated",
+        description="bounds on measured figures, such as t0.acceptance_length: {min: 3.0}; empty: nothing is gated",
     )
     trackers: list[Literal["wandb", "tensorboard"]] = Field(
         default_factory=list,
@@ -123,9 +125,7 @@ class Recipe(Section):
         if "lossless_mismatches" in self.gates and not self.evaluation.lossless_check:
             raise ValueError("gates.lossless_mismatches: needs evaluation.lossless_check: true")
         if self.gates and not (self.evaluation.prompts or self.data.validation):
-            raise ValueError(
-                "gates: there is nothing to measure on; give evaluation.prompts or data.validation"
-            )
+            raise ValueError("gates: there is nothing to measure on; give evaluation.prompts or data.validation")
         return self
 
     def resolved_yaml(self) -> str:
@@ -189,9 +189,7 @@ def _set(tree: Any, location: Location, value: Any, override: str) -> Location:
                     f"command line: {override}: {at} is a list of {len(tree)}; give an item's number, from 0"
                 )
         elif not isinstance(tree, dict):
-            raise ConfigError(
-                f"command line: {override}: {at} is {tree!r}, not a section; override {at} itself"
-            )
+            raise ConfigError(f"command line: {override}: {at} is {tree!r}, not a section; override {at} itself")
         if depth == len(location) - 1:
             tree[key] = value
         elif isinstance(tree, dict) and tree.get(key) is None:
@@ -223,7 +221,7 @@ def _concerns(at: str, override: str, within: bool) -> bool:
     return f"{at}.".startswith(f"{override}.") or (within and f"{override}.".startswith(f"{at}."))
 
 
-def _message(item: dict[str, Any]) -> str:
+def _message(item: ErrorDetails) -> str:
     kind, location, value = item["type"], item["loc"], item["input"]
     if kind == "value_error":
         return str(item["ctx"]["error"])
@@ -341,18 +339,9 @@ def _describe_arm(arm: Any, metadata: Sequence[Any]) -> str:
         return "one of " + ", ".join(map(str, typing.get_args(arm)))
     if typing.get_origin(arm) is list:
         item = typing.get_args(arm)[0]
-        sizes = {
-            attribute: getattr(m, attribute)
-            for m in metadata
-            for attribute in ("min_length", "max_length")
-            if getattr(m, attribute, None) is not None
-        }
-        prefix = {(1, None): "a non-empty list", (2, 2): "a list of two"}.get(
-            (sizes.get("min_length"), sizes.get("max_length")), "a list"
-        )
-        return (
-            f"{prefix}, each {'a mapping' if _is_model(item) else _describe(FieldInfo.from_annotation(item))}"
-        )
+        least = max((getattr(m, "min_length", None) or 0 for m in metadata), default=0)
+        prefix = {0: "a list", 1: "a non-empty list", 2: "a list of two"}[least]
+        return f"{prefix}, each {'a mapping' if _is_model(item) else _describe(FieldInfo.from_annotation(item))}"
     if _is_model(arm) or typing.get_origin(arm) is dict:
         return "a mapping"
     word = _NAMES.get(arm, "a value")

@@ -28,9 +28,7 @@ class DemoSource(Section):
     split: Literal["train", "validation", "test"] = Field("train", description="disjoint by construction")
     count: PositiveInt = Field(4000, description="conversations to generate, over all workloads")
     seed: Count = Field(0, description="seed of the generator")
-    workloads: list[Text] | None = Field(
-        None, min_length=1, description="only these workloads; null: all six"
-    )
+    workloads: list[Text] | None = Field(None, min_length=1, description="only these workloads; null: all six")
 
     @field_validator("workloads")
     @classmethod
@@ -58,19 +56,13 @@ class StdlibSource(Section):
 class Source(Section):
     """One source of examples: exactly one of path, name, demo, stdlib."""
 
-    path: Text | None = Field(
-        None, description="a .jsonl, .json or .parquet file, or a local dataset directory"
-    )
+    path: Text | None = Field(None, description="a .jsonl, .json or .parquet file, or a local dataset directory")
     name: Text | None = Field(None, description="a dataset id on the Hugging Face hub")
     demo: DemoSource | None = Field(None, description="built-in generated conversations")
-    stdlib: StdlibSource | None = Field(
-        None, description="the interpreter's standard library as code completion"
-    )
+    stdlib: StdlibSource | None = Field(None, description="the interpreter's standard library as code completion")
     config: Text | None = Field(None, description="configuration of a hub dataset; null: its default")
     revision: Text | None = Field(None, description="revision of a hub dataset; null: the default branch")
-    split: Text | None = Field(
-        None, description="split of a dataset, slices such as train[:1%] included; null: train"
-    )
+    split: Text | None = Field(None, description="split of a dataset, slices such as train[:1%] included; null: train")
     field: Literal["auto", "messages", "conversations", "completion"] = Field(
         "auto",
         description="where the text is: OpenAI messages, ShareGPT conversations, or prompt + completion; "
@@ -88,9 +80,7 @@ class Source(Section):
     def _one_kind(self) -> Source:
         kinds = [kind for kind in ("path", "name", "demo", "stdlib") if getattr(self, kind) is not None]
         if len(kinds) != 1:
-            raise ValueError(
-                f"expected exactly one of path, name, demo, stdlib, got {' and '.join(kinds) or 'none'}"
-            )
+            raise ValueError(f"expected exactly one of path, name, demo, stdlib, got {' and '.join(kinds) or 'none'}")
         for option, allowed in {
             "split": ("path", "name"),
             "config": ("name",),
@@ -119,24 +109,18 @@ class DataSection(Section):
         2048, description="tokens of one packed row; longer conversations are cut and counted"
     )
     packing: bool = Field(True, description="several documents per row, attention kept apart by segment ids")
-    shuffle_seed: Count = Field(
-        0, description="seed of the order of examples and of fractional source weights"
-    )
-    num_proc: PositiveInt = Field(
-        1, description="processes that render and tokenise; one suffices below 100k examples"
-    )
+    shuffle_seed: Count = Field(0, description="seed of the order of examples and of fractional source weights")
+    num_proc: PositiveInt = Field(1, description="processes that render and tokenise; one suffices below 100k examples")
     chat_template: Text | None = Field(
         None,
-        description="file with a Jinja chat template that replaces the "
-        "tokenizer's; it must be the one serving uses",
+        description="file with a Jinja chat template that replaces the tokenizer's; it must be the one serving uses",
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="variables handed to the template, such as enable_thinking: false"
     )
     reasoning: Literal["keep", "drop"] = Field(
         "keep",
-        description="what to do with reasoning fields of a turn; keep "
-        "fails where the template would lose them",
+        description="what to do with reasoning fields of a turn; keep fails where the template would lose them",
     )
     on_bad_row: Literal["error", "drop"] = Field(
         "error", description="a conversation whose mask cannot be established: stop, or drop it and count it"
@@ -153,9 +137,7 @@ class TemperatureShare(Section):
 class RegenerateSection(Section):
     """Responses rewritten by the target itself: without it a head learns another model's habits."""
 
-    enabled: bool = Field(
-        True, description="replace every response by the target's own; off: train on the data as is"
-    )
+    enabled: bool = Field(True, description="replace every response by the target's own; off: train on the data as is")
     temperatures: list[TemperatureShare] = Field(
         default_factory=lambda: [TemperatureShare(temperature=1.0, share=1.0)],
         min_length=1,

@@ -7,28 +7,26 @@ texts are in `train.recipe`. This module opens no file and loads no model.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from train.recipe_data import Count, Dtype, PositiveInt, Section, Share, Source, Text
+
+ExportFormat = Literal["vllm"]
 
 
 class TargetSection(Section):
     """The frozen model whose distribution is preserved."""
 
     model: Text = Field(
-        description="directory or Hugging Face id of the target; a relative path starts at the "
-        "working directory"
+        description="directory or Hugging Face id of the target; a relative path starts at the working directory"
     )
     dtype: Dtype = Field(
         "auto",
-        description="precision the target runs in; auto: the one its config names, which is "
-        "what serving uses",
+        description="precision the target runs in; auto: the one its config names, which is what serving uses",
     )
-    revision: Text | None = Field(
-        None, description="branch, tag or commit on the hub; null: the default branch"
-    )
+    revision: Text | None = Field(None, description="branch, tag or commit on the hub; null: the default branch")
     trust_remote_code: bool = Field(
         False, description="run Python code shipped with the checkpoint; off, because it can do anything"
     )
@@ -58,16 +56,10 @@ class DrafterSection(Section):
     unroll_steps: PositiveInt = Field(
         7, description="depths unrolled on the head's own states in training (EAGLE-3's training-time test)"
     )
-    step_decay: float = Field(
-        0.8, gt=0, le=1, description="weight of depth k is step_decay**k before normalisation"
-    )
-    norm_before_fc: bool = Field(
-        False, description="EAGLE-3.1: RMSNorm over the concatenated taps, before fc"
-    )
+    step_decay: float = Field(0.8, gt=0, le=1, description="weight of depth k is step_decay**k before normalisation")
+    norm_before_fc: bool = Field(False, description="EAGLE-3.1: RMSNorm over the concatenated taps, before fc")
     fc_norm: bool = Field(False, description="EAGLE-3.1: one RMSNorm per tap, before fc")
-    norm_output: bool = Field(
-        False, description="EAGLE-3.1: feed the normed state back instead of the pre-norm one"
-    )
+    norm_output: bool = Field(False, description="EAGLE-3.1: feed the normed state back instead of the pre-norm one")
     norm_before_residual: bool = Field(False, description="the residual carries the normed taps' projection")
     qk_norm: bool = Field(False, description="RMSNorm on queries and keys, as in Qwen3 layers")
     intermediate_size: PositiveInt | None = Field(None, description="width of the MLP; null: the target's")
@@ -79,8 +71,7 @@ class DrafterSection(Section):
     )
     init_lm_head_from_target: bool = Field(
         True,
-        description="start the head's vocabulary projection as the target's "
-        "rows, which saves it learning them",
+        description="start the head's vocabulary projection as the target's rows, which saves it learning them",
     )
     train_embeddings: bool = Field(
         False, description="train a copy of the target's embeddings; off: share the frozen ones"
@@ -98,9 +89,7 @@ class DrafterSection(Section):
     @model_validator(mode="after")
     def _heads_divide(self) -> DrafterSection:
         if self.num_heads and self.num_kv_heads and self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"
-            )
+            raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm both norm the taps; set one of them")
         return self
@@ -113,15 +102,12 @@ class TrainingSection(Section):
     epochs: float | None = Field(
         None,
         gt=0,
-        description="passes over the data; 2 if no budget is given, because heads "
-        "overfit small data after a few",
+        description="passes over the data; 2 if no budget is given, because heads overfit small data after a few",
     )
     max_minutes: float | None = Field(
         None, gt=0, description="stop after this many minutes of training, whatever comes first"
     )
-    batch_size: PositiveInt = Field(
-        8, description="packed rows of data.max_length tokens per process and micro-step"
-    )
+    batch_size: PositiveInt = Field(8, description="packed rows of data.max_length tokens per process and micro-step")
     gradient_accumulation_steps: PositiveInt = Field(
         1, description="micro-steps per optimiser step; the loss is normalised over all their valid tokens"
     )
@@ -129,35 +115,21 @@ class TrainingSection(Section):
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
         default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2, description="AdamW's moment decays"
     )
-    weight_decay: float = Field(
-        0.0, ge=0, description="AdamW's decay; none, a head is small and trained briefly"
-    )
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decay; none, a head is small and trained briefly")
     warmup_ratio: Share = Field(0.02, description="part of the run that warms the learning rate up")
-    lr_schedule: Literal["cosine", "constant"] = Field(
-        "cosine", description="after the warm-up; cosine ends at zero"
-    )
+    lr_schedule: Literal["cosine", "constant"] = Field("cosine", description="after the warm-up; cosine ends at zero")
     max_grad_norm: float = Field(0.5, gt=0, description="gradient clipping; 0.5 in every EAGLE paper")
-    mixed_precision: Literal["bf16", "no"] = Field(
-        "bf16", description="autocast of the head; master weights stay fp32"
-    )
+    mixed_precision: Literal["bf16", "no"] = Field("bf16", description="autocast of the head; master weights stay fp32")
     seed: Count = Field(0, description="seed of initialisation and sampling order")
-    eval_every: PositiveInt | None = Field(
-        None, description="steps between held-out evaluations; null: ten a run"
-    )
-    save_every: PositiveInt | None = Field(
-        None, description="steps between checkpoints; null: with every evaluation"
-    )
+    eval_every: PositiveInt | None = Field(None, description="steps between held-out evaluations; null: ten a run")
+    save_every: PositiveInt | None = Field(None, description="steps between checkpoints; null: with every evaluation")
     keep_last: PositiveInt = Field(1, description="checkpoints kept beside the best one")
     loss_chunk_size: PositiveInt | None = Field(
         None,
         description="tokens whose logits exist at once; null: chosen from the vocabulary to stay near 64 MB",
     )
-    compile: bool = Field(
-        False, description="torch.compile the head; pays on a GPU after minutes of compilation"
-    )
-    num_workers: Count = Field(
-        0, description="data loader processes; rows are already tokens, so none is needed"
-    )
+    compile: bool = Field(False, description="torch.compile the head; pays on a GPU after minutes of compilation")
+    num_workers: Count = Field(0, description="data loader processes; rows are already tokens, so none is needed")
 
     @model_validator(mode="before")
     @classmethod
@@ -180,13 +152,11 @@ class TrainingSection(Section):
 class ExportSection(Section):
     """What the run leaves behind for an engine to load."""
 
-    formats: list[Literal["vllm"]] = Field(
-        default_factory=lambda: ["vllm"], min_length=1, description="layouts to write"
+    formats: list[ExportFormat] = Field(
+        default_factory=lambda: list(get_args(ExportFormat)[:1]), min_length=1, description="layouts to write"
     )
     dtype: Dtype = Field("auto", description="precision of the exported weights; auto: the target's")
-    push_to_hub: Text | None = Field(
-        None, description="repository id to upload to; null: nothing leaves this machine"
-    )
+    push_to_hub: Text | None = Field(None, description="repository id to upload to; null: nothing leaves this machine")
 
 
 class EvaluationSection(Section):
@@ -203,13 +173,9 @@ class EvaluationSection(Section):
     top_k: Count = Field(0, description="most likely tokens kept in the sampled runs; 0: off")
     num_speculative_tokens: PositiveInt = Field(4, description="tokens drafted per verification")
     max_tokens: PositiveInt = Field(128, description="longest response")
-    repeats: PositiveInt = Field(
-        3, description="interleaved repetitions of every timing; medians are reported"
-    )
+    repeats: PositiveInt = Field(3, description="interleaved repetitions of every timing; medians are reported")
     prompts_per_workload: PositiveInt = Field(16, description="prompts taken of each workload")
-    batch_size: PositiveInt = Field(
-        1, description="requests in flight; one shows latency, more show throughput"
-    )
+    batch_size: PositiveInt = Field(1, description="requests in flight; one shows latency, more show throughput")
     seed: Count = Field(0, description="seed of the sampled runs and of the choice of prompts")
     baseline_transformers: bool = Field(True, description="time transformers.generate as well, for reference")
     lossless_check: bool = Field(True, description="compare tokens with and without drafting, in float32")
@@ -254,12 +220,10 @@ def split_gate(name: str) -> tuple[float | None, str]:
     match = _GATE.match(name)
     if match is None or match["metric"] not in GATE_METRICS:
         raise ValueError(
-            f"unknown figure '{name}'; expected one of {', '.join(GATE_METRICS)}, "
-            "after t0. or t1. for one temperature"
+            f"unknown figure '{name}'; expected one of {', '.join(GATE_METRICS)}, after t0. or t1. for one temperature"
         )
     if match["temperature"] is not None and match["metric"] == "lossless_mismatches":
         raise ValueError(
-            f"'{name}': lossless_mismatches is counted in one greedy float32 run; write it without "
-            "a temperature"
+            f"'{name}': lossless_mismatches is counted in one greedy float32 run; write it without a temperature"
         )
     return (None if match["temperature"] is None else float(match["temperature"])), match["metric"]

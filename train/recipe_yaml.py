@@ -45,14 +45,10 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), "tTfF"
-)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), "tTfF")
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(
-        r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN)$"
-    ),
+    re.compile(r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN)$"),
     "-+0123456789.",
 )
 
@@ -60,15 +56,11 @@ _Loader.add_implicit_resolver(
 def read(path: Path) -> dict[str, Any]:
     """The mapping in one YAML file. Raises ConfigError naming the file, and the line where there is one."""
     if path.is_dir():
-        raise ConfigError(
-            f"{path}: is a directory; give the recipe file itself, such as {path / 'eagle3.yaml'}"
-        )
+        raise ConfigError(f"{path}: is a directory; give the recipe file itself, such as {path / 'eagle3.yaml'}")
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(
-            f"{path}: no such recipe file; recipes/ holds the ones that come with Draftsmith"
-        ) from None
+        raise ConfigError(f"{path}: no such recipe file; recipes/ holds the ones that come with Draftsmith") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from None
     tree = _parse(text, str(path))

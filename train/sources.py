@@ -81,9 +81,7 @@ def load_source(source: Source) -> Iterator[Example]:
     else:
         rows, default = _dataset_rows(source), Path(source.path or source.name or "").stem
     for origin, row in rows:
-        yield parse_row(
-            row, origin=origin, workload=source.workload, default_workload=default, field=source.field
-        )
+        yield parse_row(row, origin=origin, workload=source.workload, default_workload=default, field=source.field)
 
 
 def parse_row(
@@ -100,9 +98,7 @@ def parse_row(
     `workload` overrides the row's own `workload` column, which overrides `default_workload`.
     """
     if not isinstance(row, Mapping):
-        raise DataError(
-            f"{origin}: expected a mapping with messages, conversations or prompt, got {_quote(row)}"
-        )
+        raise DataError(f"{origin}: expected a mapping with messages, conversations or prompt, got {_quote(row)}")
     row = _without_nulls(dict(row))
     label = workload or str(row.get("workload") or default_workload)
     kinds = {"messages": "messages", "conversations": "conversations", "completion": "prompt"}
@@ -113,9 +109,7 @@ def parse_row(
     if kind == "completion":
         prompt, completion = row["prompt"], row.get("completion", "")
         if not (isinstance(prompt, str) and isinstance(completion, str) and prompt):
-            raise DataError(
-                f"{origin}: expected prompt and completion as text, got {_quote([prompt, completion])}"
-            )
+            raise DataError(f"{origin}: expected prompt and completion as text, got {_quote([prompt, completion])}")
         return Example(label, origin, prompt=prompt, completion=completion)
     messages = _messages(row, kind, origin)
     if messages[0]["role"] != "system" and isinstance(row.get("system"), str) and row["system"]:
@@ -132,9 +126,7 @@ def _messages(row: Mapping[str, Any], kind: str, origin: str) -> list[Message]:
         where = f"{origin}: turn {number} of {len(turns)}"
         if not isinstance(turn, Mapping):
             raise DataError(f"{where}: expected a mapping, got {_quote(turn)}")
-        speaker, text = (
-            ("from", "value") if kind == "conversations" and "from" in turn else ("role", "content")
-        )
+        speaker, text = ("from", "value") if kind == "conversations" and "from" in turn else ("role", "content")
         role = _ROLES.get(str(turn.get(speaker)))
         if role is None:
             raise DataError(
@@ -195,16 +187,12 @@ def _demo(source: Source) -> Iterator[Example]:
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
     if not path.is_file():
-        raise DataError(
-            f"{path}: no such file; a relative path starts at the working directory, {Path.cwd().name}/"
-        )
+        raise DataError(f"{path}: no such file; a relative path starts at the working directory, {Path.cwd().name}/")
     try:
         if path.suffix == ".json":
             rows = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(rows, list):
-                raise DataError(
-                    f"{path}: expected a list of rows, got {_quote(rows)}; use .jsonl for a row per line"
-                )
+                raise DataError(f"{path}: expected a list of rows, got {_quote(rows)}; use .jsonl for a row per line")
             yield from ((f"{path}[{i}]", row) for i, row in enumerate(rows))
             return
         with path.open(encoding="utf-8") as file:
@@ -223,9 +211,7 @@ def _dataset_rows(source: Source) -> Iterator[tuple[str, Any]]:
     try:
         import datasets
     except ImportError:
-        raise DataError(
-            f"{source.label}: reading it needs the `datasets` package: pip install datasets"
-        ) from None
+        raise DataError(f"{source.label}: reading it needs the `datasets` package: pip install datasets") from None
     split = source.split or "train"
     if source.path is not None and not Path(source.path).exists():
         raise DataError(
@@ -239,9 +225,7 @@ def _dataset_rows(source: Source) -> Iterator[tuple[str, Any]]:
             table = table[split] if isinstance(table, datasets.DatasetDict) else table
         elif source.path is not None and Path(source.path).is_file():
             if Path(source.path).suffix != ".parquet":
-                raise DataError(
-                    f"{source.path}: expected a .jsonl, .json or .parquet file, or a dataset directory"
-                )
+                raise DataError(f"{source.path}: expected a .jsonl, .json or .parquet file, or a dataset directory")
             table = datasets.load_dataset("parquet", data_files=source.path, split=split)
         else:
             table = datasets.load_dataset(source.path or source.name, source.config, split=split,

@@ -183,9 +183,7 @@ def test_prompt_ids_are_what_the_row_begins_with(tokenizer):
     prompt, (row,) = converter.prompt_ids(example), converter.rows(example)
     assert row.input_ids[: len(prompt)].tolist() == prompt
     assert tokenizer.decode(row.input_ids[len(prompt) :]) == "better<|eot_id|>"
-    assert converter.prompt_ids(chat("hello", "fine", "and now?")) == prompt, (
-        "an open question is its own prompt"
-    )
+    assert converter.prompt_ids(chat("hello", "fine", "and now?")) == prompt, "an open question is its own prompt"
 
 
 def test_tools_and_tool_calls(tokenizer):
@@ -247,9 +245,7 @@ def test_fan_out_keeps_turns_together_that_are_not_rewritten(tokenizer):
 
 def test_template_variables_reach_the_template(tokenizer):
     (row,) = rows_of(tokenizer, QWEN3, chat("hello", "hi"), template_kwargs={"enable_thinking": False})
-    assert supervised(tokenizer, row) == ["hi<|im_end|>"], (
-        "the empty thought belongs to the generation prompt"
-    )
+    assert supervised(tokenizer, row) == ["hi<|im_end|>"], "the empty thought belongs to the generation prompt"
 
 
 def test_moving_system_prompt_is_fanned_out(tokenizer):
@@ -372,9 +368,9 @@ def test_section_reads_its_template_file(tokenizer, tmp_path):
     section = {"train": [{"demo": {}}], "chat_template": str(tmp_path / "t.jinja")}
     converter = conversation_tokenizer(DataSection.model_validate(section), tokenizer)
     assert supervised(tokenizer, converter.rows(chat("a", "b"))[0]) == ["b<|im_end|>"]
+    elsewhere = DataSection.model_validate({**section, "chat_template": "nowhere.jinja"})
     with pytest.raises(DataError, match=r"data.chat_template: no such file"):
-        missing = {**section, "chat_template": "nowhere.jinja"}
-        conversation_tokenizer(DataSection.model_validate(missing), tokenizer)
+        conversation_tokenizer(elsewhere, tokenizer)
 
 
 # ------------------------------------------------------------------------------------------ sources

@@ -78,9 +78,7 @@ def test_hash_follows_values_not_spelling(recipe_file):
     recipe = load_recipe(recipe_file(MINIMAL))
     spelt_out = load_recipe(recipe_file("training: {learning_rate: 0.0001}  # as is\n" + MINIMAL))
     assert recipe.recipe_hash() == spelt_out.recipe_hash()
-    assert (
-        recipe.recipe_hash() != load_recipe("recipes/x.yaml", ["training.learning_rate=2e-4"]).recipe_hash()
-    )
+    assert recipe.recipe_hash() != load_recipe("recipes/x.yaml", ["training.learning_rate=2e-4"]).recipe_hash()
 
 
 def test_overrides_reach_sections_lists_and_keys_with_dots(recipe_file):
@@ -143,9 +141,7 @@ def test_every_key_is_described():
     names = [row.name for row in rows]
     assert len(names) == len(set(names))
     assert all(row.description and row.type for row in rows)
-    assert {"training.learning_rate", "data.train[].path", "gates.<name>.min", "loss", "target.model"} <= set(
-        names
-    )
+    assert {"training.learning_rate", "data.train[].path", "gates.<name>.min", "loss", "target.model"} <= set(names)
     by_name = {row.name: row for row in rows}
     assert by_name["training.learning_rate"][1:3] == ("a number > 0 and <= 1", "0.0001")
     assert by_name["training.mixed_precision"][1:3] == ("one of bf16, no", "bf16")
@@ -165,34 +161,25 @@ MALFORMED = {
     "drafter: {num_layers: true}": AT + "drafter.num_layers: expected an integer >= 1, got true",
     "drafter: {num_layers: null}": AT + "drafter.num_layers: expected an integer >= 1, got null",
     "drafter: {step_decay: 1.5}": AT + "drafter.step_decay: expected a number > 0 and <= 1, got 1.5",
-    "drafter: {tap_layers: [3, 1, 3]}": AT
-    + "drafter.tap_layers: expected layer numbers in rising order, each once, "
+    "drafter: {tap_layers: [3, 1, 3]}": AT + "drafter.tap_layers: expected layer numbers in rising order, each once, "
     "got [3, 1, 3]; write [1, 3]",
     "drafter: {tap_layers: [-1, 2]}": AT + "drafter.tap_layers.0: expected an integer >= 0, got -1",
-    "drafter: {tap_layers: []}": AT
-    + "drafter.tap_layers: expected a non-empty list, each an integer >= 0 or null, "
+    "drafter: {tap_layers: []}": AT + "drafter.tap_layers: expected a non-empty list, each an integer >= 0 or null, "
     "got []",
-    "drafter: {draft_vocab_size: 1}": AT
-    + "drafter.draft_vocab_size: expected an integer >= 2 or null, got 1",
-    "drafter: {num_heads: 6, num_kv_heads: 4}": AT
-    + "drafter: num_heads (6) must be a multiple of num_kv_heads (4)",
-    "drafter: {fc_norm: true, norm_before_fc: true}": AT
-    + "drafter: norm_before_fc and fc_norm both norm the taps; "
+    "drafter: {draft_vocab_size: 1}": AT + "drafter.draft_vocab_size: expected an integer >= 2 or null, got 1",
+    "drafter: {num_heads: 6, num_kv_heads: 4}": AT + "drafter: num_heads (6) must be a multiple of num_kv_heads (4)",
+    "drafter: {fc_norm: true, norm_before_fc: true}": AT + "drafter: norm_before_fc and fc_norm both norm the taps; "
     "set one of them",
     "drafter: 3": AT + "drafter: expected a mapping, got 3",
     "training: {learning_rte: 1}": AT + "training.learning_rte: unknown key; did you mean 'learning_rate'?",
-    "training: {learning_rate: fast}": AT
-    + "training.learning_rate: expected a number > 0 and <= 1, got 'fast'",
+    "training: {learning_rate: fast}": AT + "training.learning_rate: expected a number > 0 and <= 1, got 'fast'",
     "training: {learning_rate: .inf}": AT + "training.learning_rate: expected a number > 0 and <= 1, got inf",
-    "training: {steps: 5, epochs: 1}": AT
-    + "training: expected steps or epochs, got both (steps=5, epochs=1); set one "
+    "training: {steps: 5, epochs: 1}": AT + "training: expected steps or epochs, got both (steps=5, epochs=1); set one "
     "of them to null",
     "training: {steps: 2.5}": AT + "training.steps: expected an integer >= 1 or null, got 2.5",
-    "training: {betas: [0.9]}": AT
-    + "training.betas: expected a list of two, each a number >= 0 and < 1, got [0.9]",
+    "training: {betas: [0.9]}": AT + "training.betas: expected a list of two, each a number >= 0 and < 1, got [0.9]",
     "training: {mixed_precision: fp8}": AT + "training.mixed_precision: expected one of bf16, no, got 'fp8'",
-    "training: {lr_schedule: linear, seed: -1}": AT
-    + "training.lr_schedule: expected one of cosine, constant, got "
+    "training: {lr_schedule: linear, seed: -1}": AT + "training.lr_schedule: expected one of cosine, constant, got "
     "'linear'; training.seed: expected an integer >= 0, got -1",
     "learning_rate: 1e-4": AT + "learning_rate: unknown key; did you mean 'training.learning_rate'?",
     "zzz: 1": AT + "zzz: unknown key; valid keys here: name, output_dir, ...",
@@ -201,38 +188,28 @@ MALFORMED = {
     "loss: {tv: -1}": AT + "loss.tv.weight: expected a positive number, got -1...",
     "loss: {jsd: {weight: 1, gamma: 2}}": AT + "loss.jsd.gamma: unknown option of jsd; it takes beta",
     "loss: {}": AT + "loss: empty; name at least one of forward_kl, ...",
-    "gates: {speed: {min: 2}}": AT
-    + "gates.speed: unknown figure 'speed'; expected one of lossless_mismatches, ...",
+    "gates: {speed: {min: 2}}": AT + "gates.speed: unknown figure 'speed'; expected one of lossless_mismatches, ...",
     "gates: {efficiency: {}}": AT + "gates.efficiency: expected min, max or both",
-    "gates: {efficiency: {min: 2, max: 1}}": AT
-    + "gates.efficiency: min (2) is above max (1): nothing could pass",
+    "gates: {efficiency: {min: 2, max: 1}}": AT + "gates.efficiency: min (2) is above max (1): nothing could pass",
     "gates: {efficiency: 0.85}": AT + "gates.efficiency: expected a mapping, got 0.85",
-    "gates: {t0.5.efficiency: {min: 1}}": AT
-    + "gates.t0.5.efficiency: nothing is measured at temperature 0.5; "
+    "gates: {t0.5.efficiency: {min: 1}}": AT + "gates.t0.5.efficiency: nothing is measured at temperature 0.5; "
     "evaluation.temperatures is [0.0, 1.0]",
     "gates: {t0.lossless_mismatches: {max: 0}}": AT + "gates.t0.lossless_mismatches: ...",
     "{gates: {lossless_mismatches: {max: 0}}, evaluation: {lossless_check: false}}": AT
     + "gates.lossless_mismatches: needs evaluation.lossless_check: true",
-    "evaluation: {temperatures: [0, 0.0]}": AT
-    + "evaluation.temperatures: each temperature may be given once, ...",
-    "evaluation: {prompts: [{}]}": AT
-    + "evaluation.prompts.0: expected exactly one of path, name, demo, stdlib, got "
+    "evaluation: {temperatures: [0, 0.0]}": AT + "evaluation.temperatures: each temperature may be given once, ...",
+    "evaluation: {prompts: [{}]}": AT + "evaluation.prompts.0: expected exactly one of path, name, demo, stdlib, got "
     "none",
     "data: {train: []}": AT + "data.train: expected a non-empty list, each a mapping, got []",
-    "data: {train: [{path: a.jsonl, name: b/c}]}": AT
-    + "data.train.0: expected exactly one of path, name, demo, "
+    "data: {train: [{path: a.jsonl, name: b/c}]}": AT + "data.train.0: expected exactly one of path, name, demo, "
     "stdlib, got path and name",
-    "data: {train: [{demo: {}, split: test}]}": AT
-    + "data.train.0: split has no meaning for a demo source; write it "
+    "data: {train: [{demo: {}, split: test}]}": AT + "data.train.0: split has no meaning for a demo source; write it "
     "under demo",
-    "data: {train: [{demo: {workloads: [chess]}}]}": AT
-    + "data.train.0.demo.workloads: no workload 'chess'; ...",
-    "data: {train: [{demo: {split: half}}]}": AT
-    + "data.train.0.demo.split: expected one of train, validation, test, "
+    "data: {train: [{demo: {workloads: [chess]}}]}": AT + "data.train.0.demo.workloads: no workload 'chess'; ...",
+    "data: {train: [{demo: {split: half}}]}": AT + "data.train.0.demo.split: expected one of train, validation, test, "
     "got 'half'",
     "data: {}": AT + "data.train: required, but missing: sources of the examples to train on",
-    "regenerate: {temperatures: {0: 0.5, 1: 0.4}}": AT
-    + "regenerate.temperatures: expected shares that add up to 1, "
+    "regenerate: {temperatures: {0: 0.5, 1: 0.4}}": AT + "regenerate.temperatures: expected shares that add up to 1, "
     "got 0.9",
     "regenerate: {top_p: 0}": AT + "regenerate.top_p: expected a number > 0 and <= 1, got 0",
     "regenerate: {enabled: yes}": AT + "regenerate.enabled: expected true or false, got 'yes'",
@@ -249,9 +226,7 @@ MALFORMED = {
 def test_malformed_recipes_say_what_and_where(recipe_file, addition):
     tree = yaml.safe_load(MINIMAL)
     # the addition is written as text, so that the recipe's own reading of YAML is what is tested
-    sections = {
-        key: value for key, value in tree.items() if f"{key}:" not in addition.lstrip("{").split(" ")[0]
-    }
+    sections = {key: value for key, value in tree.items() if f"{key}:" not in addition.lstrip("{").split(" ")[0]}
     body = addition[1:-1].replace("}, evaluation", "}\nevaluation") if addition.startswith("{") else addition
     found = error_of(recipe_file(yaml.safe_dump(sections) + body + "\n"))
     expected = MALFORMED[addition]
@@ -321,7 +296,5 @@ def test_mistakes_in_both_places_are_kept_apart(recipe_file):
 
 
 def test_gates_need_something_to_measure_on(recipe_file):
-    text = (
-        MINIMAL.replace("  validation: [{path: held-out.jsonl}]\n", "") + "gates: {efficiency: {min: 0.8}}\n"
-    )
+    text = MINIMAL.replace("  validation: [{path: held-out.jsonl}]\n", "") + "gates: {efficiency: {min: 0.8}}\n"
     assert "gates: there is nothing to measure on" in error_of(recipe_file(text))

@@ -1,0 +1,307 @@
+"""The acceptance report, measured: an exported drafter, loaded strictly, run on prompts of several workloads.
+
+Per workload and temperature: acceptance on many prompts in batches; the text the target writes to them by itself, and
+what replay expects of it; times on a few prompts per repeat, drafting on, off and `transformers.generate` one right
+after the other; the parts of a round alone. Then the lossless check in float32. What is measured goes into
+`CellMeasurement`s; this module computes no rate, and must not know recipes, templates or how a report looks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from inference.expected import expected_acceptance
+from inference.llm import LLM
+from inference.llm_loading import end_of_sequence_ids
+from inference.lossless import compare_greedy
+from inference.measurement import CellMeasurement, Costs, RequestRounds, TimedRun
+from inference.metrics import acceptance_length
+from inference.outputs import RequestOutput
+from inference.report import AcceptanceReport, Bound
+from inference.report_build import build_report
+from inference.report_cell import LosslessCheck
+from inference.report_provenance import report_provenance
+from inference.sampling_params import SamplingParams
+from inference.timing import IsolatedCosts, costs_of, interleaved, transformers_generate
+from speculators.errors import ConfigError, DataError
+from speculators.export import load_drafter, read_drafter_config
+
+Prompts = Sequence[Sequence[int]]  # token ids, as serving would send them
+Progress = Callable[[float, str], None]  # share done, what is being done
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """What is measured, and how much of it. Every count is per workload.
+
+    prompts_per_workload  prompts for acceptance and replay. 16 of 100 tokens are some 500 rounds per workload, which
+                          settles the acceptance length over six workloads to about 1 %
+    rows                  prompts in flight for these; acceptance does not depend on it, only the waiting does
+    timed_prompts         prompts of one timed pass, fresh ones in every repeat while there are any, so that the median
+                          is not that of three texts
+    repeats               interleaved passes: on, off, transformers, then in reverse
+    transformers_repeats  passes that include `transformers.generate`; 0 is off. It is slow, and only for reference
+    batch_size            requests in flight while timing
+    cost_trials           forwards of each kind in one isolated measurement
+    lossless_prompts      prompts for the float32 comparison; 0 is off
+    """
+
+    temperatures: Sequence[float] = (0.0, 1.0)
+    top_p: float = 1.0
+    top_k: int = 0
+    num_speculative_tokens: int = 4
+    max_tokens: int = 128
+    prompts_per_workload: int = 16
+    rows: int = 8
+    timed_prompts: int = 3
+    repeats: int = 3
+    transformers_repeats: int = 1
+    batch_size: int = 1
+    cost_trials: int = 15
+    lossless_prompts: int = 4
+    seed: int = 0
+
+    def sampling(self, temperature: float, seeds: Sequence[int]) -> list[SamplingParams]:
+        """One SamplingParams per seed."""
+        common = dict(temperature=temperature, top_p=self.top_p, top_k=self.top_k, max_tokens=self.max_tokens)
+        return [SamplingParams(seed=self.seed * 1_000_003 + seed, **common) for seed in seeds]
+
+
+def evaluate(
+    model: str | Path, drafter: str | Path, workloads: Mapping[str, Prompts], settings: EvaluationSettings | None = None, *,
+    gates: Mapping[str, Bound] | None = None, llm_options: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, Any] | None = None, progress: Progress | None = None,
+) -> AcceptanceReport:
+    """Measure the exported `drafter` for the target `model`, both as served: loaded from their folders (or ids).
+
+    workloads     name -> prompts as token ids, templates applied
+    gates         bounds on keys of the summary
+    llm_options   further options of LLM (dtype, device, revision, trust_remote_code, tokenizer)
+    provenance    fields of report.Provenance that only the caller knows (recipe_name, recipe_sha256, …)
+    progress      called with the share done, by expected time, and a few words
+
+    Errors: CheckpointError if the drafter is not exactly what its config says, ConfigError for prompts that do not fit.
+    """
+    run = _Evaluation(str(model), str(drafter), workloads, settings or EvaluationSettings(), llm_options, progress)
+    began = time.monotonic()
+    measurements = run.measure()
+    facts = report_provenance(
+        run.llm.engine.target, str(model), run.llm.get_tokenizer(), str(drafter), began=began, method=run.method,
+        num_speculative_tokens=run.settings.num_speculative_tokens, max_num_seqs=run.settings.batch_size,
+        seeds=[run.settings.seed], **(provenance or {}),
+    )  # fmt: skip
+    return build_report(measurements, facts, gates)
+
+
+@dataclass
+class _Cell:
+    """What has been gathered of one (workload, temperature)."""
+
+    workload: str
+    temperature: float
+    prompts: Prompts
+    on: list[RequestOutput] = field(default_factory=list)
+    off: list[RequestOutput] = field(default_factory=list)
+    measured: dict[str, Any] = field(default_factory=dict)  # fields of CellMeasurement
+    checks: list[LosslessCheck] = field(default_factory=list)
+
+
+class _Evaluation:
+    """One evaluation in progress: the runtime under test, and the share of the work that is done."""
+
+    def __init__(
+        self, model: str, drafter: str, workloads: Mapping[str, Prompts], settings: EvaluationSettings,
+        llm_options: Mapping[str, Any] | None, progress: Progress | None,
+    ) -> None:
+        if not workloads or any(not prompts for prompts in workloads.values()):
+            raise DataError(f"evaluate: every workload needs at least one prompt; got { ({n: len(p) for n, p in workloads.items()}) }")
+        if not settings.temperatures:
+            raise ConfigError("evaluate: no temperature to measure at; expected at least one, such as 0")
+        self.settings, self.model, self.drafter_path = settings, model, drafter
+        self.method = read_drafter_config(drafter).family
+        self.options = dict(llm_options or {})
+        self.llm = self._runtime(**self.options)
+        self.target = self.llm.engine.target
+        self.eos_token_ids = sorted(end_of_sequence_ids(self.target, self.llm.get_tokenizer()))
+        self.drafter = load_drafter(drafter, self.target)  # the one that is replayed and timed alone
+        chosen = {name: list(prompts[: settings.prompts_per_workload]) for name, prompts in workloads.items()}
+        self.cells = [_Cell(name, t, prompts) for t in settings.temperatures for name, prompts in chosen.items()]
+        self.costs: dict[str, Costs] = {}
+        self.progress, self.done = progress, 0.0
+        self.total = sum(sum(self._work(cell)) for cell in self.cells) + self._lossless_work()
+
+    def _runtime(self, **options: Any) -> LLM:
+        speculative = {
+            "method": self.method, "model": self.drafter_path, "num_speculative_tokens": self.settings.num_speculative_tokens,
+        }  # fmt: skip
+        rows = max(self.settings.rows, self.settings.batch_size)
+        return LLM(self.model, speculative_config=speculative, max_num_seqs=rows, seed=self.settings.seed, **options)
+
+    def measure(self) -> list[CellMeasurement]:
+        """Every cell; the first passes are for the caches and the allocator, and are not counted."""
+        self._note("warming up")
+        for speculate in (True, False):
+            self._generate(self.cells[0].prompts[:1], self.settings.sampling(0.0, [0]), speculate, batch=1)
+        for cell in self.cells:
+            self._accept(cell)
+            self._time(cell)
+        if self.settings.lossless_prompts:
+            self._check_float32()
+        return [
+            CellMeasurement(
+                cell.workload, cell.temperature, self.method, costs=self.costs[cell.workload], lossless=cell.checks, **cell.measured
+            )
+            for cell in self.cells
+        ]
+
+    # ------------------------------------------------------------------ acceptance
+
+    def _accept(self, cell: _Cell) -> None:
+        """Rounds with drafting; the target's own text without; what replay expects of that text."""
+        s, count = self.settings, len(cell.prompts)
+        with_drafts, without, _ = self._work(cell)
+        self._note(f"{cell.workload}, T={cell.temperature:g}: acceptance")
+        cell.on = self._generate(cell.prompts, s.sampling(cell.temperature, range(count)), True, s.rows)
+        self._advance(with_drafts)
+        independent = range(1_000, 1_000 + count)
+        cell.off = self._generate(cell.prompts, s.sampling(cell.temperature, independent), False, s.rows)
+        replayed = [
+            expected_acceptance(
+                self.target, self.drafter, [(output.prompt_token_ids, _tokens(output)) for output in outputs], cell.temperature,
+                s.num_speculative_tokens, top_p=s.top_p, top_k=s.top_k,
+            )
+            for outputs in (cell.off, cell.on)
+        ]  # fmt: skip
+        cell.measured |= dict(
+            requests=[RequestRounds.of(output, s.num_speculative_tokens) for output in cell.on],
+            replay=replayed[0], replay_paired=True, replay_own_text=replayed[1],
+        )  # fmt: skip
+        if cell.temperature == 0:
+            cell.checks.append(self._compare(self.llm, cell.prompts, cell.off, cell.on))
+        self._advance(without)
+
+    def _generate(self, prompts: Prompts, params: Sequence[SamplingParams], speculate: bool, batch: int) -> list[RequestOutput]:
+        """`batch` prompts in flight at most."""
+        outputs: list[RequestOutput] = []
+        size = len(prompts) if batch >= self.llm.engine.scheduler.max_num_seqs else batch
+        for start in range(0, len(prompts), size):
+            part = [{"prompt_token_ids": list(prompt)} for prompt in prompts[start : start + size]]
+            outputs += self.llm.generate(part, list(params[start : start + size]), use_tqdm=False, speculate=speculate)
+        return outputs
+
+    # ------------------------------------------------------------------ times
+
+    def _time(self, cell: _Cell) -> None:
+        """Interleaved passes on fresh prompts each, and the isolated costs at this workload's context length."""
+        s = self.settings
+        runs: dict[str, list[TimedRun]] = {"speculative": [], "autoregressive": [], "transformers_generate": []}
+        phases: dict[str, float] = {}
+        self._note(f"{cell.workload}, T={cell.temperature:g}: times")
+        parts = self._isolated(cell)
+        times: dict[str, list[float]] = {}
+        for repeat in range(s.repeats):
+            timed = interleaved(self._passes(cell, repeat, phases), repeat, self.target.device)
+            for name, run in timed.items():
+                runs[name].append(run)
+            for name, values in parts.measure(s.cost_trials).items():
+                times.setdefault(name, []).extend(values)
+            self._advance(self._work(cell)[2] / s.repeats)
+        self.costs.setdefault(cell.workload, costs_of(times, s.batch_size, parts.context))
+        cell.measured |= dict(**runs, phase_seconds=phases)
+
+    def _passes(self, cell: _Cell, repeat: int, phases: dict[str, float]) -> dict[str, Callable[[], int]]:
+        """The passes of one repeat, by the names of CellMeasurement; `phases` gathers the engine's timers."""
+        s, total = self.settings, len(cell.prompts)
+        places = [(repeat * s.timed_prompts + i) % total for i in range(min(s.timed_prompts, total))]
+        prompts = [cell.prompts[place] for place in places]
+        params = s.sampling(cell.temperature, [2_000 + 100 * repeat + place for place in places])
+
+        def ours(speculate: bool) -> int:
+            self.llm.reset_metrics()
+            outputs = self._generate(prompts, params, speculate, s.batch_size)
+            if speculate:
+                for name, seconds in self.llm.engine.timers.items():
+                    phases[name] = phases.get(name, 0.0) + seconds
+            return sum(len(_tokens(output)) for output in outputs)
+
+        def transformers() -> int:
+            return sum(
+                transformers_generate(
+                    self.target.model, prompts[start : start + s.batch_size], temperature=cell.temperature, top_p=s.top_p,
+                    top_k=s.top_k, max_tokens=s.max_tokens, eos_token_ids=self.eos_token_ids, seed=s.seed + repeat,
+                )
+                for start in range(0, len(prompts), s.batch_size)
+            )  # fmt: skip
+
+        passes = {"speculative": lambda: ours(True), "autoregressive": lambda: ours(False)}
+        return passes | ({"transformers_generate": transformers} if repeat < s.transformers_repeats else {})
+
+    def _isolated(self, cell: _Cell) -> IsolatedCosts:
+        """At the middle of a typical response, appending as many slots to the head as a typical round does."""
+        rounds: list[RequestRounds] = cell.measured["requests"]
+        tau = acceptance_length(sum(r.accepted for r in rounds), sum(r.num_drafts for r in rounds))
+        halves = [output.prompt_token_ids + _tokens(output)[: len(_tokens(output)) // 2 + 1] for output in cell.on]
+        typical = sorted(halves, key=len)[len(halves) // 2]
+        s = self.settings
+        return IsolatedCosts(
+            self.target, self.drafter, typical, s.num_speculative_tokens, rows=s.batch_size, kept=round(tau)
+        )
+
+    # ------------------------------------------------------------------ the same tokens
+
+    def _check_float32(self) -> None:
+        """Target and drafter in float32, greedy, with and without drafting: every workload in one go."""
+        self._note("float32: the same tokens with and without drafting")
+        s, coldest = self.settings, min(self.settings.temperatures)
+        cells = [cell for cell in self.cells if cell.temperature == coldest]
+        prompts = [prompt for cell in cells for prompt in cell.prompts[: s.lossless_prompts]]
+        timed, self.llm = self.llm, self._runtime(**{**self.options, "dtype": "float32"})
+        params = s.sampling(0.0, range(len(prompts)))
+        off = self._generate(prompts, params, False, s.rows)
+        self._advance(0.6 * self._lossless_work())
+        on = self._generate(prompts, params, True, s.rows)
+        start = 0
+        for cell in cells:
+            part = slice(start, start + len(cell.prompts[: s.lossless_prompts]))
+            cell.checks.insert(0, self._compare(self.llm, prompts[part], off[part], on[part]))
+            start = part.stop
+        self.llm = timed
+        self._advance(0.4 * self._lossless_work())
+
+    def _compare(self, llm: LLM, prompts: Prompts, off: Sequence[RequestOutput], on: Sequence[RequestOutput]) -> LosslessCheck:
+        return compare_greedy(
+            llm.engine.target, prompts, [_tokens(output) for output in off], [_tokens(output) for output in on],
+            num_speculative_tokens=self.settings.num_speculative_tokens, rows=min(self.settings.rows, len(prompts)),
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ progress
+
+    def _work(self, cell: _Cell) -> tuple[float, float, float]:
+        """What acceptance with drafting, without, and the timing of a cell take, in single steps of the target."""
+        s, count = self.settings, len(cell.prompts)
+        waves = -(-count // s.rows) * s.max_tokens
+        timed = -(-min(s.timed_prompts, count) // s.batch_size) * s.max_tokens
+        passes = 1.5 * s.repeats + 1.3 * min(s.transformers_repeats, s.repeats)
+        return waves, 1.7 * waves, passes * timed + 3 * s.cost_trials * s.repeats
+
+    def _lossless_work(self) -> float:
+        s = self.settings
+        workloads = len({cell.workload for cell in self.cells})
+        return 5.0 * -(-s.lossless_prompts * workloads // s.rows) * s.max_tokens
+
+    def _advance(self, work: float) -> None:
+        self.done += work
+        self._note("")
+
+    def _note(self, text: str) -> None:
+        self.text = text or getattr(self, "text", "")
+        if self.progress is not None:
+            self.progress(min(self.done / self.total, 1.0), self.text)
+
+
+def _tokens(output: RequestOutput) -> list[int]:
+    return output.outputs[0].token_ids

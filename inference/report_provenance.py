@@ -1,0 +1,51 @@
+"""The provenance of an acceptance report: what `inference.provenance` says of machine and files, under the report's names.
+
+It must not know how anything was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from inference.provenance import environment, text_sha256, weights_sha256
+from inference.report import Provenance
+from speculators.target import FrozenTarget
+
+
+def report_provenance(
+    target: FrozenTarget, model: str, tokenizer: Any, drafter: str, *, began: float, method: str, num_speculative_tokens: int,
+    max_num_seqs: int, seeds: Sequence[int], recipe_name: str | None = None, recipe_sha256: str | None = None,
+    target_name: str | None = None, drafter_path: str | None = None, chat_template: str | None = None,
+) -> Provenance:
+    """`began`: time.monotonic() when the evaluation began. `chat_template`: what was used instead of the tokenizer's."""
+    template = chat_template if chat_template is not None else getattr(tokenizer, "chat_template", None)
+    return Provenance(
+        **environment(target.device, target.dtype),
+        recipe_name=recipe_name,
+        recipe_sha256=recipe_sha256,
+        chat_template_sha256=text_sha256(template if isinstance(template, str) or template is None else json.dumps(template)),
+        target_name=target_name or model,
+        target_weights_sha256=weights_sha256(local_folder(model)),
+        drafter_method=method,
+        drafter_path=drafter_path or drafter,
+        drafter_config=json.loads((local_folder(drafter) / "config.json").read_text(encoding="utf-8")),
+        num_speculative_tokens=num_speculative_tokens,
+        max_num_seqs=max_num_seqs,
+        created_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        duration_s=round(time.monotonic() - began, 1),
+        seeds=list(seeds),
+    )
+
+
+def local_folder(path_or_id: str) -> Path:
+    """The folder itself, or the hub's local copy of an id, which loading has put there."""
+    if Path(path_or_id).is_dir():
+        return Path(path_or_id)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(path_or_id, local_files_only=True))

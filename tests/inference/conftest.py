@@ -1,0 +1,133 @@
+"""Drafters made for testing the engine: stubs that are always right, wrong or random, a fake head, a byte tokenizer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from inference.proposal import Proposal
+from inference.proposers.base import Proposer
+from inference.sampler import draw
+
+
+class StubProposer(Proposer):
+    """Drafts from `texts`, a dict prompt -> the response the target will write: `right` as it is, `wrong` every token
+    off by one, `random` something else each time; `sampled` draws from a random dense q, `ragged` varies the count."""
+
+    def __init__(self, kind: str, k: int, vocab_size: int, texts: dict | None = None) -> None:
+        super().__init__(k)
+        self.kind, self.vocab_size, self.texts = kind, vocab_size, texts or {}
+
+    def propose(self, requests, limits) -> Proposal:
+        width = self.num_speculative_tokens
+        counts = [min(limit, width) for limit in limits]
+        if self.kind == "sampled":
+            return self._sampled(requests, counts, width)
+        tokens = torch.zeros(len(requests), width, dtype=torch.long)
+        for row, request in enumerate(requests):
+            if self.kind in ("random", "ragged"):
+                source = torch.Generator().manual_seed(1000 * sum(request.token_ids) + len(request.token_ids))
+                tokens[row] = torch.randint(self.vocab_size, (width,), generator=source)
+                if self.kind == "ragged":
+                    right = self._text(request)[: counts[row]]
+                    tokens[row, : len(right)] = torch.tensor(right, dtype=torch.long)
+                    counts[row] = int(torch.randint(counts[row] + 1, (), generator=source))
+            else:
+                right = self._text(request)[:width]
+                tokens[row, : len(right)] = torch.tensor(right, dtype=torch.long)
+                tokens[row] = (tokens[row] + (self.kind == "wrong")) % self.vocab_size
+        return Proposal(tokens, counts)
+
+    def _text(self, request) -> list[int]:
+        text = self.texts[tuple(request.token_ids[: request.num_prompt_tokens])]
+        return text[len(request.token_ids) - request.num_prompt_tokens :]
+
+    def _sampled(self, requests, counts, width) -> Proposal:
+        q = torch.zeros(len(requests), width, self.vocab_size)
+        tokens = torch.zeros(len(requests), width, dtype=torch.long)
+        for row, request in enumerate(requests):
+            last = request.token_ids[-1]
+            for k in range(counts[row]):
+                source = torch.Generator().manual_seed(97 * last + k)
+                q[row, k] = torch.softmax(2 * torch.randn(self.vocab_size, generator=source), -1)
+                last = int(draw(q[row, k : k + 1], [request.generator]))
+                tokens[row, k] = last
+        return Proposal(tokens, counts, q)
+
+
+class FakeHead:
+    """A head by the Drafter contract with maths of its own: its state is the mean of all slots it may see, a slot is
+    (embedding of the token, projected taps), and the state is fed back as features. Slots hold their token in the clear."""
+
+    reads_taps, reads_last_hidden, width = True, True, 8
+
+    def __init__(self, vocab_size: int, tap_layers: tuple[int, ...], hidden_size: int, draft_ids=None) -> None:
+        source = torch.Generator().manual_seed(5)
+
+        def weights(*shape):
+            return torch.randn(shape, generator=source) / shape[0] ** 0.5
+
+        self.config = SimpleNamespace(tap_layers=tap_layers)
+        self.draft_to_target = None if draft_ids is None else torch.tensor(draft_ids)
+        self.embedding = weights(vocab_size, self.width) * vocab_size**0.5
+        self.project = weights((len(tap_layers) + 1) * hidden_size, self.width)
+        self.output = 2 * weights(self.width, vocab_size if draft_ids is None else len(draft_ids))
+
+    def attach(self, target):
+        return self
+
+    def draft(self, cache, start, stop, token_ids, taps, last_hidden, counts, k, sample):
+        state = self._extend(cache, start, stop, token_ids, torch.cat([taps, last_hidden], -1) @ self.project)
+        for row, count in enumerate(counts, start):
+            cache.advance(row, count)
+        state = torch.stack([state[i, max(count - 1, 0)] for i, count in enumerate(counts)])
+        drafted = []
+        for depth in range(k):
+            if depth:
+                state = self._extend(cache, start, stop, drafted[-1][:, None], state[:, None])[:, 0]
+                for row in range(start, stop):
+                    cache.advance(row, 1)
+            drafted.append(sample(state @ self.output))
+        for row in range(start, stop):
+            cache.truncate(row, cache.lengths[row] - max(k - 1, 0))
+        return torch.stack(drafted, 1) if k else token_ids[:, :0]
+
+    def _extend(self, cache, start, stop, token_ids, features):
+        """features [b, M, D] -> states [b, M, D]."""
+        M = token_ids.shape[1]
+        slots = self.embedding[token_ids] + features
+        keys = token_ids[:, None, :, None].float()  # [b, 1, M, 1]
+        mask = cache.mask(start, stop, M)
+        _, values = cache.view(start, stop, M).update(keys.expand(-1, -1, -1, self.width).contiguous(), slots[:, None], 0)
+        if mask is None:
+            mask = torch.ones(M, values.shape[2], dtype=torch.bool).tril(values.shape[2] - M)
+        visible = mask.expand(stop - start, 1, M, -1).to(values.dtype)
+        return ((visible @ values) / visible.sum(-1, keepdim=True))[:, 0]
+
+
+@pytest.fixture(scope="session")
+def stub_proposer():
+    return StubProposer
+
+
+@pytest.fixture(scope="session")
+def fake_head():
+    return FakeHead
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer():
+    """One token per byte: ids 0..255, and three special tokens. Characters beyond ASCII take several tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: i for i, symbol in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<pad>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    fast.chat_template = "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}<s>"
+    return fast

@@ -1,0 +1,218 @@
+"""The loop: resumable to the bit, normalised over all valid terms, safe to stop at any moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+from speculators.config import config_for_target
+from speculators.errors import CheckpointError
+from speculators.families.eagle3 import Eagle3
+from speculators.target import FrozenTarget
+from train import checkpoint
+from train.data import pack
+from train.loop import Interrupted, Trainer
+from train.masks import TokenRow
+from train.recipe import Recipe
+
+
+def make_rows(count: int = 24, vocab: int = 100):
+    rng = np.random.default_rng(0)
+    rows = []
+    for _ in range(count):
+        length = int(rng.integers(8, 24))
+        ids = rng.integers(3, vocab, length)
+        ids[1:] = (ids[:-1] * 7 + 3) % vocab  # something to learn
+        rows.append(TokenRow(ids, np.arange(length) >= 3))
+    return pack(rows, 48)
+
+
+def make_recipe(**training) -> Recipe:
+    defaults = {"steps": 8, "batch_size": 2, "learning_rate": 1e-2, "save_every": 2, "mixed_precision": "no"}
+    return Recipe.model_validate(
+        {
+            "name": "t",
+            "target": {"model": "tiny"},
+            "data": {"train": [{"demo": {}}], "max_length": 48},
+            "drafter": {"unroll_steps": 3, "draft_vocab_size": 60},
+            "training": {**defaults, **training},
+        }
+    )
+
+
+def make_trainer(make_model, folder: Path, recipe: Recipe, rows=None, evaluate=None, fingerprint="a") -> Trainer:
+    target = FrozenTarget(make_model("llama"), [1, 2, 3])
+    torch.manual_seed(0)
+    drafter = Eagle3(config_for_target(target, "eagle3", tap_layers=[1, 2, 3], draft_vocab_size=60)).attach(target)
+    drafter.initialise_from(target)
+    return Trainer(
+        recipe, target, drafter, rows or make_rows(), accelerator=Accelerator(cpu=True), folder=folder,
+        fingerprint=fingerprint, evaluate=evaluate,
+    )  # fmt: skip
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.drafter.state_dict().items()}
+
+
+def assert_equal(a: dict, b: dict) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def test_loss_falls_and_records_are_complete(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path, make_recipe(steps=25))
+    state = trainer.run()
+    first, last = state.history[0], state.history[-1]
+    assert last["loss"] < 0.8 * first["loss"]
+    assert len(first["acceptance_rate"]) == 3 and 1 <= first["in_loop_acceptance_length"] <= 4
+    assert state.step == 25 and [r["step"] for r in state.history] == list(range(1, 26))
+
+
+@pytest.mark.parametrize("stop_after", [1, 3, 4, 7])
+def test_killed_anywhere_ends_with_the_same_weights(tiny_model, tmp_path, stop_after):
+    """A run that dies after any step and is started again ends bit for bit like one that was left alone."""
+    whole = make_trainer(tiny_model, tmp_path / "whole", make_recipe())
+    whole.run()
+
+    broken = make_trainer(tiny_model, tmp_path / "broken", make_recipe())
+
+    def die(share, note):
+        if broken.state.step == stop_after:
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        broken.run(die)
+    again = make_trainer(tiny_model, tmp_path / "broken", make_recipe())
+    state = again.run()
+    assert_equal(weights(whole), weights(again))
+    assert [r["step"] for r in state.history] == list(range(1, 9))
+    assert [r["loss"] for r in state.history] == [r["loss"] for r in whole.state.history]
+
+
+SCRIPT = """
+import sys, time
+sys.path[:0] = {paths!r}
+from pathlib import Path
+import conftest, test_loop, torch
+torch.set_num_threads(1)
+trainer = test_loop.make_trainer(conftest.make_tiny_model, Path(sys.argv[1]), test_loop.make_recipe(steps=30, save_every=3))
+print("ready", flush=True)
+trainer.run(lambda share, note: (print("step", flush=True), time.sleep(0.01)))
+"""
+
+
+def start(folder: Path) -> subprocess.Popen:
+    here = Path(__file__).resolve()
+    paths = [str(here.parent), str(here.parents[1]), str(here.parents[2])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.format(paths=paths), str(folder)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def steps_seen(process: subprocess.Popen, count: int) -> None:
+    for _ in range(count + 1):
+        assert process.stdout.readline(), "the training process ended early"
+
+
+def test_kill_9_and_sigterm_then_rerun(tmp_path):
+    """The same through real processes: kill -9, then SIGTERM (exits after saving), then to the end."""
+    whole = start(tmp_path / "whole")
+    broken = start(tmp_path / "broken")
+    steps_seen(broken, 7)
+    broken.kill()
+    broken.wait()
+    broken = start(tmp_path / "broken")
+    steps_seen(broken, 4)
+    broken.send_signal(signal.SIGTERM)
+    broken.stdout.read()
+    assert broken.wait() != 0
+    before = checkpoint.latest(tmp_path / "broken")
+    broken = start(tmp_path / "broken")
+    broken.stdout.read()
+    whole.stdout.read()
+    assert broken.wait() == 0 and whole.wait() == 0 and before is not None
+    ends = [load_file(checkpoint.latest(tmp_path / name) / "drafter.safetensors") for name in ("whole", "broken")]
+    assert_equal(*ends)
+
+
+def test_signal_saves_and_names_the_way_on(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path, make_recipe(save_every=100))
+
+    def stop(share, note):
+        if trainer.state.step == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Interrupted, match="run the same command again"):
+        trainer.run(stop)
+    assert checkpoint.latest(tmp_path).name == "step-00000004"  # the step under way is finished first
+
+
+def test_accumulation_equals_one_large_batch(tiny_model, tmp_path):
+    """Two micro-batches of two rows give the gradient of one batch of four: every valid term counts once."""
+    rows = make_rows()
+    one = make_trainer(tiny_model, tmp_path / "one", make_recipe(batch_size=4, steps=3), rows)
+    two = make_trainer(tiny_model, tmp_path / "two", make_recipe(batch_size=2, gradient_accumulation_steps=2, steps=3), rows)
+    gradients = []
+    for trainer in (one, two):
+        trainer.optimizer.step = lambda: None  # look at the gradient, not at what Adam makes of its sign
+        trainer.optimizer.zero_grad = lambda set_to_none: None
+        record = trainer.step(0.5)
+        gradients.append([record["loss"], record["grad_norm"], *(p.grad.clone() for p in trainer.parameters)])
+    for a, b in zip(*gradients):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
+
+
+def test_padding_and_prompts_carry_no_loss(tiny_model, tmp_path):
+    """Changing tokens that are not supervised at the end of a row, or padding, changes no loss."""
+    trainer = make_trainer(tiny_model, tmp_path, make_recipe())
+    batch = trainer.batch(0, 0)
+    counts = trainer.drafter.count_terms(trainer.target.features(**batch), 3)
+    weights_per_row = (trainer.depth_weights / counts).float()
+    loss = trainer._micro_step(batch, weights_per_row)["loss"]
+    changed = {**batch, "input_ids": torch.where(batch["segment_ids"] < 0, 9, batch["input_ids"])}
+    assert trainer._micro_step(changed, weights_per_row)["loss"] == pytest.approx(loss, rel=1e-6)
+
+
+def test_best_is_kept_by_held_out_value(tiny_model, tmp_path):
+    values = iter([1.0, 3.0, 2.0, 2.5])
+    trainer = make_trainer(
+        tiny_model, tmp_path, make_recipe(eval_every=2), evaluate=lambda d: {"expected_acceptance_length": next(values)}
+    )
+    seen = {}
+    state = trainer.run(lambda share, note: seen.__setitem__(trainer.state.step, weights(trainer)))
+    assert (state.best_value, state.best_step) == (3.0, 4)
+    checkpoint.load_best(tmp_path, trainer.drafter)
+    assert_equal(weights(trainer), seen[4])
+
+
+def test_another_recipe_does_not_continue_this_run(tiny_model, tmp_path):
+    make_trainer(tiny_model, tmp_path, make_recipe(steps=2)).run()
+    with pytest.raises(CheckpointError, match="another recipe"):
+        make_trainer(tiny_model, tmp_path, make_recipe(steps=2), fingerprint="b").run()
+
+
+def test_time_budget_ends_a_run(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path, make_recipe(steps=None, max_minutes=0.02, save_every=None))
+    began = time.monotonic()
+    state = trainer.run()
+    assert 0 < state.step and time.monotonic() - began < 30 and state.seconds >= 1.2
+
+
+def test_learning_rate_warms_up_and_ends_at_zero(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path, make_recipe(steps=100, warmup_ratio=0.1, learning_rate=1.0))
+    rates = [trainer.learning_rate(s / 100) for s in range(101)]
+    assert 0 < rates[0] < 0.2 and max(rates) <= 1.0 + 1e-6 and rates[10] == pytest.approx(1.0) and rates[100] == 0.0
+    assert all(a >= b for a, b in zip(rates[10:], rates[11:]))

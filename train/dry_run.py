@@ -1,0 +1,303 @@
+"""`--dry-run`: what a recipe would do, computed before any weight is loaded or a token is generated.
+
+Shapes and parameter counts are exact, from the configuration alone. Token counts come from a sample of the data,
+memory and disk from the formulas below; both say "about". Knows sizes; runs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from speculators.attention import RECOMPUTE_FROM
+from speculators.config import DrafterConfig
+from speculators.drafter import family_class
+from speculators.errors import DataError
+from speculators.target import FrozenTarget
+from train.chunked import default_chunk_size
+from train.data import conversation_tokenizer, fit_rows
+from train.recipe import Recipe
+from train.recipe_data import Source
+from train.sources import Example, load_source
+from train.target_sketch import TargetSketch, sketch_target
+
+SAMPLE = 200  # examples of each source that are tokenised
+ADAM_BYTES = 16  # per trained parameter: float32 weight, gradient and two moments
+CHECKPOINT_BYTES = 12  # per trained parameter: weight and two moments
+
+
+@dataclass
+class TokenCount:
+    """What one source holds. Estimates are the sample's means times the number of examples."""
+
+    label: str
+    examples: int | None = None  # None: not read
+    rows: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    note: str = ""
+
+
+@dataclass
+class DryRun:
+    """The facts that `describe` prints."""
+
+    recipe: Recipe
+    target: TargetSketch
+    drafter: DrafterConfig
+    shapes: dict[str, tuple[int, ...]]  # of the drafter's tensors
+    trainable: int
+    sources: list[TokenCount] = field(default_factory=list)
+    validation: list[TokenCount] = field(default_factory=list)
+    memory: dict[str, int] = field(default_factory=dict)  # bytes, by what takes them
+    disk: dict[str, int] = field(default_factory=dict)
+    steps: int | None = None  # None: the budget is minutes
+
+    @property
+    def feature_bytes(self) -> int:
+        """Per token: the taps and the last hidden state, in the target's dtype."""
+        return (len(self.drafter.tap_layers) + 1) * self.target.hidden_size * self.target.dtype.itemsize
+
+    @property
+    def tokens(self) -> int:
+        return sum(source.tokens for source in self.sources)
+
+
+def describe(recipe: Recipe, console: Console | None = None) -> None:
+    """Print what a run of this recipe would do."""
+    plan, console = estimate(recipe), console or Console()
+    for title, rows in _sections(plan):
+        table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False)
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column()
+        for name, value in rows:
+            table.add_row(name, escape(value))
+        console.print(table)
+        console.print()
+    shapes = Table("tensor", "shape", title="Trained tensors", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    for name, shape in plan.shapes.items():
+        shapes.add_row(name, " x ".join(map(str, shape)))
+    console.print(shapes)
+    console.print("Nothing was loaded, generated or written.", style="dim")
+
+
+def estimate(recipe: Recipe) -> DryRun:
+    """All figures. Reads the target's config and tokenizer and a sample of local data; nothing is downloaded for data."""
+    from train.run import drafter_config
+
+    target = sketch_target(recipe.target)
+    config = drafter_config(recipe, cast(FrozenTarget, target))
+    with torch.device("meta"):
+        drafter = family_class(config.family)(config)
+    parameters = {name: tuple(p.shape) for name, p in drafter.named_parameters() if p.requires_grad}
+    plan = DryRun(recipe, target, config, parameters, sum(p.numel() for p in drafter.trainable_parameters()))
+    count = _counter(recipe)
+    plan.sources = [count(source) for source in recipe.data.train]
+    plan.validation = [count(source) for source in recipe.data.validation]
+    plan.steps = _steps(plan)
+    plan.memory, plan.disk = _memory(plan), _disk(plan)
+    return plan
+
+
+# --------------------------------------------------------------------------------------------- data
+
+
+def _counter(recipe: Recipe) -> Callable[[Source], TokenCount]:
+    """Counts the tokens of a source with the target's tokenizer, loaded once; without one, examples only."""
+    from transformers import AutoTokenizer
+
+    try:
+        t = recipe.target
+        tokenizer = AutoTokenizer.from_pretrained(t.model, revision=t.revision, trust_remote_code=t.trust_remote_code)
+    except (OSError, ValueError):
+        return lambda source: TokenCount(source.label, note="not counted: the target's tokenizer is not on this machine")
+    conversations = conversation_tokenizer(recipe.data, tokenizer)
+
+    def tokenise(example: Example) -> list:
+        try:
+            return conversations.rows(example)
+        except DataError:
+            if recipe.regenerate.enabled or recipe.data.on_bad_row == "drop":
+                return []  # a prompt whose response is still to be written, or a row that the run leaves out
+            raise
+
+    def count(source: Source) -> TokenCount:
+        if source.name is not None:
+            return TokenCount(source.label, note="a hub dataset, not read in a dry run")
+        examples = list(load_source(source))[: source.limit]
+        sample = examples[:: max(len(examples) // SAMPLE, 1)][:SAMPLE]
+        found = [row for example in sample for row in tokenise(example)]
+        _, statistics = fit_rows(found, recipe.data.max_length)
+        scale = source.weight * len(examples) / max(len(sample), 1)
+        note = "responses as in the data; the target's own may be longer or shorter" if recipe.regenerate.enabled else ""
+        sizes = (round(scale * n) for n in (statistics.rows, statistics.tokens, statistics.supervised))
+        return TokenCount(source.label, round(source.weight * len(examples)), *sizes, note)
+
+    return count
+
+
+def _steps(plan: DryRun) -> int | None:
+    t = plan.recipe.training
+    if t.steps is not None:
+        return t.steps
+    if t.epochs is None or not plan.tokens:
+        return None
+    rows = plan.tokens / plan.recipe.data.max_length  # packed rows are nearly full
+    if not plan.recipe.data.packing:
+        rows = sum(source.rows for source in plan.sources)
+    return math.ceil(rows * t.epochs / (t.batch_size * t.gradient_accumulation_steps))
+
+
+# --------------------------------------------------------------------------------------------- memory and disk
+
+
+def _memory(plan: DryRun) -> dict[str, int]:
+    """Bytes of one process at the peak of a step."""
+    recipe, config, target = plan.recipe, plan.drafter, plan.target
+    B, T, K = recipe.training.batch_size, recipe.data.max_length, recipe.drafter.unroll_steps
+    width = 2 if recipe.training.mixed_precision == "bf16" else 4
+    H, inner = config.hidden_size, config.intermediate_size
+    heads, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    per_token = config.num_layers * (width * (10 * H + 2 * heads + 2 * kv + 3 * inner) + 4 * 4 * H)  # norms run in float32
+    scores = 0 if T > RECOMPUTE_FROM else config.num_attention_heads * T * (4 + width)  # per token; longer rows recompute
+    chunk = recipe.training.loss_chunk_size or default_chunk_size(target.vocab_size, torch.device("cpu"))
+    return {
+        "target's weights": target.num_parameters * target.dtype.itemsize,
+        "drafter: weights, gradients, AdamW": plan.trainable * ADAM_BYTES,
+        f"features of {B} x {T} tokens": B * T * plan.feature_bytes,
+        "masks of packed rows": B * T * T * (1 + 2 * target.dtype.itemsize),
+        f"activations of {K} depths": B * T * K * (per_token + scores * config.num_layers),
+        f"one loss chunk of {chunk} tokens": chunk * 4 * (4 * target.vocab_size + 2 * config.draft_vocab_size),
+    }
+
+
+def _disk(plan: DryRun) -> dict[str, int]:
+    """Bytes below the run's folder at its end."""
+    recipe, config = plan.recipe, plan.drafter
+    exported = plan.target.dtype if recipe.export.dtype == "auto" else getattr(torch, recipe.export.dtype)
+    kept = recipe.training.keep_last
+    maps = 8 * config.draft_vocab_size + config.vocab_size if config.reduced_vocabulary else 0  # d2t, t2d
+    return {
+        f"checkpoints ({kept} kept, one being written)": (kept + 1) * plan.trainable * CHECKPOINT_BYTES,
+        "best weights": plan.trainable * 4,
+        "export": plan.trainable * exported.itemsize + maps,
+        "responses": 7 * sum(s.supervised for s in plan.sources) if recipe.regenerate.enabled else 0,  # ids as text
+    }
+
+
+# --------------------------------------------------------------------------------------------- what is printed
+
+Rows = list[tuple[str, str]]
+
+
+def _sections(plan: DryRun) -> list[tuple[str, Rows]]:
+    recipe = plan.recipe
+    about = {"min": "at least", "max": "at most"}
+    gates = [
+        (name, ", ".join(f"{about[k]} {v:g}" for k, v in gate.model_dump(exclude_none=True).items()))
+        for name, gate in recipe.gates.items()
+    ]
+    return [
+        (f"{recipe.name} ({recipe.family})", _model_rows(plan)),
+        ("Data", _data_rows(plan)),
+        ("Training", _training_rows(plan)),
+        ("Memory of one process, about", _byte_rows(plan.memory)),
+        ("Disk, about", _byte_rows(plan.disk)),
+        ("Gates", gates or [("none", "nothing is gated; the report is written all the same")]),
+        ("Output", _output_rows(recipe)),
+    ]
+
+
+def _model_rows(plan: DryRun) -> Rows:
+    t, d, recipe = plan.target, plan.drafter, plan.recipe
+    switches = [s for s in ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual", "qk_norm") if getattr(d, s)]
+    head = f"{d.num_layers} x {d.hidden_size}, MLP {d.intermediate_size}, {d.num_attention_heads} heads of {d.head_dim} "
+    vocabulary = f"{d.draft_vocab_size:,} of the target's {d.vocab_size:,} tokens"
+    return [
+        ("target", f"{t.name_or_path}: {t.config.model_type}, {t.num_layers} x {t.hidden_size}, vocabulary {t.vocab_size:,}"),
+        ("", f"{_count(t.num_parameters)} parameters, frozen, {str(t.dtype).removeprefix('torch.')}"),
+        ("tap layers", f"{list(d.tap_layers)} of 0..{t.num_layers} (0: embedding output, i: output of layer i-1)"),
+        ("drafter", head + f"({d.num_key_value_heads} key/value)" + (f"; {', '.join(switches)}" if switches else "")),
+        ("", f"{_count(plan.trainable)} trainable parameters, {plan.trainable / t.num_parameters:.1%} of the target's"),
+        ("draft vocabulary", vocabulary if d.reduced_vocabulary else f"all {d.vocab_size:,} tokens"),
+        ("starts from", recipe.drafter.init_from or "the target's own rows and norms, other weights random"),
+        ("features", f"{_bytes(plan.feature_bytes)} per token, made online and never stored"),
+    ]
+
+
+def _data_rows(plan: DryRun) -> Rows:
+    recipe = plan.recipe
+    rows = [(f"train {i}" if i else "train", _source_text(s)) for i, s in enumerate(plan.sources)]
+    rows += [(f"validation {i}" if i else "validation", _source_text(s)) for i, s in enumerate(plan.validation)]
+    r = recipe.regenerate
+    at = ", ".join(f"{entry.share:.0%} at temperature {entry.temperature:g}" for entry in r.temperatures)
+    rows.append(("regenerate", f"yes: {at}; at most {r.max_new_tokens} tokens each" if r.enabled else "no, as in the data"))
+    rows.append(("rows", f"{recipe.data.max_length} tokens, {'packed' if recipe.data.packing else 'one document each'}"))
+    return rows
+
+
+def _source_text(source: TokenCount) -> str:
+    if source.examples is None:
+        return f"{source.label}: {source.note}"
+    counted = f"{source.examples:,} examples, about {_count(source.tokens)} tokens, {_count(source.supervised)} supervised"
+    return f"{source.label}: {counted}{f' ({source.note})' if source.note else ''}"
+
+
+def _training_rows(plan: DryRun) -> Rows:
+    t, d = plan.recipe.training, plan.recipe.drafter
+    per_step = t.batch_size * t.gradient_accumulation_steps * plan.recipe.data.max_length
+    passes = f", about {plan.steps * per_step / plan.tokens:.2g} passes over the data" if plan.steps and plan.tokens else ""
+    budget = f"{plan.steps:,} steps{passes}" if plan.steps else "until the budget of epochs is spent" if t.epochs else ""
+    limit = f"at most {t.max_minutes:g} minutes" if t.max_minutes else ""
+    decay = [d.step_decay**k for k in range(d.unroll_steps)]
+    weights = ", ".join(f"{w / sum(decay):.2f}" for w in decay)
+    return [
+        ("budget", "; ".join(part for part in (budget, limit) if part)),
+        ("a step", f"{per_step:,} tokens per process ({t.batch_size} rows x {t.gradient_accumulation_steps} micro-steps)"),
+        ("depths", f"{d.unroll_steps}, weighted {weights}"),
+        ("loss", ", ".join(f"{weight} x {name}" for name, weight in plan.recipe.loss.items())),
+        ("learning rate", f"{t.learning_rate:g}, {t.lr_schedule} after {t.warmup_ratio:.0%} warm-up, clip {t.max_grad_norm:g}"),
+        ("precision", "bf16 autocast, float32 weights" if t.mixed_precision == "bf16" else "float32"),
+    ]
+
+
+def _output_rows(recipe: Recipe) -> Rows:
+    folder = Path(recipe.output_dir)
+    paths = [
+        ("resolved recipe", "recipe.yaml"),
+        ("checkpoints", "checkpoints"),
+        ("drafter", "export"),
+        ("measurements", "acceptance.json"),
+        ("report", "report.html"),
+    ]
+    rows = [(name, f"{folder / path}{' (exists)' if (folder / path).exists() else ''}") for name, path in paths]
+    return [*rows, ("trackers", ", ".join(recipe.trackers) or "none")]
+
+
+def _byte_rows(parts: dict[str, int]) -> Rows:
+    return [(name, _bytes(size)) for name, size in parts.items() if size] + [("total", _bytes(sum(parts.values())))]
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def _count(number: float) -> str:
+    for unit in ("", " k", " M"):
+        if number < 1000:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g} G"

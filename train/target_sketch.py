@@ -1,0 +1,65 @@
+"""What a target is, from its config.json alone: sizes and counts for planning, before any weight is there.
+
+It stands in for a FrozenTarget where only sizes are read (`speculators.config.config_for_target`). Knows nothing of
+recipes' budgets; can compute no feature.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from speculators.errors import CheckpointError, UnsupportedTarget
+from train.recipe_sections import TargetSection
+
+
+@dataclass(frozen=True)
+class TargetSketch:
+    """Field names are FrozenTarget's."""
+
+    name_or_path: str
+    config: PretrainedConfig  # of the text model
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    dtype: torch.dtype
+    num_parameters: int  # tied ones counted once
+
+
+def sketch_target(section: TargetSection) -> TargetSketch:
+    """Reads config.json (of a folder, the local cache or the hub) and builds the model without memory for weights."""
+    try:
+        whole = AutoConfig.from_pretrained(
+            section.model, revision=section.revision, trust_remote_code=section.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise CheckpointError(
+            f"target.model: {section.model} has no config.json that transformers can read ({first}); give a folder that "
+            "holds a causal language model, or a repository id"
+        ) from error
+    config = whole.get_text_config()
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code)
+    except (ValueError, KeyError, ImportError) as error:
+        raise UnsupportedTarget(f"target {section.model}: transformers cannot build it: {error}") from error
+    head = model.get_output_embeddings()
+    return TargetSketch(
+        name_or_path=section.model,
+        config=config,
+        hidden_size=config.hidden_size,
+        vocab_size=head.weight.shape[0] if head is not None else config.vocab_size,
+        num_layers=config.num_hidden_layers,
+        dtype=_dtype(section.dtype, whole, config),
+        num_parameters=sum(p.numel() for p in model.parameters()),
+    )
+
+
+def _dtype(asked: str, whole: PretrainedConfig, config: PretrainedConfig) -> torch.dtype:
+    if asked != "auto":
+        return getattr(torch, asked)
+    named = getattr(whole, "dtype", None) or getattr(config, "dtype", None) or torch.float32
+    return getattr(torch, named) if isinstance(named, str) else named
