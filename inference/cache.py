@@ -181,8 +181,10 @@ class RaggedView(Cache):
         self._equal = min(lengths) == self._past
         self._flat_index: dict[tuple[int, int], Tensor] = {}  # (kv_heads, capacity) -> [b·kv_heads·T], all layers share
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Writes key/value [b, kv_heads, T, head_dim] at each row's length; returns views [b, kv_heads, S, head_dim]."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        """Writes key/value [b, kv_heads, T, head_dim] at each row's length; returns views [b, kv_heads, S, …]."""
         if key_states.shape[2] != self._T or key_states.shape[0] != len(self._lengths):
             raise ConfigError(
                 f"RaggedView: the view was made for {len(self._lengths)} rows × {self._T} tokens, "

@@ -74,6 +74,7 @@ class Engine:
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
 
+    @torch.inference_mode()
     def abort(self, request_id: str) -> None:
         """Ends every unfinished response of the request with finish_reason "abort". Unknown ids are ignored."""
         waiting, running = self.scheduler.waiting, self.scheduler.running

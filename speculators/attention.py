@@ -18,46 +18,48 @@ RECOMPUTE_FROM = 1024  # queries; shorter rows keep their scores for the backwar
 
 
 def unrolled_attention(
-    query: Tensor, key: Tensor, value: Tensor, diagonals: Sequence[tuple[Tensor, Tensor]], segment_ids: Tensor,
-    scale: float, chunk: int = 256,
+    query: Tensor, key: Tensor, value: Tensor, diagonals: Sequence[tuple[Tensor, Tensor]], slots: Tensor,
+    segment_ids: Tensor, scale: float, chunk: int = 256,
 ) -> Tensor:
-    """query [B, h, T, d]; key, value [B, g, T, d] of step 0; diagonals: (key, value) [B, g, T, d] of steps 1..i.
+    """query [B, h, M, d] of the slots `slots` [B, M]; key, value [B, g, T, d] of depth 0, one per slot.
 
-    `segment_ids` [B, T]: documents of a packed row; padding is -1 and attends to itself only. Returns [B, h, T, d].
+    diagonals: (key, value) [B, g, M, d] of the same slots at depths 1..i. `segment_ids` [B, T]: documents of a packed
+    row; padding is -1 and attends to itself only. Returns [B, h, M, d].
     """
-    T = query.shape[2]
-    width = chunk if T > chunk else T
+    M = query.shape[2]
+    width = chunk if M > chunk else M
+    whole_row = M == key.shape[2]  # slots in order: later keys are never seen by an earlier chunk
     pieces = []
-    for start in range(0, T, width):
-        stop = min(start + width, T)
-        rows = slice(start, stop)
+    for start in range(0, M, width):
+        rows = slice(start, min(start + width, M))
+        keys = slice(0, rows.stop if whole_row else None)
         arguments = (
-            query[:, :, rows], key[:, :, :stop], value[:, :, :stop], segment_ids[:, rows], segment_ids[:, :stop], start,
-            scale, *(t[:, :, rows] for pair in diagonals for t in pair),
-        )
-        if torch.is_grad_enabled() and T > RECOMPUTE_FROM:
+            query[:, :, rows], key[:, :, keys], value[:, :, keys], slots[:, rows], segment_ids[:, keys], segment_ids, scale,
+            *(t[:, :, rows] for pair in diagonals for t in pair),
+        )  # fmt: skip
+        if torch.is_grad_enabled() and M > RECOMPUTE_FROM:
             pieces.append(checkpoint(_attend, *arguments, use_reentrant=False))
         else:
             pieces.append(_attend(*arguments))
     return torch.cat(pieces, dim=2) if len(pieces) > 1 else pieces[0]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, q_segments: Tensor, k_segments: Tensor, start: int, scale: float, *own: Tensor):
-    """One chunk of c queries from slot `start` over S = start + c keys, and i own keys each."""
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, slots: Tensor, k_segments: Tensor, segment_ids: Tensor, scale: float, *own: Tensor
+) -> Tensor:
+    """One chunk of c queries over S keys of depth 0, and i own keys each."""
     B, h, c, d = q.shape
-    g, S = k.shape[1], k.shape[2]
-    q = q.reshape(B, g, (h // g) * c, d)  # query heads of one group share its keys
-    slots = torch.arange(start, start + c, device=q.device)
-    visible = (q_segments[:, :, None] == k_segments[:, None, :]) & (slots[:, None] >= torch.arange(S, device=q.device))
-    visible &= q_segments[:, :, None] >= 0
-    visible |= slots[:, None] == torch.arange(S, device=q.device)  # [B, c, S]; nobody is left without a key
-    scores = (q @ k.transpose(-1, -2)).float() * scale  # [B, g, h/g·c, S]
-    bias = torch.zeros(B, 1, 1, c, S, device=q.device).masked_fill_(~visible[:, None, None], float("-inf"))
-    scores = (scores.view(B, g, h // g, c, S) + bias).view(B, g, -1, S)
+    g, S, repeat = k.shape[1], k.shape[2], h // k.shape[1]
+    q = q.reshape(B, g, repeat * c, d)  # query heads of one group share its keys
+    places = torch.arange(S, device=q.device)
+    q_segments = segment_ids.gather(1, slots)  # [B, c]
+    hidden = (q_segments[:, :, None] != k_segments[:, None, :]) | (slots[:, :, None] < places) | (q_segments[:, :, None] < 0)
+    hidden &= slots[:, :, None] != places  # [B, c, S]; nobody is left without a key
+    scores = (q @ k.transpose(-1, -2)).float().mul_(scale)  # [B, g, h/g·c, S]
+    scores = scores.view(B, g, repeat, c, S).masked_fill_(hidden[:, None, None], float("-inf")).view(B, g, -1, S)
     keys, values = own[0::2], own[1::2]
     if not keys:
         return (scores.softmax(-1).to(v.dtype) @ v).reshape(B, h, c, d)
-    repeat = h // g
     per_slot = [(q * key.repeat(1, 1, repeat, 1)).float().sum(-1, keepdim=True) * scale for key in keys]
     weights = torch.cat([scores, *per_slot], dim=-1).softmax(-1).to(v.dtype)  # [B, g, h/g·c, S + i]
     out = weights[..., :S] @ v

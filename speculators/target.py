@@ -32,7 +32,6 @@ from speculators.target_probe import (
     refuse_incomplete,
 )
 
-
 _SHIFTED_NORMS = ("gemma", "gemma2", "gemma3", "gemma3_text")  # their norms scale by 1 + weight
 
 
@@ -87,7 +86,8 @@ class FrozenTarget(nn.Module):
         revision: str | None = None,
     ) -> FrozenTarget:
         """Loads safetensors weights strictly. `attn_implementation`: "sdpa", "eager", or "auto" (sdpa where it computes
-        all of the architecture's attention, else eager: sinks, soft caps). Errors: CheckpointError, UnsupportedTarget."""
+        all of the architecture's attention, else eager: sinks, soft caps). Errors: CheckpointError, UnsupportedTarget.
+        """
         if attn_implementation not in ("auto", *ATTENTION):
             raise ConfigError(
                 f"target: attn_implementation={attn_implementation!r}; expected auto, sdpa or eager: "
@@ -138,7 +138,7 @@ class FrozenTarget(nn.Module):
 
     @property
     def final_norm_weight(self) -> Tensor | None:
-        """[H] scale of the norm before the head where the decoder calls it `norm` and it is a plain RMS norm, else None."""
+        """[H] scale of the norm before the head, where the decoder has a plain RMS norm called `norm`; else None."""
         weight = getattr(getattr(self._parts.decoder, "norm", None), "weight", None)
         return weight.float() if weight is not None and self.config.model_type not in _SHIFTED_NORMS else None
 
@@ -169,8 +169,8 @@ class FrozenTarget(nn.Module):
     ) -> tuple[Tensor | None, Tensor]:
         """input_ids, position_ids [B, T] -> taps [B, T, n·H] (None without taps), last_hidden [B, T, H].
 
-        `attention_mask`: None for plain causal attention over rows of equal length, or bool [B, 1, T, S], True = attend,
-        where key j is the row's position j; layers with a sliding window narrow it by themselves. `past_key_values`
+        `attention_mask`: None for plain causal attention over rows of equal length, or bool [B, 1, T, S], True =
+        attend, where key j is the row's position j; layers with a sliding window narrow it by themselves. `past_key_values`
         must keep every position in every layer. The output head is not computed.
         """
         past = 0
@@ -210,8 +210,8 @@ class FrozenTarget(nn.Module):
         expected = (*packed[0].shape, len(self.tap_layers) * self.hidden_size)
         if features.taps is not None and features.taps.shape != expected:
             raise UnsupportedTarget(
-                f"target {self.name_or_path}: its layers pass on {tuple(features.taps.shape)} instead of [batch, tokens, "
-                f"hidden size] {expected}; a drafter cannot tap several residual streams"
+                f"target {self.name_or_path}: its layers pass on {tuple(features.taps.shape)} instead of "
+                f"[batch, tokens, hidden size] {expected}; a drafter cannot tap several residual streams"
             )
         return features.last_hidden
 

@@ -23,7 +23,14 @@ from speculators.errors import CheckpointError, UnsupportedTarget
 ATTENTION = ("sdpa", "eager")  # the implementations that honour an arbitrary mask
 FULL, SLIDING = "full_attention", "sliding_attention"
 _RECURRENT_LAYERS = ("linear", "mamba", "ssm", "conv", "recurrent", "rwkv", "hybrid", "gated_delta")
-_RECURRENT_FIELDS = ("mamba_d_state", "ssm_state_size", "ssm_cfg", "lru_width", "linear_conv_kernel_dim", "conv_L_cache")
+_RECURRENT_FIELDS = (
+    "mamba_d_state",
+    "ssm_state_size",
+    "ssm_cfg",
+    "lru_width",
+    "linear_conv_kernel_dim",
+    "conv_L_cache",
+)
 _LOGIT_SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier_scale")
 _PROBE_ERRORS = (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError, NotImplementedError)
 _PROBE_PREFIX_LIMIT = 32768  # longest past the mask probe pretends; a longer window is taken at the config's word
@@ -62,7 +69,9 @@ def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def _mask_values(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """The two values of an additive mask, made once: on small models this shows in every step."""
     with torch.inference_mode(False):
-        return torch.zeros((), dtype=dtype, device=device), torch.tensor(torch.finfo(dtype).min, dtype=dtype, device=device)
+        return torch.zeros((), dtype=dtype, device=device), torch.tensor(
+            torch.finfo(dtype).min, dtype=dtype, device=device
+        )
 
 
 # ---------------------------------------------------------------------- parts and refusals
@@ -90,7 +99,9 @@ def _refuse_unsupported(model: PreTrainedModel, config: PretrainedConfig, name: 
     """State that cannot be rolled back by forgetting keys and values is refused, never worked around."""
     if getattr(config, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedTarget(f"target {name}: an encoder-decoder model; a decoder-only causal LM is needed")
-    recurrent = sorted({k for k in getattr(config, "layer_types", None) or () if any(r in k for r in _RECURRENT_LAYERS)})
+    recurrent = sorted(
+        {k for k in getattr(config, "layer_types", None) or () if any(r in k for r in _RECURRENT_LAYERS)}
+    )
     fields = [field for field in _RECURRENT_FIELDS if getattr(config, field, None) is not None]
     if recurrent or fields or getattr(model, "_is_stateful", False):
         why = f"layers of type {recurrent}" if recurrent else f"config fields {fields}" if fields else "marked stateful"
@@ -153,9 +164,12 @@ class _ZeroPast(Cache):
         self.layers: list = []
         self.length = length
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
         return tuple(
-            torch.cat([x.new_zeros(*x.shape[:2], self.length, x.shape[3]), x], dim=2) for x in (key_states, value_states)
+            torch.cat([x.new_zeros(*x.shape[:2], self.length, x.shape[3]), x], dim=2)
+            for x in (key_states, value_states)
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -260,7 +274,7 @@ def _error(a: Tensor, b: Tensor) -> Tensor:
 
 
 def confirm_logits(parts: Parts) -> tuple[Callable[[Tensor], Tensor], int]:
-    """Finds how the head's output becomes logits. The config says which constants exist, the model how they are used."""
+    """Finds how the head's output becomes logits: the config says which constants exist, the model how it uses them."""
     hidden: list[Tensor] = []
     hook = parts.lm_head.register_forward_pre_hook(lambda module, args: hidden.append(args[0]))
     ids = _probe_ids(parts, 5)

@@ -26,13 +26,20 @@ ARCHITECTURES: dict[str, dict] = {
     "llama": dict(model_type="llama"),
     "qwen2": dict(model_type="qwen2", tie_word_embeddings=True),
     "qwen3": dict(model_type="qwen3", head_dim=16),
-    "qwen3_sliding": dict(model_type="qwen3", head_dim=8, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    "qwen3_sliding": dict(
+        model_type="qwen3", head_dim=8, use_sliding_window=True, sliding_window=4, max_window_layers=1
+    ),
     "mistral": dict(model_type="mistral", sliding_window=4),
     "gemma3": dict(model_type="gemma3_text", head_dim=16, sliding_window=4, layer_types=_MIXED),
     "gemma2": dict(model_type="gemma2", head_dim=16, sliding_window=4, layer_types=_MIXED, final_logit_softcapping=2.0),
     "phi3": dict(model_type="phi3", sliding_window=6),
     "gpt_oss": dict(
-        model_type="gpt_oss", head_dim=8, sliding_window=4, layer_types=_MIXED, num_local_experts=4, num_experts_per_tok=2
+        model_type="gpt_oss",
+        head_dim=8,
+        sliding_window=4,
+        layer_types=_MIXED,
+        num_local_experts=4,
+        num_experts_per_tok=2,
     ),
     "mixtral": dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2),
     "granite": dict(model_type="granite", logits_scaling=4.0, embedding_multiplier=3.0),

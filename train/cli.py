@@ -64,10 +64,11 @@ def schema(
     if as_json:
         typer.echo(json.dumps([row._asdict() for row in rows], indent=2))
         return
-    table = _table("key", "takes", "default", "meaning")
+    table = _table("key", "meaning; what it takes, its default")
     for row in rows:
-        depth = row.name.count(".")
-        table.add_row(Text(row.name, style="cyan" if depth else "bold cyan"), *map(Text, row[1:]))
+        takes = f"{row.type}; {row.default}" if row.default else row.type
+        meaning = Text(row.description + "\n").append(takes, style="dim")
+        table.add_row(Text(row.name, style="cyan" if "." in row.name else "bold cyan"), meaning)
     Console().print(table)
 
 
@@ -92,7 +93,8 @@ def prepare(
     validation: Annotated[bool, typer.Option("--validation", help="Look at data.validation instead.")] = False,
 ) -> None:
     """Look at the data of a recipe: counts per workload, and one example with its supervised tokens in green."""
-    from train.data import conversation_tokenizer, load_tokenizer
+    from inference.llm_loading import load_tokenizer
+    from train.data import conversation_tokenizer
     from train.recipe import load_recipe
     from train.sources import load_sources
 
@@ -101,8 +103,191 @@ def prepare(
     if not sources:
         raise ConfigError(f"{recipe}: data.validation is empty; there is nothing to look at")
     examples = load_sources(sources, seed=checked.data.shuffle_seed)
-    tokenizer = conversation_tokenizer(checked.data, load_tokenizer(checked.target))
+    t = checked.target
+    tokenizer = conversation_tokenizer(
+        checked.data, load_tokenizer(t.model, None, trust_remote_code=t.trust_remote_code, revision=t.revision)
+    )
     if sample >= len(examples):
         raise ConfigError(f"--sample {sample}: there are {len(examples)} examples, numbered from 0")
     _print_statistics(checked, examples, tokenizer)
-    _print_masks(examples[sample], tokenizer)
+    _print_masks(examples[sample], tokenizer, regenerated=checked.regenerate.enabled)
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder, such as runs/quickstart/eagle3.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; what it held is replaced.")],
+    dtype: Annotated[str, typer.Option(help="auto (the recipe's), float32, bfloat16 or float16.")] = "auto",
+) -> None:
+    """Write the best drafter of a run, finished or not, as a folder that engines load."""
+    from train.reexport import reexport
+
+    console = Console()
+    folder, step = reexport(run_dir, out, dtype=dtype)
+    console.print(f"{folder}: the drafter of step {step}", highlight=False)
+
+
+@app.command()
+def inspect(
+    drafter: Annotated[str, typer.Argument(metavar="DIR", help="Folder or repository id of an exported head.")],
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor as well.")] = False,
+    target_layers: Annotated[
+        int | None, typer.Option(help="Layers of the target, for heads that do not say which they tap.")
+    ] = None,
+) -> None:
+    """What an exported drafter is; loads it strictly, so a missing, unexpected or mis-shaped tensor is an error."""
+    from speculators.drafter import family_class
+    from speculators.export import load_weights, read_drafter_config, resolve
+
+    config = read_drafter_config(drafter, target_layers)
+    head = family_class(config.family)(config)
+    load_weights(head, resolve(drafter))
+    table = _table("field", "value")
+    for name, value in config.model_dump().items():
+        table.add_row(name, Text(str(list(value) if isinstance(value, tuple) else value)))
+    table.add_row("parameters", f"{sum(p.numel() for p in head.parameters()):,}")
+    Console().print(table)
+    if tensors:
+        shapes = _table("tensor in the module", "shape")
+        for name, tensor in head.state_dict().items():
+            shapes.add_row(name, " x ".join(map(str, tensor.shape)))
+        Console().print(shapes)
+    Console().print("every tensor is there and has its shape", style="green")
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to ask.")],
+    model: Annotated[str, typer.Option(help="Target: folder or repository id.")],
+    speculative_config: Annotated[
+        str, typer.Option(metavar="JSON", help="How to draft, as in vLLM; without it drafting is off.")
+    ] = "",
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    system: Annotated[str, typer.Option(help="System prompt.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest response.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus; 1 is off.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Most likely tokens kept; 0 is off.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Makes a sampled response repeatable.")] = None,
+    dtype: Annotated[str, typer.Option(help="Precision of the target; auto: its own.")] = "auto",
+) -> None:
+    """Answer one prompt, streaming the text, and say what drafting gained."""
+    from inference import LLM, SamplingParams
+    from inference.llm_prompts import chat_prompts
+
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens)
+    llm = LLM(model, dtype=dtype, speculative_config=_json_option("--speculative-config", speculative_config), max_num_seqs=1)
+    asked: str | dict[str, Any] = prompt
+    if not raw and getattr(llm.get_tokenizer(), "chat_template", None):
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": prompt})
+        chat = chat_prompts(messages, llm.get_tokenizer(), {"add_generation_prompt": True})[0]
+        asked = {"prompt_token_ids": chat.token_ids}
+    written, output = 0, None
+    for output in llm.stream(asked, params):
+        typer.echo(output.outputs[0].text, nl=False)
+        written += len(output.outputs[0].token_ids)
+    typer.echo()
+    if output is not None:
+        _print_speed(written, output.metrics)
+
+
+# --------------------------------------------------------------------------------------------- what they print
+
+
+def _table(*columns: str) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    return Table(*columns, box=SIMPLE_HEAD, pad_edge=False)
+
+
+@contextmanager
+def _resumable() -> Iterator[None]:
+    """A run that was asked to stop has saved itself: say so, without a traceback."""
+    from train.loop import Interrupted
+
+    try:
+        yield
+    except Interrupted as stop:
+        Console(stderr=True, soft_wrap=True).print(Text(str(stop), style="yellow"))
+        raise typer.Exit(143) from None
+
+
+def _json_option(name: str, text: str) -> dict[str, Any] | None:
+    if not text:
+        return None
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{name}: not JSON: {error}; write {{\"method\": \"ngram\", ...}} in single quotes") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name}: expected a JSON object of options, got {text}")
+    return value
+
+
+def _print_speed(written: int, metrics: Any) -> None:
+    """Tokens per second after the first, and the acceptance length if anything was drafted."""
+    from inference.metrics import acceptance_length
+
+    spent = (metrics.finished_time or 0) - (metrics.first_token_time or 0)
+    parts = [f"{written} tokens"] + ([f"{(written - 1) / spent:.0f} tokens/s"] if written > 1 and spent > 0 else [])
+    if metrics.num_drafts:
+        length = acceptance_length(metrics.num_accepted_tokens, metrics.num_drafts)
+        parts.append(f"acceptance length {length:.2f} over {metrics.num_drafts} verifications")
+    Console(stderr=True).print(", ".join(parts), style="dim", highlight=False)
+
+
+def _print_statistics(recipe: Recipe, examples: list[Example], tokenizer: ConversationTokenizer) -> None:
+    """A line per workload; where the target rewrites the responses, those of the data are only an indication."""
+    from train.data import prepare_rows
+
+    console, regenerated = Console(), recipe.regenerate.enabled
+    asked = {name: [e for e in examples if e.workload == name] for name in dict.fromkeys(e.workload for e in examples)}
+    table = _table("workload", "examples", "prompt tokens", "rows", "tokens", "supervised", "longest row")
+    with console.status("tokenising"):
+        for name, group in asked.items():
+            prompts = sum(len(tokenizer.prompt_ids(example)) for example in group) / len(group)
+            cells = [name, f"{len(group):,}", f"{prompts:.0f} on average"]
+            try:
+                rows, found = prepare_rows(
+                    group, tokenizer, max_length=recipe.data.max_length,
+                    on_bad_row="drop" if regenerated else recipe.data.on_bad_row,
+                )  # fmt: skip
+            except DraftsmithError:
+                if not regenerated:
+                    raise
+                cells += ["to be written"] + ["-"] * 3
+            else:
+                share, longest = f"{found.supervised_share:.0%}", max(map(len, rows))
+                cells += [f"{found.rows:,}", f"{found.tokens:,}", share, f"{longest}{' (cut)' * bool(found.truncated)}"]
+            table.add_row(*cells)
+    console.print(table)
+    if regenerated:
+        console.print("Responses are those of the data; the run replaces them by the target's own.", style="dim")
+
+
+def _print_masks(example: Example, tokenizer: ConversationTokenizer, *, regenerated: bool) -> None:
+    """The text of an example's rows: green what is supervised, dim what is not."""
+    import numpy as np
+
+    console = Console()
+    console.print(Text(f"{example.origin}, {example.workload}", style="bold"))
+    try:
+        rows = [(row.input_ids, row.loss_mask) for row in tokenizer.rows(example)]
+    except DraftsmithError:
+        if not regenerated:
+            raise
+        ids = np.asarray(tokenizer.prompt_ids(example))
+        rows = [(ids, np.zeros(len(ids), dtype=bool))]
+    for ids, mask in rows:
+        text = Text()
+        for part in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(mask)) + 1):
+            words = tokenizer.tokenizer.decode(ids[part], skip_special_tokens=False)
+            text.append(words, style="green" if mask[part[0]] else "dim")
+        console.print(text)
+        console.print(f"{int(mask.sum())} of {len(ids)} tokens are supervised (green)", style="dim", highlight=False)
+
+
+if __name__ == "__main__":
+    app()

@@ -18,13 +18,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from inference.llm_loading import load_tokenizer
 from speculators.attention import RECOMPUTE_FROM
 from speculators.config import DrafterConfig
 from speculators.drafter import family_class
-from speculators.errors import DataError
+from speculators.errors import CheckpointError, DataError
 from speculators.target import FrozenTarget
 from train.chunked import default_chunk_size
 from train.data import conversation_tokenizer, fit_rows
+from train.masks import TokenRow
 from train.recipe import Recipe
 from train.recipe_data import Source
 from train.sources import Example, load_source
@@ -113,22 +115,27 @@ def estimate(recipe: Recipe) -> DryRun:
 
 def _counter(recipe: Recipe) -> Callable[[Source], TokenCount]:
     """Counts the tokens of a source with the target's tokenizer, loaded once; without one, examples only."""
-    from transformers import AutoTokenizer
-
+    t = recipe.target
     try:
-        t = recipe.target
-        tokenizer = AutoTokenizer.from_pretrained(t.model, revision=t.revision, trust_remote_code=t.trust_remote_code)
-    except (OSError, ValueError):
+        tokenizer = load_tokenizer(t.model, None, trust_remote_code=t.trust_remote_code, revision=t.revision)
+    except CheckpointError:
         return lambda source: TokenCount(source.label, note="not counted: the target's tokenizer is not on this machine")
     conversations = conversation_tokenizer(recipe.data, tokenizer)
 
-    def tokenise(example: Example) -> list:
+    def tokenise(example: Example) -> list[TokenRow]:
+        """The rows it becomes; where its response is still to be written, as long as the one in the data."""
+        r = recipe.regenerate
         try:
-            return conversations.rows(example)
+            rows = conversations.rows(example)
         except DataError:
-            if recipe.regenerate.enabled or recipe.data.on_bad_row == "drop":
-                return []  # a prompt whose response is still to be written, or a row that the run leaves out
-            raise
+            if not r.enabled and recipe.data.on_bad_row == "error":
+                raise
+            rows = []
+        if not r.enabled:
+            return rows
+        prompt = conversations.prompt_ids(example)
+        response = len(rows[-1]) - len(prompt) if rows else r.max_new_tokens
+        return [TokenRow.from_response(prompt, [0] * max(min(response, r.max_new_tokens), 1), example.workload)]
 
     def count(source: Source) -> TokenCount:
         if source.name is not None:
@@ -138,9 +145,8 @@ def _counter(recipe: Recipe) -> Callable[[Source], TokenCount]:
         found = [row for example in sample for row in tokenise(example)]
         _, statistics = fit_rows(found, recipe.data.max_length)
         scale = source.weight * len(examples) / max(len(sample), 1)
-        note = "responses as in the data; the target's own may be longer or shorter" if recipe.regenerate.enabled else ""
-        sizes = (round(scale * n) for n in (statistics.rows, statistics.tokens, statistics.supervised))
-        return TokenCount(source.label, round(source.weight * len(examples)), *sizes, note)
+        sizes = [round(scale * n) for n in (statistics.rows, statistics.tokens, statistics.supervised)]
+        return TokenCount(source.label, round(source.weight * len(examples)), *sizes)
 
     return count
 
@@ -240,7 +246,8 @@ def _data_rows(plan: DryRun) -> Rows:
     rows += [(f"validation {i}" if i else "validation", _source_text(s)) for i, s in enumerate(plan.validation)]
     r = recipe.regenerate
     at = ", ".join(f"{entry.share:.0%} at temperature {entry.temperature:g}" for entry in r.temperatures)
-    rows.append(("regenerate", f"yes: {at}; at most {r.max_new_tokens} tokens each" if r.enabled else "no, as in the data"))
+    rewritten = f"{at}; at most {r.max_new_tokens} tokens, counted above as long as those of the data"
+    rows.append(("responses", f"by the target: {rewritten}" if r.enabled else "as in the data"))
     rows.append(("rows", f"{recipe.data.max_length} tokens, {'packed' if recipe.data.packing else 'one document each'}"))
     return rows
 
@@ -249,7 +256,7 @@ def _source_text(source: TokenCount) -> str:
     if source.examples is None:
         return f"{source.label}: {source.note}"
     counted = f"{source.examples:,} examples, about {_count(source.tokens)} tokens, {_count(source.supervised)} supervised"
-    return f"{source.label}: {counted}{f' ({source.note})' if source.note else ''}"
+    return f"{source.label}: {counted}"
 
 
 def _training_rows(plan: DryRun) -> Rows:

@@ -7,13 +7,11 @@ texts are in `train.recipe`. This module opens no file and loads no model.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from train.recipe_data import Count, Dtype, PositiveInt, Section, Share, Source, Text
-
-ExportFormat = Literal["vllm"]
 
 
 class TargetSection(Section):
@@ -152,9 +150,7 @@ class TrainingSection(Section):
 class ExportSection(Section):
     """What the run leaves behind for an engine to load."""
 
-    formats: list[ExportFormat] = Field(
-        default_factory=lambda: list(get_args(ExportFormat)[:1]), min_length=1, description="layouts to write"
-    )
+    formats: list[Literal["vllm"]] = Field(default=["vllm"], min_length=1, description="layouts to write")
     dtype: Dtype = Field("auto", description="precision of the exported weights; auto: the target's")
     push_to_hub: Text | None = Field(None, description="repository id to upload to; null: nothing leaves this machine")
 

@@ -64,7 +64,7 @@ def regenerate(
     """
     temperatures = temperatures if temperatures is not None else temperatures_of(section, len(examples))
     prompts = [tuple(tokenizer.prompt_ids(example)) for example in examples]
-    room = min(max_length, llm.max_model_len) - 2
+    room = min(max_length, llm.engine.max_model_len) - 2
     wanted = [i for i, prompt in enumerate(prompts) if len(prompt) <= room]
     if not wanted:
         raise DataError(f"regenerate: all {len(prompts)} prompts are longer than {room} tokens; raise data.max_length")

@@ -169,34 +169,44 @@ class Eagle3(Drafter):
     # -------------------------------------------------------------- training
 
     def unroll(self, features: TargetFeatures, steps: int = 7) -> Iterator[DraftStep]:
-        """Training-time test: `steps` depths for every slot; a slot's terms are those `valid_terms` allows."""
-        B, T = features.input_ids.shape
-        flat = torch.arange(B * T, device=features.input_ids.device).view(B, T)
-        state = self.project_taps(features.taps)
+        """Training-time test: `steps` depths; a slot's terms are those `valid_terms` allows.
+
+        Depth 0 runs over every slot, since later slots attend to it; depths above only over slots that have a term
+        there or deeper, which in chat data is the smaller part of a row.
+        """
+        ids, segments, positions = features.input_ids, features.segment_ids, features.position_ids
+        B, T = ids.shape
+        valid = [valid_terms(features, depth + 2) for depth in range(steps)]  # each [B, T]
+        everywhere = torch.arange(T, device=ids.device).expand(B, T)
+        chosen = _slots_in_use(torch.stack(valid[1:]).any(0)) if steps > 1 else everywhere  # [B, M]
+        state, slots = self.project_taps(features.taps), everywhere
         causal: list[tuple[Tensor, Tensor]] = []  # per layer: keys and values of depth 0
         own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]  # per layer: those of each later depth
         for depth in range(steps):
-            tokens = torch.roll(features.input_ids, -(1 + depth), dims=1)  # x_{t+1+depth}; what wraps is never valid
-            attends = [self._unrolled(i, depth, causal, own[i], features.segment_ids) for i in range(len(self.layers))]
-            state = self._run(self.embed(tokens), state, features.position_ids + depth, attends)
-            valid = valid_terms(features, depth + 2)
-            anchors = flat[valid]
+            if depth == 1:
+                slots = chosen
+                state = state.gather(1, slots[..., None].expand(-1, -1, state.shape[-1]))
+            tokens = ids.gather(1, (slots + 1 + depth) % T)  # x_{t+1+depth}; what wraps is never valid
+            attends = [self._unrolled(i, depth, causal, own[i], slots, segments) for i in range(len(self.layers))]
+            state = self._run(self.embed(tokens), state, positions.gather(1, slots) + depth, attends)
+            terms = valid[depth].gather(1, slots)
+            anchors = (slots + T * torch.arange(B, device=ids.device)[:, None])[terms]
             yield DraftStep(
-                depth=depth, hidden=state[valid], target_index=anchors + depth + 1, anchor_index=anchors,
+                depth=depth, hidden=state[terms], target_index=anchors + depth + 1, anchor_index=anchors,
                 weight=torch.ones(len(anchors), device=state.device),
-            )
+            )  # fmt: skip
 
     def count_terms(self, batch, steps: int) -> Tensor:
         """See `Drafter.count_terms`."""
         return torch.stack([valid_terms(batch, depth + 2).sum() for depth in range(steps)])
 
-    def _unrolled(self, layer: int, depth: int, causal: list, own: list, segment_ids: Tensor) -> Callable:
+    def _unrolled(self, layer: int, depth: int, causal: list, own: list, slots: Tensor, segment_ids: Tensor) -> Callable:
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             if depth == 0:
                 causal.append((k, v))
             else:
                 own.append((k, v))
-            return unrolled_attention(q, *causal[layer], own, segment_ids, scale)
+            return unrolled_attention(q, *causal[layer], own, slots, segment_ids, scale)
 
         return attend
 
@@ -246,6 +256,15 @@ class Eagle3(Drafter):
             return inner
 
         return self._run(self.embed(token_ids), state, position_ids, [attend(i) for i in range(len(self.layers))])
+
+
+def _slots_in_use(wanted: Tensor) -> Tensor:
+    """wanted bool [B, T] -> [B, M] slots of each row, wanted ones first and ascending; M is the most a row wants.
+
+    A row that wants fewer is filled up with slots that are not wanted: they have no term, and nobody reads them.
+    """
+    M = max(int(wanted.sum(1).max()), 1)
+    return torch.argsort(~wanted, dim=1, stable=True)[:, :M]
 
 
 def _llama_config(config: DrafterConfig) -> LlamaConfig:

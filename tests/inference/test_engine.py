@@ -217,7 +217,7 @@ def small(tiny_model):
 
 
 SMALL_PROMPT = [3, 4, 5, 3, 4, 5, 6, 3]
-WRITTEN, SAMPLES, ALPHA = 4, 6000, 1e-6
+WRITTEN, SAMPLES, ALPHA = 4, 2500, 1e-6
 
 
 def exact_joint(model, params) -> torch.Tensor:
@@ -231,11 +231,13 @@ def exact_joint(model, params) -> torch.Tensor:
     return joint
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}], ids=["plain", "filtered"])
-@pytest.mark.parametrize("kind", ["off", "ngram", "sampled", "random", "fake", "eagle3", "eagle3 greedy"])
-def test_joint_of_the_first_four_tokens(kind, options, small, make_llm):
-    from scipy.stats import chi2
+FILTERS = {"temperature": 0.7, "top_k": 5, "top_p": 0.9}
+JOINT_CASES = [(kind, {}) for kind in ("off", "ngram", "sampled", "random", "fake", "eagle3", "eagle3 greedy")]
+JOINT_CASES += [(kind, FILTERS) for kind in ("sampled", "eagle3")]
 
+
+@pytest.mark.parametrize(("kind", "options"), JOINT_CASES)
+def test_joint_of_the_first_four_tokens(kind, options, small, make_llm):
     params = SamplingParams(**{"temperature": 1.0, **options}, max_tokens=WRITTEN, n=SAMPLES)
     method = {"draft_sample_method": "greedy"} if kind.endswith("greedy") else {}
     llm = make_llm(kind.split()[0], small, max_num_seqs=500, seed=11, max_num_batched_tokens=8000, tokenizer=None, **method)
@@ -249,9 +251,13 @@ def test_joint_of_the_first_four_tokens(kind, options, small, make_llm):
     keep = pooled[1] > 0
     statistic = float(((pooled[0] - pooled[1])[keep] ** 2 / pooled[1][keep]).sum())
     cells = int(keep.sum())
-    assert cells > 20 and chi2.sf(statistic, cells - 1) > ALPHA / 14, (statistic, cells)
-    if kind in ("sampled", "fake", "eagle3"):
-        assert 0.05 * llm.get_metrics().num_draft_tokens < llm.get_metrics().num_accepted_tokens
+    assert cells > 20 and float(p_value(statistic, cells - 1)) > ALPHA / len(JOINT_CASES), (statistic, cells)
+    assert (llm.get_metrics().num_accepted_tokens > 200) == (kind != "off")
+
+
+def p_value(statistic: float, freedom: int) -> torch.Tensor:
+    """P(chi-square with so many degrees of freedom >= statistic)."""
+    return torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), torch.tensor(statistic / 2).double())
 
 
 # ---------------------------------------------------------------------- rows, seeds, streams

@@ -130,7 +130,10 @@ def test_bfloat16(tiny_model, name, ids):
 
 def test_the_model_is_left_as_it_was(tiny_model, ids):
     model = tiny_model("gemma3")
-    before, hooks = reference(model, ids)[2], sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    before, hooks = (
+        reference(model, ids)[2],
+        sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()),
+    )
     target = FrozenTarget(model, tap_layers=[0, 1, 3]).train()
     assert not target.training and not model.training
     assert torch.equal(reference(model, ids)[2], before)

@@ -1,0 +1,282 @@
+"""The command line: it starts without torch, says what can be mended in one paragraph, and each command does its work."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from inference import LLM, SamplingParams
+from speculators.config import config_for_target
+from speculators.drafter import family_class
+from speculators.export import export_drafter, load_drafter
+from speculators.target import FrozenTarget
+from train import checkpoint, dry_run
+from train.cli import app
+from train.recipe import describe_schema, load_recipe
+from train.run import drafter_config
+from train.target_sketch import sketch_target
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENIZER = ROOT / "recipes" / "quickstart" / "target"
+
+
+def call(*arguments: object) -> tuple[int, str]:
+    """Exit code and everything printed."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def refused(*arguments: object) -> str:
+    """The message of a command that a user can mend: exit code 2, one paragraph, no traceback."""
+    code, output = call(*arguments)
+    assert code == 2, output
+    assert "Traceback" not in output
+    assert "\n\n" not in output.strip()
+    return output
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory, tiny_model) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(TOKENIZER / name, folder)
+    tiny_model("qwen3", vocab_size=4096, max_position_embeddings=512, eos_token_id=2).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def recipe_file(tmp_path, target_folder) -> Path:
+    path = tmp_path / "tiny.yaml"
+    recipe = {
+        "name": "tiny",
+        "output_dir": str(tmp_path / "run"),
+        "target": {"model": str(target_folder)},
+        "drafter": {"draft_vocab_size": 64, "unroll_steps": 3},
+        "data": {"train": [{"demo": {"count": 30}}], "validation": [{"demo": {"split": "validation", "count": 6}}], "max_length": 256},
+        "training": {"steps": 10, "batch_size": 2},
+        "gates": {"t0.acceptance_length": {"min": 3.0}},
+    }  # fmt: skip
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+@pytest.fixture
+def drafter_folder(tmp_path, target_folder) -> Path:
+    target = FrozenTarget.from_pretrained(str(target_folder))
+    torch.manual_seed(0)
+    drafter = family_class("eagle3")(config_for_target(target, "eagle3", draft_vocab_size=64)).attach(target)
+    return export_drafter(drafter, tmp_path / "drafter", dtype=torch.float32)
+
+
+# ------------------------------------------------------------------ starting and failing
+
+
+def test_starts_without_torch():
+    """`--help` must not wait for torch or transformers."""
+    code = "import sys; from train.cli import app; assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_help_names_every_command():
+    code, output = call("--help")
+    assert code == 0
+    for command in ("schema", "train", "prepare", "export", "inspect", "generate", "evaluate"):
+        assert f" {command} " in output
+
+
+def test_errors_name_file_and_key(recipe_file):
+    output = refused("train", recipe_file, "training.stepz=3")
+    assert output.startswith("error: command line: training.stepz: unknown key; did you mean 'steps'?")
+    assert "no such recipe file" in refused("train", recipe_file.parent / "missing.yaml")
+
+
+def test_markup_in_a_message_is_text(recipe_file):
+    """A path with brackets must not be read as rich's markup."""
+    assert "[bold]x.yaml" in refused("train", recipe_file.parent / "[bold]x.yaml")
+
+
+# ------------------------------------------------------------------ schema
+
+
+def test_schema_prints_every_key():
+    code, output = call("schema")
+    assert code == 0
+    for row in describe_schema():
+        assert row.name in output
+
+
+def test_schema_as_json_is_the_manual():
+    code, output = call("schema", "--json")
+    assert code == 0
+    assert [tuple(row.values()) for row in json.loads(output)] == describe_schema()
+
+
+def test_schema_of_one_section():
+    code, output = call("schema", "loss")
+    assert code == 0 and "loss" in output and "target.model" not in output
+    assert "no key begins with 'nope'" in refused("schema", "nope")
+
+
+# ------------------------------------------------------------------ --dry-run
+
+
+def test_dry_run_says_what_would_happen_and_does_nothing(recipe_file):
+    code, output = call("train", recipe_file, "--dry-run")
+    assert code == 0, output
+    for words in ("tiny (eagle3)", "tap layers", "64 of the target's 4,096 tokens", "fc.weight", "demo: 30 examples", "10 steps"):
+        assert words in output
+    assert "at least 3" in output and "Nothing was loaded" in output
+    assert not (recipe_file.parent / "run").exists()
+
+
+def test_dry_run_needs_config_json_alone(recipe_file, tmp_path, target_folder):
+    """Neither weights nor a tokenizer: what is not there is not counted, and the rest is."""
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(target_folder / "config.json", bare)
+    code, output = call("train", recipe_file, f"target.model={bare}", "--dry-run")
+    assert code == 0, output
+    assert "the target's tokenizer" in output and "trainable parameters" in output
+
+
+def test_dry_run_counts_what_the_run_would_have(recipe_file, target_folder):
+    """Parameters and taps of the sketch are those of the loaded target and drafter."""
+    recipe = load_recipe(recipe_file)
+    plan, target = dry_run.estimate(recipe), FrozenTarget.from_pretrained(str(target_folder))
+    config = drafter_config(recipe, target)
+    drafter = family_class("eagle3")(config).attach(target)
+    assert plan.drafter == config
+    assert plan.trainable == sum(p.numel() for p in drafter.trainable_parameters())
+    assert plan.shapes == {name: tuple(p.shape) for name, p in drafter.named_parameters()}
+    assert plan.target.num_parameters == sum(p.numel() for p in target.model.parameters())
+    assert (plan.target.dtype, plan.target.num_layers) == (target.dtype, target.num_layers)
+    batch = torch.randint(5, 4096, (1, 7))
+    features = FrozenTarget(target.model, config.tap_layers).features(batch, torch.arange(7)[None], torch.zeros_like(batch), batch > 0)
+    measured = features.taps.nbytes + features.last_hidden.nbytes
+    assert plan.feature_bytes * 7 == measured
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt_oss", "mixtral", "phi3"])
+def test_sketch_agrees_with_the_target(architecture, tiny_model, tmp_path):
+    tiny_model(architecture).save_pretrained(tmp_path)
+    sketch, target = sketch_target(load_target_section(tmp_path)), FrozenTarget.from_pretrained(str(tmp_path))
+    for name in ("hidden_size", "vocab_size", "num_layers", "dtype"):
+        assert getattr(sketch, name) == getattr(target, name), name
+
+
+def load_target_section(folder: Path):
+    from train.recipe_sections import TargetSection
+
+    return TargetSection(model=str(folder))
+
+
+def test_dry_run_refuses_what_the_run_would_refuse(recipe_file, tmp_path):
+    assert "no config.json" in refused("train", recipe_file, f"target.model={tmp_path / 'none'}", "--dry-run")
+    assert "0..3" in refused("train", recipe_file, "drafter.tap_layers=[1, 9]", "--dry-run")
+
+
+# ------------------------------------------------------------------ prepare
+
+
+def test_prepare_shows_counts_and_a_mask(recipe_file):
+    code, output = call("prepare", recipe_file, "--sample", 3)
+    assert code == 0, output
+    assert "workload" in output and "supervised (green)" in output
+    assert "<|im_start|>assistant" in output and "demo train #" in output
+    assert "there are 30 examples" in refused("prepare", recipe_file, "--sample", 30)
+
+
+def test_prepare_takes_prompts_without_responses(recipe_file, tmp_path):
+    """Regeneration writes them, so there is no mask to show yet."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "Say hello."}]}) + "\n")
+    override = f"data.train=[{{path: {path}}}]"
+    code, output = call("prepare", recipe_file, override)
+    assert code == 0, output
+    assert "to be written" in output and "Say hello." in output
+    assert "no assistant turn" in refused("prepare", recipe_file, override, "regenerate.enabled=false")
+
+
+# ------------------------------------------------------------------ export and inspect
+
+
+def test_export_writes_the_best_drafter_of_a_run(recipe_file, target_folder, tmp_path):
+    recipe, run_dir = load_recipe(recipe_file), tmp_path / "run"
+    target = FrozenTarget.from_pretrained(str(target_folder), tap_layers=[1, 2, 3])
+    torch.manual_seed(1)
+    drafter = family_class("eagle3")(drafter_config(recipe, target)).attach(target)
+    drafter.draft_to_target.copy_(torch.arange(64) * 3)
+    optimizer = torch.optim.AdamW(drafter.parameters())
+    assert "not a run's folder" in refused("export", run_dir, tmp_path / "out")
+    run_dir.mkdir()
+    (run_dir / "recipe.yaml").write_text(recipe.resolved_yaml())
+    assert "no complete checkpoint" in refused("export", run_dir, tmp_path / "out")
+    checkpoint.save_best(run_dir / "checkpoints", drafter)
+    best = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    with torch.no_grad():
+        drafter.fc.weight.zero_()  # what came after the best
+    checkpoint.save(run_dir / "checkpoints", drafter, optimizer, checkpoint.TrainState(step=7, best_step=4, best_value=2.0), 1)
+    code, output = call("export", run_dir, tmp_path / "out")
+    assert code == 0 and "step 4" in output, output
+    loaded = load_drafter(tmp_path / "out", target)
+    for name, tensor in loaded.state_dict().items():
+        torch.testing.assert_close(tensor, best[name], msg=name)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["draftsmith"]["step"] == 4
+    assert call("export", run_dir, tmp_path / "half", "--dtype", "bfloat16")[0] == 0
+    assert load_file(tmp_path / "half" / "model.safetensors")["fc.weight"].dtype == torch.bfloat16
+    assert "expected one of" in refused("export", run_dir, tmp_path / "out", "--dtype", "int8")
+
+
+def test_inspect_says_what_a_drafter_is(drafter_folder):
+    code, output = call("inspect", drafter_folder, "--tensors")
+    assert code == 0, output
+    assert "eagle3" in output and "draft_vocab_size" in output and "lm_head.weight" in output
+    assert "every tensor is there" in output
+
+
+def test_inspect_refuses_what_is_not_whole(drafter_folder, tmp_path):
+    weights = drafter_folder / "model.safetensors"
+    tensors = load_file(weights)
+    tensors.pop("norm.weight")
+    save_file(tensors, weights)
+    assert "norm.weight is missing" in refused("inspect", drafter_folder)
+    (tmp_path / "empty").mkdir()
+    assert "expected config.json" in refused("inspect", tmp_path / "empty")
+
+
+# ------------------------------------------------------------------ generate
+
+
+def test_generate_streams_what_the_runtime_writes(target_folder, drafter_folder):
+    """Same text as LLM.chat, whoever drafts."""
+    llm = LLM(str(target_folder))
+    expected = llm.chat([{"role": "user", "content": "Hi"}], SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+    for config in (
+        {},
+        {"method": "ngram", "num_speculative_tokens": 3},
+        {"method": "eagle3", "model": str(drafter_folder), "num_speculative_tokens": 3},
+    ):
+        arguments = ["--speculative-config", json.dumps(config)] if config else []
+        code, output = call("generate", "Hi", "--model", target_folder, "--max-tokens", 12, *arguments)
+        assert code == 0, output
+        assert output.startswith(expected[0].outputs[0].text)
+        assert "12 tokens" in output
+        assert ("acceptance length" in output) == (config.get("method") == "eagle3") or config.get("method") == "ngram"
+
+
+def test_generate_refuses_what_it_cannot_use(target_folder):
+    ask = ("generate", "Hi", "--model", target_folder, "--speculative-config")
+    assert "not JSON" in refused(*ask, "{method: ngram}")
+    assert "expected a JSON object" in refused(*ask, "[1]")
+    assert "num_speculative_tokens is missing" in refused(*ask, '{"method": "ngram"}')

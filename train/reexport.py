@@ -1,0 +1,50 @@
+"""A run's folder -> an exported drafter, without loading the target: only its config.json is read.
+
+For runs that were stopped, or to export in another precision. Must not know how a run got where it is.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors.torch import load_file
+
+from speculators.drafter import family_class
+from speculators.errors import CheckpointError, ConfigError
+from speculators.export import export_drafter
+from speculators.target import FrozenTarget
+from train import checkpoint
+from train.recipe import load_recipe
+from train.run import drafter_config
+from train.target_sketch import sketch_target
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def reexport(run_dir: Path, out: Path, *, dtype: str = "auto") -> tuple[Path, int]:
+    """Writes the run's best weights (the newest without held-out evaluation) to `out`; returns it and their step."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
+    if not (run_dir / "recipe.yaml").is_file():
+        raise CheckpointError(f"{run_dir}: holds no recipe.yaml, so it is not a run's folder; give runs/<name>")
+    recipe, root = load_recipe(run_dir / "recipe.yaml"), run_dir / "checkpoints"
+    newest = checkpoint.latest(root)
+    if newest is None:
+        raise CheckpointError(f"{root}: no complete checkpoint; run the recipe first")
+    target = sketch_target(recipe.target)
+    config = drafter_config(recipe, cast(FrozenTarget, target))
+    drafter = family_class(config.family)(config)
+    state = json.loads((newest / "state.json").read_text())
+    if (root / "best").is_dir():
+        step = int(state["best_step"])
+        checkpoint.load_best(root, drafter)
+    else:
+        step = int(state["step"])
+        drafter.load_state_dict(load_file(newest / "drafter.safetensors"), strict=True)
+    wanted = dtype if dtype != "auto" else recipe.export.dtype
+    provenance = {"recipe": recipe.name, "recipe_hash": recipe.recipe_hash(), "step": step}
+    exported = target.dtype if wanted == "auto" else getattr(torch, wanted)
+    return export_drafter(drafter, out, dtype=exported, provenance=provenance), step
