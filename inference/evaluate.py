@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from inference.expected import expected_acceptance
 from inference.llm import LLM
 from inference.llm_loading import end_of_sequence_ids
 from inference.lossless import compare_greedy
-from inference.measurement import CellMeasurement, Costs, RequestRounds, TimedRun
+from inference.measurement import CellMeasurement, RequestRounds, TimedRun
 from inference.metrics import acceptance_length
 from inference.outputs import RequestOutput
 from inference.report import AcceptanceReport, Bound
@@ -72,9 +72,15 @@ class EvaluationSettings:
 
 
 def evaluate(
-    model: str | Path, drafter: str | Path, workloads: Mapping[str, Prompts], settings: EvaluationSettings | None = None, *,
-    gates: Mapping[str, Bound] | None = None, llm_options: Mapping[str, Any] | None = None,
-    provenance: Mapping[str, Any] | None = None, progress: Progress | None = None,
+    model: str | Path,
+    drafter: str | Path,
+    workloads: Mapping[str, Prompts],
+    settings: EvaluationSettings | None = None,
+    *,
+    gates: Mapping[str, Bound] | None = None,
+    llm_options: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
 ) -> AcceptanceReport:
     """Measure the exported `drafter` for the target `model`, both as served: loaded from their folders (or ids).
 
@@ -90,10 +96,17 @@ def evaluate(
     began = time.monotonic()
     measurements = run.measure()
     facts = report_provenance(
-        run.llm.engine.target, str(model), run.llm.get_tokenizer(), str(drafter), began=began, method=run.method,
-        num_speculative_tokens=run.settings.num_speculative_tokens, max_num_seqs=run.settings.batch_size,
-        seeds=[run.settings.seed], **(provenance or {}),
-    )  # fmt: skip
+        run.llm.engine.target,
+        str(model),
+        run.llm.get_tokenizer(),
+        str(drafter),
+        began=began,
+        method=run.method,
+        num_speculative_tokens=run.settings.num_speculative_tokens,
+        max_num_seqs=run.settings.batch_size,
+        seeds=[run.settings.seed],
+        **(provenance or {}),
+    )
     return build_report(measurements, facts, gates)
 
 
@@ -114,11 +127,17 @@ class _Evaluation:
     """One evaluation in progress: the runtime under test, and the share of the work that is done."""
 
     def __init__(
-        self, model: str, drafter: str, workloads: Mapping[str, Prompts], settings: EvaluationSettings,
-        llm_options: Mapping[str, Any] | None, progress: Progress | None,
+        self,
+        model: str,
+        drafter: str,
+        workloads: Mapping[str, Prompts],
+        settings: EvaluationSettings,
+        llm_options: Mapping[str, Any] | None,
+        progress: Progress | None,
     ) -> None:
         if not workloads or any(not prompts for prompts in workloads.values()):
-            raise DataError(f"evaluate: every workload needs at least one prompt; got { ({n: len(p) for n, p in workloads.items()}) }")
+            counts = {name: len(prompts) for name, prompts in workloads.items()}
+            raise DataError(f"evaluate: every workload needs at least one prompt; there are {counts or 'none'}")
         if not settings.temperatures:
             raise ConfigError("evaluate: no temperature to measure at; expected at least one, such as 0")
         self.settings, self.model, self.drafter_path = settings, model, drafter
@@ -130,33 +149,39 @@ class _Evaluation:
         self.drafter = load_drafter(drafter, self.target)  # the one that is replayed and timed alone
         chosen = {name: list(prompts[: settings.prompts_per_workload]) for name, prompts in workloads.items()}
         self.cells = [_Cell(name, t, prompts) for t in settings.temperatures for name, prompts in chosen.items()]
-        self.costs: dict[str, Costs] = {}
         self.progress, self.done = progress, 0.0
         self.total = sum(sum(self._work(cell)) for cell in self.cells) + self._lossless_work()
 
     def _runtime(self, **options: Any) -> LLM:
         speculative = {
-            "method": self.method, "model": self.drafter_path, "num_speculative_tokens": self.settings.num_speculative_tokens,
-        }  # fmt: skip
+            "method": self.method,
+            "model": self.drafter_path,
+            "num_speculative_tokens": self.settings.num_speculative_tokens,
+        }
         rows = max(self.settings.rows, self.settings.batch_size)
         return LLM(self.model, speculative_config=speculative, max_num_seqs=rows, seed=self.settings.seed, **options)
 
     def measure(self) -> list[CellMeasurement]:
-        """Every cell; the first passes are for the caches and the allocator, and are not counted."""
-        self._note("warming up")
-        for speculate in (True, False):
-            self._generate(self.cells[0].prompts[:1], self.settings.sampling(0.0, [0]), speculate, batch=1)
+        """Every cell."""
+        self._warm_up()
         for cell in self.cells:
             self._accept(cell)
             self._time(cell)
         if self.settings.lossless_prompts:
             self._check_float32()
         return [
-            CellMeasurement(
-                cell.workload, cell.temperature, self.method, costs=self.costs[cell.workload], lossless=cell.checks, **cell.measured
-            )
+            CellMeasurement(cell.workload, cell.temperature, self.method, lossless=cell.checks, **cell.measured)
             for cell in self.cells
         ]
+
+    def _warm_up(self) -> None:
+        """Fills caches and the allocator on a few tokens, so that the first timed pass is like the others."""
+        self._note("warming up")
+        first, short = self.cells[0].prompts[:1], replace(self.settings.sampling(0.0, [0])[0], max_tokens=8)
+        for speculate in (True, False):
+            self._generate(first, [short], speculate, batch=1)
+        if self.settings.transformers_repeats:
+            self._transformers(first, short, 0)
 
     # ------------------------------------------------------------------ acceptance
 
@@ -171,20 +196,29 @@ class _Evaluation:
         cell.off = self._generate(cell.prompts, s.sampling(cell.temperature, independent), False, s.rows)
         replayed = [
             expected_acceptance(
-                self.target, self.drafter, [(output.prompt_token_ids, _tokens(output)) for output in outputs], cell.temperature,
-                s.num_speculative_tokens, top_p=s.top_p, top_k=s.top_k,
+                self.target,
+                self.drafter,
+                [(output.prompt_token_ids, _tokens(output)) for output in outputs],
+                cell.temperature,
+                s.num_speculative_tokens,
+                top_p=s.top_p,
+                top_k=s.top_k,
             )
             for outputs in (cell.off, cell.on)
-        ]  # fmt: skip
+        ]
         cell.measured |= dict(
             requests=[RequestRounds.of(output, s.num_speculative_tokens) for output in cell.on],
-            replay=replayed[0], replay_paired=True, replay_own_text=replayed[1],
-        )  # fmt: skip
+            replay=replayed[0],
+            replay_paired=True,
+            replay_own_text=replayed[1],
+        )
         if cell.temperature == 0:
             cell.checks.append(self._compare(self.llm, cell.prompts, cell.off, cell.on))
         self._advance(without)
 
-    def _generate(self, prompts: Prompts, params: Sequence[SamplingParams], speculate: bool, batch: int) -> list[RequestOutput]:
+    def _generate(
+        self, prompts: Prompts, params: Sequence[SamplingParams], speculate: bool, batch: int
+    ) -> list[RequestOutput]:
         """`batch` prompts in flight at most."""
         outputs: list[RequestOutput] = []
         size = len(prompts) if batch >= self.llm.engine.scheduler.max_num_seqs else batch
@@ -210,8 +244,7 @@ class _Evaluation:
             for name, values in parts.measure(s.cost_trials).items():
                 times.setdefault(name, []).extend(values)
             self._advance(self._work(cell)[2] / s.repeats)
-        self.costs.setdefault(cell.workload, costs_of(times, s.batch_size, parts.context))
-        cell.measured |= dict(**runs, phase_seconds=phases)
+        cell.measured |= dict(**runs, phase_seconds=phases, costs=costs_of(times, s.batch_size, parts.context))
 
     def _passes(self, cell: _Cell, repeat: int, phases: dict[str, float]) -> dict[str, Callable[[], int]]:
         """The passes of one repeat, by the names of CellMeasurement; `phases` gathers the engine's timers."""
@@ -228,17 +261,18 @@ class _Evaluation:
                     phases[name] = phases.get(name, 0.0) + seconds
             return sum(len(_tokens(output)) for output in outputs)
 
-        def transformers() -> int:
-            return sum(
-                transformers_generate(
-                    self.target.model, prompts[start : start + s.batch_size], temperature=cell.temperature, top_p=s.top_p,
-                    top_k=s.top_k, max_tokens=s.max_tokens, eos_token_ids=self.eos_token_ids, seed=s.seed + repeat,
-                )
-                for start in range(0, len(prompts), s.batch_size)
-            )  # fmt: skip
-
         passes = {"speculative": lambda: ours(True), "autoregressive": lambda: ours(False)}
-        return passes | ({"transformers_generate": transformers} if repeat < s.transformers_repeats else {})
+        if repeat < s.transformers_repeats:
+            passes["transformers_generate"] = lambda: self._transformers(prompts, params[0], s.seed + repeat)
+        return passes
+
+    def _transformers(self, prompts: Prompts, params: SamplingParams, seed: int) -> int:
+        """Output tokens of `transformers.generate` on the same model object."""
+        size = self.settings.batch_size
+        return sum(
+            transformers_generate(self.target.model, prompts[start : start + size], params, self.eos_token_ids, seed)
+            for start in range(0, len(prompts), size)
+        )
 
     def _isolated(self, cell: _Cell) -> IsolatedCosts:
         """At the middle of a typical response, appending as many slots to the head as a typical round does."""
@@ -272,11 +306,17 @@ class _Evaluation:
         self.llm = timed
         self._advance(0.4 * self._lossless_work())
 
-    def _compare(self, llm: LLM, prompts: Prompts, off: Sequence[RequestOutput], on: Sequence[RequestOutput]) -> LosslessCheck:
+    def _compare(
+        self, llm: LLM, prompts: Prompts, off: Sequence[RequestOutput], on: Sequence[RequestOutput]
+    ) -> LosslessCheck:
         return compare_greedy(
-            llm.engine.target, prompts, [_tokens(output) for output in off], [_tokens(output) for output in on],
-            num_speculative_tokens=self.settings.num_speculative_tokens, rows=min(self.settings.rows, len(prompts)),
-        )  # fmt: skip
+            llm.engine.target,
+            prompts,
+            [_tokens(output) for output in off],
+            [_tokens(output) for output in on],
+            num_speculative_tokens=self.settings.num_speculative_tokens,
+            rows=min(self.settings.rows, len(prompts)),
+        )
 
     # ------------------------------------------------------------------ progress
 

@@ -18,6 +18,7 @@ from inference.sampling_params import SamplingParams
 from speculators.drafter import Drafter
 from speculators.errors import DataError
 from speculators.target import FrozenTarget, TargetFeatures
+from speculators.vocab import to_draft_ids
 
 Head = Callable[[Tensor], Tensor]
 Text = tuple[Sequence[int], Sequence[int]]  # (prompt_token_ids, output_token_ids)
@@ -29,8 +30,14 @@ SMALLEST_CHUNK = 128  # rows
 
 @torch.no_grad()
 def expected_acceptance(
-    target: FrozenTarget, drafter: Drafter, texts: Sequence[Text], temperature: float, k: int, *,
-    top_p: float = 1.0, top_k: int = 0,
+    target: FrozenTarget,
+    drafter: Drafter,
+    texts: Sequence[Text],
+    temperature: float,
+    k: int,
+    *,
+    top_p: float = 1.0,
+    top_k: int = 0,
 ) -> list[ReplayResult]:
     """What drafting `k` tokens per round would do on each text, in expectation over the accept decisions.
 
@@ -52,8 +59,17 @@ def expected_acceptance(
 
 @torch.no_grad()
 def accept_probabilities(
-    hidden: Tensor, head: Head, target_hidden: Tensor, target_logits: Head, labels: Tensor, temperature: float = 1.0,
-    draft_to_target: Tensor | None = None, chunk_size: int | None = None, *, top_p: float = 1.0, top_k: int = 0,
+    hidden: Tensor,
+    head: Head,
+    target_hidden: Tensor,
+    target_logits: Head,
+    labels: Tensor,
+    temperature: float = 1.0,
+    draft_to_target: Tensor | None = None,
+    chunk_size: int | None = None,
+    *,
+    top_p: float = 1.0,
+    top_k: int = 0,
 ) -> Tensor:
     """The probability that the data token x was an accepted draft, given that x came out: min(1, q(x) / p(x)). [N]
 
@@ -69,7 +85,7 @@ def accept_probabilities(
         return accept
     if chunk_size is None:
         chunk_size = max(SMALLEST_CHUNK, CHUNK_BYTES // (4 * target_logits(target_hidden[:1]).shape[-1]))
-    draft_labels = _draft_ids(labels, draft_to_target)
+    draft_labels = to_draft_ids(labels, draft_to_target)
     for start in range(0, hidden.shape[0], chunk_size):
         rows = slice(start, start + chunk_size)
         draft_logits = head(hidden[rows]).to(exact)  # [n, V_draft]
@@ -81,7 +97,9 @@ def accept_probabilities(
     return accept
 
 
-def _ratio(draft_logits: Tensor, logits: Tensor, draft_labels: Tensor, labels: Tensor, params: SamplingParams) -> Tensor:
+def _ratio(
+    draft_logits: Tensor, logits: Tensor, draft_labels: Tensor, labels: Tensor, params: SamplingParams
+) -> Tensor:
     """min(1, q(x) / p(x)) of one chunk: [n, V_draft], [n, V], x in either numbering [n] -> [n]."""
     inside = draft_labels >= 0
     chosen = draft_labels.clamp_min(0)[:, None], labels[:, None]
@@ -94,16 +112,6 @@ def _ratio(draft_logits: Tensor, logits: Tensor, draft_labels: Tensor, labels: T
     q = torch.where(inside, q, 0.0)
     # p(x) = 0 cannot be of a token that was drawn, but for rounding at the edge of a filter
     return torch.where(p > 0, (q / p).clamp_max(1.0), (q > 0).to(q)).to(draft_logits.dtype)
-
-
-def _draft_ids(labels: Tensor, draft_to_target: Tensor | None) -> Tensor:
-    """Target ids [N] as draft ids, -1 for tokens outside the draft vocabulary."""
-    if draft_to_target is None:
-        return labels
-    size = int(torch.maximum(draft_to_target.max(), labels.max())) + 1
-    inverse = torch.full((size,), -1, dtype=torch.long, device=labels.device)
-    inverse[draft_to_target] = torch.arange(len(draft_to_target), device=labels.device)
-    return inverse[labels]
 
 
 def _batches(lengths: Sequence[int]) -> list[list[int]]:
@@ -133,8 +141,15 @@ def _accept_tables(
         kept = is_anchor[step.anchor_index]
         index = step.target_index[kept]
         table[step.depth, step.anchor_index[kept]] = accept_probabilities(
-            step.hidden[kept], drafter.head, states[index], target.logits, ids[index + 1], params.temperature,
-            drafter.draft_to_target, top_p=params.top_p, top_k=params.top_k,
+            step.hidden[kept],
+            drafter.head,
+            states[index],
+            target.logits,
+            ids[index + 1],
+            params.temperature,
+            drafter.draft_to_target,
+            top_p=params.top_p,
+            top_k=params.top_k,
         ).to(table.dtype)
     table = table.view(k, B, T)
     return [table[:, b, len(prompt) - 1 : len(prompt) - 1 + len(output)] for b, (prompt, output) in enumerate(texts)]

@@ -19,11 +19,18 @@ from speculators.errors import DataError
 from speculators.target import FrozenTarget
 
 Tokens = Sequence[int]
+LEADING = 8  # logits whose noise is watched: a single one, rounded to bfloat16, often happens not to move
 
 
 def compare_greedy(
-    target: FrozenTarget, prompts: Sequence[Tokens], references: Sequence[Tokens], outputs: Sequence[Tokens], *,
-    num_speculative_tokens: int, rows: int, names: Sequence[str] | None = None,
+    target: FrozenTarget,
+    prompts: Sequence[Tokens],
+    references: Sequence[Tokens],
+    outputs: Sequence[Tokens],
+    *,
+    num_speculative_tokens: int,
+    rows: int,
+    names: Sequence[str] | None = None,
 ) -> LosslessCheck:
     """Outputs with drafting against references without, both greedy and from `target` in its present dtype.
 
@@ -42,9 +49,13 @@ def compare_greedy(
             details.append(_judge(target, name, prompt, reference, output, place, shapes, may_tie=dtype != "float32"))
     ties = sum(detail.tie for detail in details)
     return LosslessCheck(
-        dtype=dtype, reference="autoregressive", checked_prompts=len(prompts), mismatches=len(details) - ties, ties=ties,
+        dtype=dtype,
+        reference="autoregressive",
+        checked_prompts=len(prompts),
+        mismatches=len(details) - ties,
+        ties=ties,
         details=details,
-    )  # fmt: skip
+    )
 
 
 def first_difference(reference: Tokens, output: Tokens) -> int | None:
@@ -56,42 +67,60 @@ def first_difference(reference: Tokens, output: Tokens) -> int | None:
 
 
 def _judge(
-    target: FrozenTarget, name: str, prompt: Tokens, reference: Tokens, output: Tokens, place: int, shapes: tuple[int, int],
+    target: FrozenTarget,
+    name: str,
+    prompt: Tokens,
+    reference: Tokens,
+    output: Tokens,
+    place: int,
+    shapes: tuple[int, int],
     may_tie: bool,
 ) -> TokenDifference:
-    """Teacher-forces the common prefix at several batch shapes until the noise explains the difference, or all are done."""
+    """Teacher-forces the common prefix at one batch shape after the other until the noise explains the difference.
+
+    Two tokens tie if neither lies further below the top than the gap between two leading logits is seen to change.
+    """
     expected = reference[place] if place < len(reference) else None
     found = output[place] if place < len(output) else None
-    base: Tensor | None = None
-    low = high = gap = noise = None
-    tie = False
+    runs: list[Tensor] = []  # of the leading tokens, one per shape
+    leading: list[int] = []
+    gap, noise, behind = 0.0, 0.0, float("inf")
     for logits in _logits_at_shapes(target, list(prompt), list(reference[:place]), *shapes):
-        if base is None:
-            top = logits.topk(2)
-            base, gap = logits, float(top.values[0] - top.values[1])
-            watched = sorted({*top.indices.tolist()} | {t for t in (expected, found) if t is not None})
-            low = high = logits[watched]
-        low, high = torch.minimum(low, logits[watched]), torch.maximum(high, logits[watched])
-        noise = float((high - low).max())
-        if expected is not None and found is not None:
-            below_top = float(base.max() - base[[expected, found]].min())
-            tie = may_tie and below_top <= noise
-        if tie:
+        if not runs:
+            top = logits.topk(min(LEADING, len(logits)))
+            gap = float(top.values[0] - top.values[1])
+            leading = sorted({*top.indices.tolist(), *(t for t in (expected, found) if t is not None)})
+            if expected is not None and found is not None:
+                behind = float(top.values[0] - logits[[expected, found]].min())
+        runs.append(logits[leading])
+        changes = [runs[-1] - earlier for earlier in runs[:-1]]
+        noise = max([noise, *(float(change.max() - change.min()) for change in changes)])
+        if may_tie and behind <= noise:
             break
     return TokenDifference(
-        prompt=name, position=place, reference_token=expected, token=found, top_two_gap=gap, noise=noise, tie=tie
+        prompt=name,
+        position=place,
+        reference_token=expected,
+        token=found,
+        top_two_gap=gap,
+        noise=noise,
+        tie=may_tie and behind <= noise,
     )
 
 
-def _logits_at_shapes(target: FrozenTarget, prompt: list[int], output: list[int], block: int, rows: int) -> Iterator[Tensor]:
-    """Logits [V] float32 after prompt + output: at once and in the steps of decoding and verifying, alone and in rows."""
-    at_once = [len(prompt) + len(output)]
-    in_blocks = [len(prompt), *_split(len(output), block)]
-    yield _logits_after(target, prompt + output, at_once, 1)
-    yield _logits_after(target, prompt + output, in_blocks, 1)
-    yield _logits_after(target, prompt + output, at_once, max(rows, 2))
-    yield _logits_after(target, prompt + output, in_blocks, max(rows, 2))
-    yield _logits_after(target, prompt + output, [len(prompt), *_split(len(output), 1)], 1)
+def _logits_at_shapes(
+    target: FrozenTarget, prompt: list[int], output: list[int], block: int, rows: int
+) -> Iterator[Tensor]:
+    """Logits [V] float32 after prompt + output: at once and in the steps of verifying and decoding, alone, in equal
+    rows, and in rows of another length (whose masks take another path through the attention kernel)."""
+    ids, rows = prompt + output, max(rows, 2)
+    at_once, in_blocks = [len(ids)], [len(prompt), *_split(len(output), block)]
+    yield _logits_after(target, ids, at_once, 1)
+    yield _logits_after(target, ids, in_blocks, 1)
+    yield _logits_after(target, ids, at_once, rows)
+    yield _logits_after(target, ids, in_blocks, rows, longer_by=min(len(prompt), 29))
+    yield _logits_after(target, ids, [len(prompt), *_split(len(output), 1)], 1)
+    yield _logits_after(target, ids, [len(prompt), *_split(len(output), 1)], rows, longer_by=min(len(prompt), 29))
 
 
 def _split(length: int, size: int) -> list[int]:
@@ -100,15 +129,24 @@ def _split(length: int, size: int) -> list[int]:
 
 
 @torch.inference_mode()
-def _logits_after(target: FrozenTarget, ids: list[int], pieces: Sequence[int], rows: int) -> Tensor:
-    """[V] logits of row 0 after `ids`, fed to `rows` equal rows in pieces of these lengths."""
-    cache = RaggedCache(rows, len(ids), device=target.device)
-    tokens = torch.tensor([ids] * rows, device=target.device)
+def _logits_after(target: FrozenTarget, ids: list[int], pieces: Sequence[int], rows: int, longer_by: int = 0) -> Tensor:
+    """[V] logits of row 0 after `ids`, fed to `rows` rows in pieces of these lengths. The other rows hold the same
+    tokens, after `longer_by` more."""
+    cache = RaggedCache(rows, len(ids) + longer_by, device=target.device)
+    tokens = torch.tensor([ids] * rows, device=target.device)  # [rows, length]
+
+    def feed(part: Tensor, first: int) -> Tensor:
+        T = part.shape[1]
+        positions, mask = cache.position_ids(first, rows, T), cache.mask(first, rows, T)
+        _, last_hidden = target(part, positions, mask, cache.view(first, rows, T))
+        for row in range(first, rows):
+            cache.advance(row, T)
+        return last_hidden
+
+    if longer_by:
+        feed(tokens[1:, :longer_by], 1)
     start = 0
     for T in pieces:
-        positions, mask = cache.position_ids(0, rows, T), cache.mask(0, rows, T)
-        _, last_hidden = target(tokens[:, start : start + T], positions, mask, cache.view(0, rows, T))
+        last_hidden = feed(tokens[:, start : start + T], 0)
         start += T
-        for row in range(rows):
-            cache.advance(row, T)
     return target.logits(last_hidden[:, -1:])[0, -1].float()

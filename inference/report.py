@@ -26,6 +26,7 @@ SUMMARY_KEYS = {  # t<T> stands for t0, t1, t0.7, ...
     "expected_measured_gap": "largest absolute `expected.relative_difference` over the temperatures",
     "t<T>.acceptance_length": "τ at temperature T (`t0`, `t1`, `t0.7`)",
     "t<T>.expected_acceptance_length": "τ that replay expects",
+    "t<T>.expected_measured_gap": "|measured − expected| ÷ expected",
     "t<T>.tokens_per_second": "median with drafting",
     "t<T>.speedup_vs_autoregressive": "median over the interleaved pairs, same engine",
     "t<T>.speedup_vs_transformers": "the same against `transformers.generate`",

@@ -273,6 +273,7 @@ def summarise(cells: Iterable[Cell], method: str) -> dict[str, float]:
         figures: dict[str, float | None] = {
             "acceptance_length": cell.acceptance_length,
             "expected_acceptance_length": cell.expected.acceptance_length if cell.expected else None,
+            "expected_measured_gap": abs(cell.expected.relative_difference) if cell.expected else None,
             "tokens_per_second": throughput.speculative.median if throughput else None,
             "speedup_vs_autoregressive": _median(cell.speedup_vs_autoregressive),
             "speedup_vs_transformers": _median(cell.speedup_vs_transformers),

@@ -165,7 +165,8 @@ class TokenDifference(Record):
     )
     noise: float | None = Field(
         default=None,
-        description="Largest change of those logits when the same position is run at another batch shape.",
+        description="Largest change of the gap between two leading logits when the same position is run at "
+        "another batch shape.",
     )
     tie: bool = Field(description="True if the gap is below the noise: arithmetic, not drafting, decided.")
 

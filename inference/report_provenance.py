@@ -1,4 +1,4 @@
-"""The provenance of an acceptance report: what `inference.provenance` says of machine and files, under the report's names.
+"""The provenance of an acceptance report: what `inference.provenance` says of machine and files, in its fields.
 
 It must not know how anything was measured.
 """
@@ -18,17 +18,31 @@ from speculators.target import FrozenTarget
 
 
 def report_provenance(
-    target: FrozenTarget, model: str, tokenizer: Any, drafter: str, *, began: float, method: str, num_speculative_tokens: int,
-    max_num_seqs: int, seeds: Sequence[int], recipe_name: str | None = None, recipe_sha256: str | None = None,
-    target_name: str | None = None, drafter_path: str | None = None, chat_template: str | None = None,
+    target: FrozenTarget,
+    model: str,
+    tokenizer: Any,
+    drafter: str,
+    *,
+    began: float,
+    method: str,
+    num_speculative_tokens: int,
+    max_num_seqs: int,
+    seeds: Sequence[int],
+    recipe_name: str | None = None,
+    recipe_sha256: str | None = None,
+    target_name: str | None = None,
+    drafter_path: str | None = None,
+    chat_template: str | None = None,
 ) -> Provenance:
-    """`began`: time.monotonic() when the evaluation began. `chat_template`: what was used instead of the tokenizer's."""
+    """`began`: time.monotonic() when the evaluation began. `chat_template`: used instead of the tokenizer's."""
     template = chat_template if chat_template is not None else getattr(tokenizer, "chat_template", None)
+    if not (template is None or isinstance(template, str)):  # several, by name
+        template = json.dumps(template)
     return Provenance(
         **environment(target.device, target.dtype),
         recipe_name=recipe_name,
         recipe_sha256=recipe_sha256,
-        chat_template_sha256=text_sha256(template if isinstance(template, str) or template is None else json.dumps(template)),
+        chat_template_sha256=text_sha256(template),
         target_name=target_name or model,
         target_weights_sha256=weights_sha256(local_folder(model)),
         drafter_method=method,

@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from inference.cache import RaggedCache
 from inference.measurement import Costs, TimedRun
 from inference.sampler import argmax
+from inference.sampling_params import SamplingParams
 from speculators.drafter import Drafter
 from speculators.target import FrozenTarget
 from speculators.vocab import to_target_ids
@@ -38,8 +39,11 @@ def interleaved(passes: Mapping[str, Run], turn: int, device: torch.device) -> d
 
 
 def transformers_generate(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], *, temperature: float, top_p: float, top_k: int,
-    max_tokens: int, eos_token_ids: Sequence[int], seed: int,
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    eos_token_ids: Sequence[int],
+    seed: int,
 ) -> int:
     """`model.generate` with a key-value cache and the same sampling, on all prompts as one batch (left-padded).
 
@@ -48,11 +52,15 @@ def transformers_generate(
     width, pad = max(map(len, prompts)), eos_token_ids[0] if eos_token_ids else 0
     ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
-    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": max(top_k, 0)}
+    sampling: dict[str, Any] = {"temperature": params.temperature, "top_p": params.top_p, "top_k": max(params.top_k, 0)}
     config = GenerationConfig(
-        do_sample=temperature > 0, max_new_tokens=max_tokens, use_cache=True, pad_token_id=pad,
-        eos_token_id=list(eos_token_ids) or None, bos_token_id=getattr(model.config, "bos_token_id", None),
-        **(sampling if temperature > 0 else {}),
+        do_sample=not params.greedy,
+        max_new_tokens=params.max_tokens,
+        use_cache=True,
+        pad_token_id=pad,
+        eos_token_id=list(eos_token_ids) or None,
+        bos_token_id=getattr(model.config, "bos_token_id", None),
+        **({} if params.greedy else sampling),
     )
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
@@ -73,9 +81,22 @@ class IsolatedCosts:
     """
 
     def __init__(
-        self, target: FrozenTarget, drafter: Drafter | None, token_ids: Sequence[int], k: int, *, rows: int = 1, kept: int = 1
+        self,
+        target: FrozenTarget,
+        drafter: Drafter | None,
+        token_ids: Sequence[int],
+        k: int,
+        *,
+        rows: int = 1,
+        kept: int = 1,
     ) -> None:
-        self.target, self.drafter, self.k, self.rows, self.kept = target, drafter, k, rows, min(kept, len(token_ids) - 1)
+        self.target, self.drafter, self.k, self.rows, self.kept = (
+            target,
+            drafter,
+            k,
+            rows,
+            min(kept, len(token_ids) - 1),
+        )
         self.context = len(token_ids)
         self.cache = RaggedCache(rows, self.context + k + 1, device=target.device)
         ids = torch.tensor([list(token_ids)] * rows, device=target.device)  # [rows, context]

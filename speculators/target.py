@@ -170,8 +170,8 @@ class FrozenTarget(nn.Module):
         """input_ids, position_ids [B, T] -> taps [B, T, n·H] (None without taps), last_hidden [B, T, H].
 
         `attention_mask`: None for plain causal attention over rows of equal length, or bool [B, 1, T, S], True =
-        attend, where key j is the row's position j; layers with a sliding window narrow it by themselves. `past_key_values`
-        must keep every position in every layer. The output head is not computed.
+        attend, where key j is the row's position j; layers with a sliding window narrow it by themselves.
+        `past_key_values` must keep every position in every layer. The output head is not computed.
         """
         past = 0
         if past_key_values is not None:

@@ -39,6 +39,16 @@ def to_target_ids(draft_ids: Tensor, draft_to_target: Tensor | None) -> Tensor:
     return draft_ids if draft_to_target is None else draft_to_target[draft_ids]
 
 
+def to_draft_ids(target_ids: Tensor, draft_to_target: Tensor | None) -> Tensor:
+    """Target ids [N] -> draft ids [N], -1 for tokens the head cannot propose."""
+    if draft_to_target is None or target_ids.numel() == 0:
+        return target_ids
+    size = int(torch.maximum(draft_to_target.max(), target_ids.max())) + 1
+    inverse = torch.full((size,), -1, dtype=torch.long, device=target_ids.device)
+    inverse[draft_to_target] = torch.arange(draft_to_target.shape[0], device=target_ids.device)
+    return inverse[target_ids]
+
+
 def to_offsets(draft_to_target: Tensor) -> Tensor:
     """The `d2t` tensor of EAGLE-3 checkpoints: target id = draft id + d2t[draft id]."""
     return draft_to_target - torch.arange(len(draft_to_target), device=draft_to_target.device)

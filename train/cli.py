@@ -172,9 +172,12 @@ def generate(
     dtype: Annotated[str, typer.Option(help="Precision of the target; auto: its own.")] = "auto",
 ) -> None:
     """Answer one prompt, streaming the text, and say what drafting gained."""
+    from transformers.utils.logging import disable_progress_bar
+
     from inference import LLM, SamplingParams
     from inference.llm_prompts import chat_prompts
 
+    disable_progress_bar()  # what is streamed is the answer
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens)
     llm = LLM(model, dtype=dtype, speculative_config=_json_option("--speculative-config", speculative_config), max_num_seqs=1)
     asked: str | dict[str, Any] = prompt

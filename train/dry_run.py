@@ -118,7 +118,10 @@ def _counter(recipe: Recipe) -> Callable[[Source], TokenCount]:
     t = recipe.target
     try:
         tokenizer = load_tokenizer(t.model, None, trust_remote_code=t.trust_remote_code, revision=t.revision)
+        known = bool(tokenizer("a").input_ids)  # from config.json alone transformers makes one that knows no text
     except CheckpointError:
+        known = False
+    if not known:
         return lambda source: TokenCount(source.label, note="not counted: the target's tokenizer is not on this machine")
     conversations = conversation_tokenizer(recipe.data, tokenizer)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from speculators.errors import ConfigError
+from speculators.vocab import to_draft_ids
 from train.chunked import (
     Chunked,
     Head,
@@ -25,7 +26,6 @@ from train.chunked import (
     in_float,
     precise,
     probe,
-    scaled,
     target_rows,
     to_target,
     walk,
@@ -119,44 +119,6 @@ def plain_objective(
     return loss.sum(), StepMetrics(loss.detach(), alpha, agreement)
 
 
-@torch.no_grad()
-def accept_probabilities(
-    hidden: Tensor,
-    head: Head,
-    target_hidden: Tensor,
-    target_logits: Head,
-    labels: Tensor,
-    temperature: float = 1.0,
-    draft_to_target: Tensor | None = None,
-    chunk_size: int | None = None,
-) -> Tensor:
-    """The probability that the data token x was an accepted draft, given that x came out: min(1, q(x) /
-    p(x)). [N]
-
-    The input of the exact replay. p and q are softmax(logits / temperature); q is 0 outside the draft
-    vocabulary. temperature 0: 1.0 where the drafter's argmax is x, else 0.0. Shapes as in
-    `chunked_objective`.
-    """
-    if temperature < 0:
-        raise ConfigError(f"accept_probabilities: temperature must be 0 or more, got {temperature}")
-    accept = torch.zeros(hidden.shape[0], dtype=precise(hidden.dtype), device=hidden.device)
-    if hidden.shape[0] == 0:
-        return accept
-    chunk_size = chunk_size or default_chunk_size(target_logits(target_hidden[:1]).shape[-1], hidden.device)
-    draft_labels = _to_draft(labels, draft_to_target)
-    for start in range(0, hidden.shape[0], chunk_size):
-        rows = slice(start, start + chunk_size)
-        z = scaled(head(hidden[rows]), temperature or 1.0)  # [n, Vd]
-        if temperature == 0:
-            accept[rows] = (z.argmax(-1) == draft_labels[rows]).to(accept.dtype)
-            continue
-        log_q = _log_probability(z, draft_labels[rows].clamp_min(0))
-        log_p = _log_probability(scaled(target_logits(target_hidden[rows]), temperature), labels[rows])
-        ratio = torch.exp((log_q - log_p).clamp_max(0.0))
-        accept[rows] = torch.where(draft_labels[rows] >= 0, ratio, 0.0)
-    return accept
-
-
 def _no_rows(hidden: Tensor, head: Head) -> tuple[Tensor, StepMetrics]:
     """A loss of zero that still reaches every parameter: other ranks would wait for this one's gradients."""
     parameters, _ = probe(head, hidden.new_zeros(1, *hidden.shape[1:]))
@@ -199,7 +161,7 @@ def _task(
         target_index=target_index,
         target_logits=target_logits,
         weight=weight.detach().to(precise(hidden.dtype)),
-        labels=_to_draft(labels, draft_to_target),
+        labels=to_draft_ids(labels, draft_to_target),
         mix=mix,
         draft_to_target=draft_to_target,
         temperature=temperature,
@@ -210,18 +172,3 @@ def _state_terms(task: Task, hidden: Tensor) -> Tensor:
     """weight * the terms on states [N], in ordinary autograd: they are no larger than `hidden`."""
     target = task.target_hidden if task.target_index is None else task.target_hidden[task.target_index]
     return sum(term(hidden, target) for term in task.mix.state_terms) * task.weight
-
-
-def _to_draft(labels: Tensor, draft_to_target: Tensor | None) -> Tensor:
-    """Target ids as draft ids [N], -1 for tokens outside the draft vocabulary."""
-    if draft_to_target is None or labels.numel() == 0:
-        return labels
-    size = int(torch.maximum(draft_to_target.max(), labels.max())) + 1
-    inverse = torch.full((size,), -1, dtype=torch.long, device=labels.device)
-    inverse[draft_to_target] = torch.arange(draft_to_target.shape[0], device=labels.device)
-    return inverse[labels]
-
-
-def _log_probability(z: Tensor, ids: Tensor) -> Tensor:
-    """log softmax(z) at one id per row [n], without making the log-probabilities of the others."""
-    return z.gather(-1, ids[:, None])[:, 0] - torch.logsumexp(z, dim=-1)

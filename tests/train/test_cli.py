@@ -272,7 +272,8 @@ def test_generate_streams_what_the_runtime_writes(target_folder, drafter_folder)
         assert code == 0, output
         assert output.startswith(expected[0].outputs[0].text)
         assert "12 tokens" in output
-        assert ("acceptance length" in output) == (config.get("method") == "eagle3") or config.get("method") == "ngram"
+        if config.get("method") != "ngram":  # which may find nothing to draft
+            assert ("acceptance length" in output) == bool(config)
 
 
 def test_generate_refuses_what_it_cannot_use(target_folder):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -173,6 +175,41 @@ def test_accumulation_equals_one_large_batch(tiny_model, tmp_path):
         gradients.append([record["loss"], record["grad_norm"], *(p.grad.clone() for p in trainer.parameters)])
     for a, b in zip(*gradients):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
+
+
+TWO = """
+import json, sys
+sys.path[:0] = {paths!r}
+from pathlib import Path
+import conftest, test_loop, torch
+torch.set_num_threads(1)
+trainer = test_loop.make_trainer(conftest.make_tiny_model, Path(sys.argv[1]), test_loop.make_recipe(steps=2, batch_size=int(sys.argv[2])))
+state = trainer.run()
+if trainer.accelerator.is_main_process:
+    print(json.dumps([[r[k] for k in ("loss", "grad_norm", "in_loop_acceptance_length", "terms")] for r in state.history]), flush=True)
+"""
+
+
+def test_two_processes_train_like_one(tmp_path):
+    """The same global batch gives the same loss, gradient norm and metrics whatever the number of processes."""
+    here = Path(__file__).resolve()
+    script = TWO.format(paths=[str(here.parent), str(here.parents[1]), str(here.parents[2])])
+    base = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {"OMP_NUM_THREADS": "1"}
+
+    def spawn(folder: Path, rows: int, extra: dict[str, str]) -> subprocess.Popen:
+        command = [sys.executable, "-c", script, str(folder), str(rows)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=base | extra)
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    pair = [spawn(tmp_path / "two", 2, world | {"RANK": r, "LOCAL_RANK": r}) for r in "01"]
+    printed = [process.communicate(timeout=240)[0] for process in pair]
+    alone = spawn(tmp_path / "one", 4, {}).communicate(timeout=240)[0]
+    assert all(process.returncode == 0 for process in pair)
+    two, one = json.loads(printed[0].splitlines()[-1]), json.loads(alone.splitlines()[-1])
+    torch.testing.assert_close(torch.tensor(two)[:, [0, 1, 3]], torch.tensor(one)[:, [0, 1, 3]], atol=1e-5, rtol=1e-4)
 
 
 def test_padding_and_prompts_carry_no_loss(tiny_model, tmp_path):

@@ -11,10 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from inference.expected import accept_probabilities
 from speculators.errors import ConfigError
 from train.closed_form import CLOSED_FORM
 from train.divergences import DIVERGENCES, ON_STATES, Mix, overlap
-from train.losses import accept_probabilities, chunked_objective, default_chunk_size, plain_objective
+from train.losses import chunked_objective, default_chunk_size, plain_objective
 from train.step_metrics import expected_acceptance_length_in_loop
 
 D, V, VD, N = 12, 40, 17, 23

@@ -1,0 +1,148 @@
+"""After training: the exported folder, loaded as an engine would load it, measured in the runtime and gated.
+
+Prompts come from the recipe's evaluation sources, as serving would send them; the report goes to the run's folder as
+`acceptance.json` and `report.html`, and its table to the terminal. The model in memory plays no part: what is measured
+is what is on disk. Knows recipes and folders; how things are measured is `inference.evaluate`'s.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer
+
+from inference.evaluate import EvaluationSettings, evaluate
+from inference.report import AcceptanceReport, Bound, save_report
+from inference.report_build import check_gates
+from inference.report_html import write_html
+from inference.report_table import print_report
+from speculators.errors import DataError
+from train.data import conversation_tokenizer
+from train.progress import Stages
+from train.recipe import Recipe
+from train.recipe_sections import split_gate
+from train.sources import load_sources
+
+EXPORT, REPORT, PAGE = "export", "acceptance.json", "report.html"  # below the run's folder
+
+
+def accept(
+    recipe: Recipe,
+    *,
+    stages: Stages | None = None,
+    history: Sequence[Mapping[str, Any]] = (),
+    settings: EvaluationSettings | None = None,
+) -> int:
+    """Evaluates `<output_dir>/export`, writes the report, prints the table; 0, or 1 if a gate of the recipe is missed.
+
+    `history`: the training loop's records, for the page's curves. `settings`: instead of those of the recipe.
+    """
+    stages = stages or Stages(1)
+    folder = Path(recipe.output_dir)
+    if not (recipe.evaluation.prompts or recipe.data.validation):
+        stages.say("acceptance: not measured, the recipe names neither evaluation.prompts nor data.validation")
+        return 0
+    with stages.stage("acceptance", 100) as advance:
+        report = measure(
+            recipe, settings or settings_of(recipe), lambda share, note: advance(round(100 * share, 1), note)
+        )
+    save_report(report, folder / REPORT)  # what was measured is kept even if a gate turns out to name nothing
+    report = report.model_copy(update={"gates": check_gates(report.summary, gate_bounds(recipe))})
+    save_report(report, folder / REPORT)
+    write_html(report, folder / PAGE, [_point(record) for record in history])
+    if stages.enabled:
+        print_report(report, stages.console)
+    missed = [gate.name for gate in report.gates if not gate.passed]
+    verdict = f"missed: {', '.join(missed)}" if missed else "all gates passed" if report.gates else "no gates"
+    stages.say(f"{verdict}; {folder / PAGE}, {folder / REPORT}")
+    return 0 if report.passed else 1
+
+
+def measure(recipe: Recipe, settings: EvaluationSettings, progress=None) -> AcceptanceReport:
+    """The report on the run's export, without gates."""
+    target, template = recipe.target, recipe.data.chat_template
+    provenance = {"recipe_name": recipe.name, "recipe_sha256": recipe.recipe_hash(), "target_name": target.model}
+    if template is not None:
+        provenance["chat_template"] = Path(template).read_text(encoding="utf-8")
+    return evaluate(
+        target.model,
+        Path(recipe.output_dir) / EXPORT,
+        workloads(recipe, settings),
+        settings,
+        provenance=provenance,
+        llm_options={"dtype": target.dtype, "revision": target.revision, "trust_remote_code": target.trust_remote_code},
+        progress=progress,
+    )
+
+
+def settings_of(recipe: Recipe) -> EvaluationSettings:
+    """The recipe's evaluation section; what it does not name keeps its default."""
+    e, usual = recipe.evaluation, EvaluationSettings()
+    return EvaluationSettings(
+        temperatures=tuple(e.temperatures),
+        top_p=e.top_p,
+        top_k=e.top_k,
+        num_speculative_tokens=e.num_speculative_tokens,
+        max_tokens=e.max_tokens,
+        prompts_per_workload=e.prompts_per_workload,
+        repeats=e.repeats,
+        batch_size=e.batch_size,
+        timed_prompts=max(usual.timed_prompts, e.batch_size),
+        transformers_repeats=usual.transformers_repeats if e.baseline_transformers else 0,
+        lossless_prompts=usual.lossless_prompts if e.lossless_check else 0,
+        seed=e.seed,
+    )
+
+
+def workloads(recipe: Recipe, settings: EvaluationSettings) -> dict[str, list[list[int]]]:
+    """Prompts as token ids by workload, a seeded choice of `prompts_per_workload`, in the order of the sources.
+
+    Prompts that leave no room for a response of `max_tokens` are passed over; DataError if a workload has no other.
+    """
+    target, seed = recipe.target, recipe.evaluation.seed
+    options = {"revision": target.revision, "trust_remote_code": target.trust_remote_code}
+    tokenizer = conversation_tokenizer(recipe.data, AutoTokenizer.from_pretrained(target.model, **options))
+    limit = getattr(
+        AutoConfig.from_pretrained(target.model, **options).get_text_config(), "max_position_embeddings", None
+    )
+    found: dict[str, list[list[int]]] = {}
+    for example in load_sources(recipe.evaluation.prompts or recipe.data.validation, seed=seed):
+        found.setdefault(example.workload, []).append(tokenizer.prompt_ids(example))
+    chosen = {}
+    for name, prompts in found.items():
+        fitting = [prompt for prompt in prompts if limit is None or len(prompt) + settings.max_tokens <= limit]
+        if not fitting:
+            raise DataError(
+                f"evaluation: every prompt of workload {name!r} is too long: the shortest of {len(prompts)} has "
+                f"{min(map(len, prompts))} tokens, and with max_tokens={settings.max_tokens} the target has room for "
+                f"{limit - settings.max_tokens}; lower evaluation.max_tokens, or leave the source out"
+            )
+        count = min(settings.prompts_per_workload, len(fitting))
+        places = random.Random(f"{seed}/{name}").sample(range(len(fitting)), count)
+        chosen[name] = [fitting[place] for place in sorted(places)]
+    return chosen
+
+
+def gate_bounds(recipe: Recipe) -> dict[str, Bound]:
+    """The recipe's gates by keys of the summary: one without a temperature holds at each that is measured."""
+    bounds = {}
+    for name, gate in recipe.gates.items():
+        temperature, figure = split_gate(name)
+        if temperature is not None:
+            names = [f"t{temperature:g}.{figure}"]
+        elif figure in ("lossless_mismatches", "expected_measured_gap"):  # over all temperatures already
+            names = [figure]
+        else:
+            names = [f"t{t:g}.{figure}" for t in recipe.evaluation.temperatures]
+        bounds |= {
+            key: Bound(min=gate.min, max=gate.max) for key in names if key not in bounds or temperature is not None
+        }
+    return bounds
+
+
+def _point(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of the loop under the page's names."""
+    return {**record, "alpha": record.get("acceptance_rate")}
