@@ -42,7 +42,7 @@ quickstart: $(VENV)/.installed  ## train a head for the embedded target, export 
 # One thread per worker: several threads per process on a busy machine wait for each other most of the time.
 test: $(VENV)/.installed  ## run the whole test suite
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 WANDB_MODE=offline \
-		$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+		$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(VENV)/.installed  ## ruff (lint and format) and mypy, changing nothing
 	$(BIN)/ruff check .

@@ -100,9 +100,7 @@ class Detokenizer:
         )
 
 
-def full_text(
-    tokenizer: Any, prompt_token_ids: Sequence[int], token_ids: Sequence[int], params: SamplingParams
-) -> str:
+def full_text(tokenizer: Any, prompt_token_ids: Sequence[int], token_ids: Sequence[int], params: SamplingParams) -> str:
     """The text of a finished response that needed no detokenizer on the way."""
     detokenizer = Detokenizer(tokenizer, prompt_token_ids, params)
     detokenizer._extend(token_ids)

@@ -35,8 +35,14 @@ class Engine:
     """
 
     def __init__(
-        self, target: FrozenTarget, *, max_model_len: int, max_num_seqs: int = 8, max_num_batched_tokens: int = 512,
-        proposer: Proposer | None = None, rule: str = "token",
+        self,
+        target: FrozenTarget,
+        *,
+        max_model_len: int,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 512,
+        proposer: Proposer | None = None,
+        rule: str = "token",
     ) -> None:
         if max_num_batched_tokens < 1:
             raise ConfigError(f"max_num_batched_tokens={max_num_batched_tokens}; expected at least 1")

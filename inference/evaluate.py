@@ -26,7 +26,7 @@ from inference.report_build import build_report
 from inference.report_cell import LosslessCheck
 from inference.report_provenance import report_provenance
 from inference.sampling_params import SamplingParams
-from inference.timing import IsolatedCosts, costs_of, interleaved, transformers_generate
+from inference.timing import IsolatedCosts, Run, costs_of, interleaved, transformers_generate
 from speculators.errors import ConfigError, DataError
 from speculators.export import load_drafter, read_drafter_config
 
@@ -67,8 +67,8 @@ class EvaluationSettings:
 
     def sampling(self, temperature: float, seeds: Sequence[int]) -> list[SamplingParams]:
         """One SamplingParams per seed."""
-        common = dict(temperature=temperature, top_p=self.top_p, top_k=self.top_k, max_tokens=self.max_tokens)
-        return [SamplingParams(seed=self.seed * 1_000_003 + seed, **common) for seed in seeds]
+        common = SamplingParams(temperature=temperature, top_p=self.top_p, top_k=self.top_k, max_tokens=self.max_tokens)
+        return [replace(common, seed=self.seed * 1_000_003 + seed) for seed in seeds]
 
 
 def evaluate(
@@ -246,24 +246,25 @@ class _Evaluation:
             self._advance(self._work(cell)[2] / s.repeats)
         cell.measured |= dict(**runs, phase_seconds=phases, costs=costs_of(times, s.batch_size, parts.context))
 
-    def _passes(self, cell: _Cell, repeat: int, phases: dict[str, float]) -> dict[str, Callable[[], int]]:
+    def _passes(self, cell: _Cell, repeat: int, phases: dict[str, float]) -> dict[str, Run]:
         """The passes of one repeat, by the names of CellMeasurement; `phases` gathers the engine's timers."""
         s, total = self.settings, len(cell.prompts)
         places = [(repeat * s.timed_prompts + i) % total for i in range(min(s.timed_prompts, total))]
         prompts = [cell.prompts[place] for place in places]
         params = s.sampling(cell.temperature, [2_000 + 100 * repeat + place for place in places])
 
-        def ours(speculate: bool) -> int:
+        def ours(speculate: bool) -> tuple[int, int, int]:
             self.llm.reset_metrics()
             outputs = self._generate(prompts, params, speculate, s.batch_size)
             if speculate:
                 for name, seconds in self.llm.engine.timers.items():
                     phases[name] = phases.get(name, 0.0) + seconds
-            return sum(len(_tokens(output)) for output in outputs)
+            rounds = [RequestRounds.of(output, s.num_speculative_tokens) for output in outputs]
+            return sum(r.output_tokens for r in rounds), sum(r.num_drafts for r in rounds), sum(r.accepted for r in rounds)
 
         passes = {"speculative": lambda: ours(True), "autoregressive": lambda: ours(False)}
         if repeat < s.transformers_repeats:
-            passes["transformers_generate"] = lambda: self._transformers(prompts, params[0], s.seed + repeat)
+            passes["transformers_generate"] = lambda: (self._transformers(prompts, params[0], s.seed + repeat), 0, 0)
         return passes
 
     def _transformers(self, prompts: Prompts, params: SamplingParams, seed: int) -> int:

@@ -1,6 +1,7 @@
 """LLM: the front door, in vLLM's shape. Text in, text out, and what drafting gained.
 
-    llm = LLM("path/to/target", speculative_config={"method": "eagle3", "model": "path/to/head", "num_speculative_tokens": 4})
+    drafting = {"method": "eagle3", "model": "path/to/head", "num_speculative_tokens": 4}
+    llm = LLM("path/to/target", speculative_config=drafting)
     for output in llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=64)):
         print(output.outputs[0].text)
 
@@ -81,16 +82,30 @@ class LLM:
         max_model_len = model_limit(target, max_model_len)
         proposer = make_proposer(config, target, drafter, max_num_seqs, max_model_len)
         engine = Engine(
-            target, max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-            proposer=proposer, rule=config.rejection_sample_method,
+            target,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            proposer=proposer,
+            rule=config.rejection_sample_method,
         )
         self._set_up(engine, tokenizer, seed)
 
     @classmethod
     def _assemble(
-        cls, model: FrozenTarget | PreTrainedModel, *, tokenizer: Any = None, proposer: Proposer | None = None,
-        drafter: Any = None, num_speculative_tokens: int = 4, draft_sample_method: str = "probabilistic", seed: int = 0,
-        max_num_seqs: int = 8, max_model_len: int | None = None, max_num_batched_tokens: int = 512, rule: str = "token",
+        cls,
+        model: FrozenTarget | PreTrainedModel,
+        *,
+        tokenizer: Any = None,
+        proposer: Proposer | None = None,
+        drafter: Any = None,
+        num_speculative_tokens: int = 4,
+        draft_sample_method: str = "probabilistic",
+        seed: int = 0,
+        max_num_seqs: int = 8,
+        max_model_len: int | None = None,
+        max_num_batched_tokens: int = 512,
+        rule: str = "token",
     ) -> LLM:
         """From parts made elsewhere: a proposer, or a drafter in memory (attached to the target here). For tests and
         measurements during training; what is reported is always measured on an export."""
@@ -99,13 +114,22 @@ class LLM:
         max_model_len = model_limit(target, max_model_len)
         if drafter is not None:
             proposer = HeadProposer(
-                drafter.attach(target), target.vocab_size, num_speculative_tokens, max_num_seqs, max_model_len,
-                probabilistic=draft_sample_method == "probabilistic", device=target.device,
+                drafter.attach(target),
+                target.vocab_size,
+                num_speculative_tokens,
+                max_num_seqs,
+                max_model_len,
+                probabilistic=draft_sample_method == "probabilistic",
+                device=target.device,
             )
         llm = cls.__new__(cls)
         engine = Engine(
-            target, max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-            proposer=proposer, rule=rule,
+            target,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            proposer=proposer,
+            rule=rule,
         )
         llm._set_up(engine, tokenizer, seed)
         return llm
@@ -128,9 +152,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Responses to prompts, in their order.
 
-        A prompt is a string, {"prompt": str} or {"prompt_token_ids": [int]}; one or a list. `sampling_params`: one for
-        all or one per prompt. `speculate=False` runs these prompts in the same engine with drafting off. Every prompt is
-        checked before any is run: ConfigError names each one that cannot be.
+        A prompt is a string, {"prompt": str} or {"prompt_token_ids": [int]}; one or a list. `sampling_params`: one
+        for all or one per prompt. `speculate=False` runs these prompts in the same engine with drafting off. Every
+        prompt is checked before any is run: ConfigError names each one that cannot be.
         """
         return self._run(read_prompts(prompts, self._tokenizer), sampling_params, use_tqdm, speculate)
 
@@ -146,7 +170,7 @@ class LLM:
         tools: list[Any] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Responses to one conversation (a list of {"role", "content"}) or a list of them, through the chat template."""
+        """Responses to one conversation, a list of {"role", "content"}, or a list of them, by the chat template."""
         options = dict(add_generation_prompt=add_generation_prompt, chat_template=chat_template, tools=tools)
         prompts = chat_prompts(messages, self._tokenizer, {**options, **(chat_template_kwargs or {})})
         return self._run(prompts, sampling_params, use_tqdm, speculate)
@@ -154,7 +178,7 @@ class LLM:
     def stream(
         self, prompt: Any, sampling_params: SamplingParams | None = None, *, speculate: bool = True
     ) -> Iterator[RequestOutput]:
-        """One prompt's response as it is written: each output holds the text and tokens that are new since the last one.
+        """One prompt's response as it is written: each output holds what is new since the last one.
 
         Text that may still turn out to be a stop string is held back. The request starts with the first output asked
         for; closing the iterator aborts it.
@@ -244,8 +268,14 @@ class LLM:
         if self._tokenizer is not None and (streaming or params.stop):
             detokenizer = Detokenizer(self._tokenizer, prompt.token_ids, params)
         return Request(
-            request_id, index, prompt.token_ids, params, generator=generator, eos_token_ids=self._eos_token_ids,
-            max_model_len=self.engine.max_model_len, detokenizer=detokenizer,
+            request_id,
+            index,
+            prompt.token_ids,
+            params,
+            generator=generator,
+            eos_token_ids=self._eos_token_ids,
+            max_model_len=self.engine.max_model_len,
+            detokenizer=detokenizer,
         )
 
     def _check(self, prompts: list[Prompt], params: list[SamplingParams]) -> None:
@@ -261,7 +291,7 @@ class LLM:
                     "response; shorten it or raise max_model_len"
                 )
             elif not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < vocab_size:
-                faults.append(f"prompt {i} has token ids outside 0..{vocab_size - 1}; is the tokenizer the model's own?")
+                faults.append(f"prompt {i} has token ids outside 0..{vocab_size - 1}; is the tokenizer the model's?")
             if max(each.stop_token_ids, default=0) >= vocab_size:
                 faults.append(f"prompt {i}: stop_token_ids {list(each.stop_token_ids)} go beyond 0..{vocab_size - 1}")
             if each.stop and self._tokenizer is None:
@@ -297,7 +327,8 @@ def _params_per_prompt(given: Any, count: int) -> list[SamplingParams]:
         raise ConfigError(f"{len(params)} sampling params for {count} prompts; give one for all, or one for each")
     wrong = [i for i, each in enumerate(params) if not isinstance(each, SamplingParams)]
     if wrong:
-        raise ConfigError(f"sampling_params[{wrong[0]}] is a {type(params[wrong[0]]).__name__}; expected SamplingParams")
+        kind = type(params[wrong[0]]).__name__
+        raise ConfigError(f"sampling_params[{wrong[0]}] is a {kind}; expected SamplingParams")
     return params
 
 

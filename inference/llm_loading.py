@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from speculators.drafter import Drafter
 
 
-def load_target(model: str | FrozenTarget | PreTrainedModel, tap_layers: Sequence[int] = (), **options: Any) -> FrozenTarget:
+def load_target(
+    model: str | FrozenTarget | PreTrainedModel, tap_layers: Sequence[int] = (), **options: Any
+) -> FrozenTarget:
     """The target with these taps. One that is loaded already is shared, not copied."""
     if isinstance(model, FrozenTarget):
         return model if model.tap_layers == tuple(sorted(tap_layers)) else FrozenTarget(model.model, tap_layers)
@@ -37,7 +39,8 @@ def load_drafter_for(target: FrozenTarget, config: SpeculativeConfig) -> tuple[F
     head = read_drafter_config(config.model, target.num_layers)
     if head.family != config.method:
         raise ConfigError(
-            f"speculative_config: method is {config.method!r}, but {config.model} holds a drafter of family {head.family!r}"
+            f"speculative_config: method is {config.method!r}, but {config.model} holds a drafter of "
+            f"family {head.family!r}"
         )
     target = load_target(target, head.tap_layers)
     return target, load_drafter(config.model, target)
@@ -94,7 +97,7 @@ def model_limit(target: FrozenTarget, asked: int | None) -> int:
     """max_model_len: what is asked, within the positions the model was made for."""
     own = getattr(target.config, "max_position_embeddings", None)
     if asked is None and own is None:
-        raise ConfigError(f"target {target.name_or_path}: its config has no max_position_embeddings; pass max_model_len")
+        raise ConfigError(f"target {target.name_or_path}: no max_position_embeddings in its config; pass max_model_len")
     if asked is not None and (asked < 2 or (own is not None and asked > own)):
         raise ConfigError(f"max_model_len={asked}; expected 2 to {own or 'more'}, the model's max_position_embeddings")
     return asked or own

@@ -48,10 +48,12 @@ class RequestRounds:
 
 @dataclass(frozen=True)
 class TimedRun:
-    """One pass over the cell's prompts: output tokens and wall seconds."""
+    """One pass over the cell's prompts: output tokens, wall seconds, and the drafting rounds it took (0: none)."""
 
     tokens: int
     seconds: float
+    num_drafts: int = 0
+    num_accepted: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,12 @@ def pool(group: Sequence[CellMeasurement]) -> CellMeasurement:
 def _pool_runs(runs: Sequence[Sequence[TimedRun]]) -> list[TimedRun]:
     repeats = min(len(each) for each in runs)
     return [
-        TimedRun(sum(each[i].tokens for each in runs), sum(each[i].seconds for each in runs))
+        TimedRun(
+            sum(each[i].tokens for each in runs),
+            sum(each[i].seconds for each in runs),
+            sum(each[i].num_drafts for each in runs),
+            sum(each[i].num_accepted for each in runs),
+        )
         for i in range(repeats)
     ]
 

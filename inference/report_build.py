@@ -90,7 +90,7 @@ def build_cell(measured: CellMeasurement, width: int) -> Cell:
         speedup_vs_autoregressive=speedup,
         speedup_vs_transformers=_paired_ratio(measured.speculative, measured.transformers_generate),
         time_shares=_time_shares(measured, where),
-        cost_model=_cost_model(measured.costs, tau, speedup),
+        cost_model=_cost_model(measured.costs, tau, speedup, measured.speculative),
         expected=_expected(measured),
         lossless=list(measured.lossless),
     )
@@ -238,9 +238,16 @@ def _time_shares(measured: CellMeasurement, where: str) -> TimeShares | None:
     return TimeShares(**shares, other=max(0.0, 1.0 - sum(shares.values())))
 
 
-def _cost_model(costs: Costs | None, tau: float, speedup: Spread | None) -> CostModel | None:
+def _cost_model(
+    costs: Costs | None, tau: float, speedup: Spread | None, timed: Sequence[TimedRun]
+) -> CostModel | None:
+    """The limit at the acceptance length of the timed runs themselves (`tau`, of all requests, where nothing was timed):
+    a speedup is only comparable with the limit of the very rounds it was measured on."""
     if costs is None:
         return None
+    rounds = sum(run.num_drafts for run in timed)
+    if rounds:
+        tau = acceptance_length(sum(run.num_accepted for run in timed), rounds)
     limit = speedup_limit(
         tau, step_cost=costs.target_step_ms, verify_cost=costs.verify_ms, draft_cost=costs.draft_ms
     )

@@ -104,7 +104,7 @@ class CostModel(Record):
     context_length: int | None = Field(
         default=None, description="Tokens already in the cache of each timed row."
     )
-    limit_speedup: float = Field(description="acceptance_length · V(1) / (V(K+1) + D(K)).")
+    limit_speedup: float = Field(description="τ · V(1) / (V(K+1) + D(K)), τ of the timed runs.")
     efficiency: float | None = Field(
         default=None,
         description="Measured `speedup_vs_autoregressive.median` ÷ `limit_speedup`: what sampling, "

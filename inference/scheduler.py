@@ -30,7 +30,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def admit(self) -> list[Request]:
-        """Gives free rows to waiting requests, the new rows ordered by falling prompt length; returns those requests."""
+        """Gives free rows to waiting requests, the longest prompt first; returns those requests."""
         free = min(self.max_num_seqs - len(self.running), len(self.waiting))
         admitted = [self.waiting.popleft() for _ in range(free)]
         admitted.sort(key=lambda request: -request.num_prompt_tokens)

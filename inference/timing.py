@@ -22,7 +22,7 @@ from speculators.drafter import Drafter
 from speculators.target import FrozenTarget
 from speculators.vocab import to_target_ids
 
-Run = Callable[[], int]  # does one pass and returns the output tokens it wrote
+Run = Callable[[], tuple[int, int, int]]  # does one pass: output tokens, drafting rounds, accepted drafts
 
 
 def interleaved(passes: Mapping[str, Run], turn: int, device: torch.device) -> dict[str, TimedRun]:
@@ -32,9 +32,9 @@ def interleaved(passes: Mapping[str, Run], turn: int, device: torch.device) -> d
     for name in names:
         _synchronize(device)
         started = perf_counter()
-        tokens = passes[name]()
+        tokens, num_drafts, num_accepted = passes[name]()
         _synchronize(device)
-        timed[name] = TimedRun(tokens, perf_counter() - started)
+        timed[name] = TimedRun(tokens, perf_counter() - started, num_drafts, num_accepted)
     return timed
 
 
@@ -77,26 +77,21 @@ class IsolatedCosts:
     """V(1), V(K+1) and D(K) at one context: the forwards of a round alone, without sampling or bookkeeping.
 
     token_ids: text whose features fill the caches; `rows` copies of it run at once. `kept`: slots a round appends to
-    the head before it drafts (accepted drafts and the bonus token). A drafter of None costs nothing here.
+    the head before it drafts (accepted drafts and the bonus token).
     """
 
     def __init__(
         self,
         target: FrozenTarget,
-        drafter: Drafter | None,
+        drafter: Drafter,
         token_ids: Sequence[int],
         k: int,
         *,
         rows: int = 1,
         kept: int = 1,
     ) -> None:
-        self.target, self.drafter, self.k, self.rows, self.kept = (
-            target,
-            drafter,
-            k,
-            rows,
-            min(kept, len(token_ids) - 1),
-        )
+        self.target, self.drafter, self.k, self.rows = target, drafter, k, rows
+        self.kept = min(kept, len(token_ids) - 1)
         self.context = len(token_ids)
         self.cache = RaggedCache(rows, self.context + k + 1, device=target.device)
         ids = torch.tensor([list(token_ids)] * rows, device=target.device)  # [rows, context]
@@ -105,15 +100,14 @@ class IsolatedCosts:
             taps, last_hidden = self._forward(ids)
             for row in range(rows):
                 self.cache.advance(row, self.context)
-            if drafter is not None:
-                self._fill_head(ids, taps, last_hidden)
+            self._fill_head(ids, taps, last_hidden)
 
     def measure(self, trials: int) -> dict[str, list[float]]:
         """Milliseconds of `trials` trials of each part, taken in turn: target_step_ms, verify_ms, draft_ms."""
         parts: dict[str, Callable[[], Any]] = {
             "target_step_ms": lambda: self.target.logits(self._forward(self.next_ids[:, :1])[1]),
             "verify_ms": lambda: self.target.logits(self._forward(self.next_ids)[1]),
-            "draft_ms": self._draft if self.drafter is not None else lambda: None,
+            "draft_ms": self._draft,
         }
         times: dict[str, list[float]] = {name: [] for name in parts}
         with torch.inference_mode():
@@ -138,14 +132,13 @@ class IsolatedCosts:
         drafter, kept, rows = self.drafter, self.kept, self.rows
         self.head_cache = RaggedCache(rows, self.context + 2 * self.k + 1, device=self.target.device)
         next_ids = torch.cat([ids[:, 1:], ids[:, :1]], dim=1)  # slot p holds token p + 1
-        taps, last_hidden = (taps if drafter.reads_taps else None), (last_hidden if drafter.reads_last_hidden else None)
         before, after = slice(None, self.context - kept), slice(self.context - kept, None)
 
-        def part(of: Tensor | None, which: slice) -> Tensor | None:
-            return None if of is None else of[:, which]
+        def part(which: slice) -> tuple[Tensor, Tensor | None, Tensor | None]:
+            read = taps[:, which] if taps is not None and drafter.reads_taps else None
+            return next_ids[:, which], read, last_hidden[:, which] if drafter.reads_last_hidden else None
 
-        self.appended = (next_ids[:, after], part(taps, after), part(last_hidden, after))
-        filled = (next_ids[:, before], part(taps, before), part(last_hidden, before))
+        self.appended, filled = part(after), part(before)
         drafter.draft(self.head_cache, 0, rows, *filled, [self.context - kept] * rows, 0, self._best)
 
     def _draft(self) -> None:

@@ -110,7 +110,7 @@ class Drafter(nn.Module):
 
     # -------------------------------------------------------------- the contract
 
-    def unroll(self, features: TargetFeatures) -> Iterator[DraftStep]:
+    def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
         """Training: every depth's states, teacher-forced tokens, own states fed back where the family does so."""
         raise NotImplementedError
 

@@ -1,6 +1,6 @@
 """Imports only go down, and no file of train/ hides a library: read from the source, nothing is imported.
 
-    train -> inference -> speculators
+train -> inference -> speculators
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ FLOORS = {  # floor -> the floors it may import
     "train": {"train", "inference", "speculators"},
 }
 FILES = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
-LIBRARIES = {  # what files in train/ could be called by mistake; `accelerate launch` puts train/ first on sys.path
-    "accelerate", "datasets", "evaluate", "huggingface_hub", "jinja2", "matplotlib", "numpy", "pandas", "peft", "psutil",
-    "pyarrow", "pydantic", "rich", "safetensors", "scipy", "tensorboard", "tokenizers", "torch", "tqdm", "transformers",
-    "triton", "typer", "vllm", "wandb", "yaml",
+# What files in train/ could be called by mistake; `accelerate launch` puts train/ first on sys.path.
+LIBRARIES = {
+    "accelerate", "datasets", "evaluate", "huggingface_hub", "jinja2", "matplotlib", "numpy", "pandas", "peft",
+    "psutil", "pyarrow", "pydantic", "rich", "safetensors", "scipy", "tensorboard", "tokenizers", "torch", "tqdm",
+    "transformers", "triton", "typer", "vllm", "wandb", "yaml",
 }  # fmt: skip
 
 
@@ -52,7 +53,9 @@ def test_imports_only_go_down(path):
 
 
 def test_no_file_of_train_hides_a_library():
-    names = {path.stem for path in (ROOT / "train").glob("*.py")} | {p.name for p in (ROOT / "train").iterdir() if p.is_dir()}
+    names = {path.stem for path in (ROOT / "train").glob("*.py")} | {
+        p.name for p in (ROOT / "train").iterdir() if p.is_dir()
+    }
     installed = {name for name in packages_distributions() if name not in FLOORS}
     hidden = sorted(names & (set(sys.stdlib_module_names) | LIBRARIES | installed) - {"__init__", "__pycache__"})
     assert not hidden, f"`accelerate launch train/...` would import {hidden} from train/ instead of the library"
@@ -63,7 +66,11 @@ def test_no_absolute_paths(path):
     """A string that begins like somebody's folder works on one machine only."""
     folders = ("/home/", "/root/", "/Users/", "/mnt/", "/work/", "/data/", "/tmp/", "/opt/", "C:\\")
     strings = (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Constant))
-    wrong = [f"line {n.lineno}: {n.value[:40]!r}" for n in strings if isinstance(n.value, str) and n.value.startswith(folders)]
+    wrong = [
+        f"line {n.lineno}: {n.value[:40]!r}"
+        for n in strings
+        if isinstance(n.value, str) and n.value.startswith(folders)
+    ]
     assert not wrong, f"{path.relative_to(ROOT)}: {'; '.join(wrong)}"
 
 

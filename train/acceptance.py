@@ -114,7 +114,7 @@ def workloads(recipe: Recipe, settings: EvaluationSettings) -> dict[str, list[li
     chosen = {}
     for name, prompts in found.items():
         fitting = [prompt for prompt in prompts if limit is None or len(prompt) + settings.max_tokens <= limit]
-        if not fitting:
+        if limit is not None and not fitting:
             raise DataError(
                 f"evaluation: every prompt of workload {name!r} is too long: the shortest of {len(prompts)} has "
                 f"{min(map(len, prompts))} tokens, and with max_tokens={settings.max_tokens} the target has room for "
@@ -128,7 +128,7 @@ def workloads(recipe: Recipe, settings: EvaluationSettings) -> dict[str, list[li
 
 def gate_bounds(recipe: Recipe) -> dict[str, Bound]:
     """The recipe's gates by keys of the summary: one without a temperature holds at each that is measured."""
-    bounds = {}
+    bounds: dict[str, Bound] = {}
     for name, gate in recipe.gates.items():
         temperature, figure = split_gate(name)
         if temperature is not None:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 class Commands(TyperGroup):
     """The group of commands; turns the project's errors into a paragraph."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except DraftsmithError as error:
@@ -78,7 +77,7 @@ def train(
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would happen, and stop.")] = False,
 ) -> None:
-    """Run a recipe: regenerate, train, export, measure, gate. Run again, it continues. Exit code 1: a gate is missed."""
+    """Run a recipe: regenerate, train, export, measure, gate; again, it continues. Exit code 1: a gate is missed."""
     from train.run import run
 
     with _resumable():
@@ -156,6 +155,40 @@ def inspect(
 
 
 @app.command()
+def evaluate(
+    recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="Evaluate the export of this run.")] = None,
+    overrides: Overrides = None,
+    model: Annotated[str, typer.Option(help="Instead of a recipe: the target, a folder or repository id.")] = "",
+    drafter: Annotated[str, typer.Option(help="Instead of a recipe: the exported head.")] = "",
+    prompts: Annotated[str, typer.Option(metavar="FILE", help="JSONL of prompts; default: the built-in ones.")] = "",
+    num_speculative_tokens: Annotated[int, typer.Option("-k", "--num-speculative-tokens", min=1, help="Drafts.")] = 4,
+    temperature: Annotated[list[float] | None, typer.Option(help="May be repeated; default: 0 and 1.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Longest response.")] = 128,
+    prompts_per_workload: Annotated[int, typer.Option(min=1, help="Prompts of each workload.")] = 16,
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("runs/evaluation"),
+) -> None:
+    """The acceptance report: of a recipe's run (exit code 1: a gate is missed), or of --drafter for --model."""
+    from train.evaluation import evaluate_folders, evaluate_run
+    from train.recipe import load_recipe
+
+    if recipe is not None and not (model or drafter or prompts):
+        raise typer.Exit(evaluate_run(load_recipe(recipe, overrides or ())))
+    if recipe is not None or not (model and drafter):
+        raise ConfigError("evaluate: give a recipe, or --model and --drafter without one")
+    page = evaluate_folders(
+        model,
+        drafter,
+        prompts or None,
+        out,
+        temperature or [0.0, 1.0],
+        num_speculative_tokens=num_speculative_tokens,
+        max_tokens=max_tokens,
+        prompts_per_workload=prompts_per_workload,
+    )
+    Console().print(str(page), highlight=False)
+
+
+@app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to ask.")],
     model: Annotated[str, typer.Option(help="Target: folder or repository id.")],
@@ -179,7 +212,9 @@ def generate(
 
     disable_progress_bar()  # what is streamed is the answer
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens)
-    llm = LLM(model, dtype=dtype, speculative_config=_json_option("--speculative-config", speculative_config), max_num_seqs=1)
+    llm = LLM(
+        model, dtype=dtype, speculative_config=_json_option("--speculative-config", speculative_config), max_num_seqs=1
+    )
     asked: str | dict[str, Any] = prompt
     if not raw and getattr(llm.get_tokenizer(), "chat_template", None):
         messages = [{"role": "system", "content": system}] if system else []
@@ -223,7 +258,7 @@ def _json_option(name: str, text: str) -> dict[str, Any] | None:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{name}: not JSON: {error}; write {{\"method\": \"ngram\", ...}} in single quotes") from None
+        raise ConfigError(f'{name}: not JSON: {error}; write {{"method": "ngram", ...}} in single quotes') from None
     if not isinstance(value, dict):
         raise ConfigError(f"{name}: expected a JSON object of options, got {text}")
     return value
@@ -287,7 +322,7 @@ def _print_masks(example: Example, tokenizer: ConversationTokenizer, *, regenera
         text = Text()
         for part in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(mask)) + 1):
             words = tokenizer.tokenizer.decode(ids[part], skip_special_tokens=False)
-            text.append(words, style="green" if mask[part[0]] else "dim")
+            text.append(str(words), style="green" if mask[part[0]] else "dim")
         console.print(text)
         console.print(f"{int(mask.sum())} of {len(ids)} tokens are supervised (green)", style="dim", highlight=False)
 

@@ -78,14 +78,18 @@ def describe(recipe: Recipe, console: Console | None = None) -> None:
     """Print what a run of this recipe would do."""
     plan, console = estimate(recipe), console or Console()
     for title, rows in _sections(plan):
-        table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False)
+        table = Table(
+            title=title, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False
+        )
         table.add_column(style="dim", no_wrap=True)
         table.add_column()
         for name, value in rows:
             table.add_row(name, escape(value))
         console.print(table)
         console.print()
-    shapes = Table("tensor", "shape", title="Trained tensors", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    shapes = Table(
+        "tensor", "shape", title="Trained tensors", title_justify="left", title_style="bold", box=SIMPLE_HEAD
+    )
     for name, shape in plan.shapes.items():
         shapes.add_row(name, " x ".join(map(str, shape)))
     console.print(shapes)
@@ -93,7 +97,7 @@ def describe(recipe: Recipe, console: Console | None = None) -> None:
 
 
 def estimate(recipe: Recipe) -> DryRun:
-    """All figures. Reads the target's config and tokenizer and a sample of local data; nothing is downloaded for data."""
+    """All figures. Reads the target's config and tokenizer and a sample of local data; hub datasets are not touched."""
     from train.run import drafter_config
 
     target = sketch_target(recipe.target)
@@ -122,7 +126,9 @@ def _counter(recipe: Recipe) -> Callable[[Source], TokenCount]:
     except CheckpointError:
         known = False
     if not known:
-        return lambda source: TokenCount(source.label, note="not counted: the target's tokenizer is not on this machine")
+        return lambda source: TokenCount(
+            source.label, note="not counted: the target's tokenizer is not on this machine"
+        )
     conversations = conversation_tokenizer(recipe.data, tokenizer)
 
     def tokenise(example: Example) -> list[TokenRow]:
@@ -148,8 +154,10 @@ def _counter(recipe: Recipe) -> Callable[[Source], TokenCount]:
         found = [row for example in sample for row in tokenise(example)]
         _, statistics = fit_rows(found, recipe.data.max_length)
         scale = source.weight * len(examples) / max(len(sample), 1)
-        sizes = [round(scale * n) for n in (statistics.rows, statistics.tokens, statistics.supervised)]
-        return TokenCount(source.label, round(source.weight * len(examples)), *sizes)
+        rows, tokens, supervised = (
+            round(scale * n) for n in (statistics.rows, statistics.tokens, statistics.supervised)
+        )
+        return TokenCount(source.label, round(source.weight * len(examples)), rows, tokens, supervised)
 
     return count
 
@@ -176,8 +184,12 @@ def _memory(plan: DryRun) -> dict[str, int]:
     width = 2 if recipe.training.mixed_precision == "bf16" else 4
     H, inner = config.hidden_size, config.intermediate_size
     heads, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    per_token = config.num_layers * (width * (10 * H + 2 * heads + 2 * kv + 3 * inner) + 4 * 4 * H)  # norms run in float32
-    scores = 0 if T > RECOMPUTE_FROM else config.num_attention_heads * T * (4 + width)  # per token; longer rows recompute
+    per_token = config.num_layers * (
+        width * (10 * H + 2 * heads + 2 * kv + 3 * inner) + 4 * 4 * H
+    )  # norms run in float32
+    scores = (
+        0 if T > RECOMPUTE_FROM else config.num_attention_heads * T * (4 + width)
+    )  # per token; longer rows recompute
     chunk = recipe.training.loss_chunk_size or default_chunk_size(target.vocab_size, torch.device("cpu"))
     return {
         "target's weights": target.num_parameters * target.dtype.itemsize,
@@ -228,11 +240,18 @@ def _sections(plan: DryRun) -> list[tuple[str, Rows]]:
 
 def _model_rows(plan: DryRun) -> Rows:
     t, d, recipe = plan.target, plan.drafter, plan.recipe
-    switches = [s for s in ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual", "qk_norm") if getattr(d, s)]
-    head = f"{d.num_layers} x {d.hidden_size}, MLP {d.intermediate_size}, {d.num_attention_heads} heads of {d.head_dim} "
+    switches = [
+        s for s in ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual", "qk_norm") if getattr(d, s)
+    ]
+    head = (
+        f"{d.num_layers} x {d.hidden_size}, MLP {d.intermediate_size}, {d.num_attention_heads} heads of {d.head_dim} "
+    )
     vocabulary = f"{d.draft_vocab_size:,} of the target's {d.vocab_size:,} tokens"
     return [
-        ("target", f"{t.name_or_path}: {t.config.model_type}, {t.num_layers} x {t.hidden_size}, vocabulary {t.vocab_size:,}"),
+        (
+            "target",
+            f"{t.name_or_path}: {t.config.model_type}, {t.num_layers} x {t.hidden_size}, vocabulary {t.vocab_size:,}",
+        ),
         ("", f"{_count(t.num_parameters)} parameters, frozen, {str(t.dtype).removeprefix('torch.')}"),
         ("tap layers", f"{list(d.tap_layers)} of 0..{t.num_layers} (0: embedding output, i: output of layer i-1)"),
         ("drafter", head + f"({d.num_key_value_heads} key/value)" + (f"; {', '.join(switches)}" if switches else "")),
@@ -251,31 +270,45 @@ def _data_rows(plan: DryRun) -> Rows:
     at = ", ".join(f"{entry.share:.0%} at temperature {entry.temperature:g}" for entry in r.temperatures)
     rewritten = f"{at}; at most {r.max_new_tokens} tokens, counted above as long as those of the data"
     rows.append(("responses", f"by the target: {rewritten}" if r.enabled else "as in the data"))
-    rows.append(("rows", f"{recipe.data.max_length} tokens, {'packed' if recipe.data.packing else 'one document each'}"))
+    rows.append(
+        ("rows", f"{recipe.data.max_length} tokens, {'packed' if recipe.data.packing else 'one document each'}")
+    )
     return rows
 
 
 def _source_text(source: TokenCount) -> str:
     if source.examples is None:
         return f"{source.label}: {source.note}"
-    counted = f"{source.examples:,} examples, about {_count(source.tokens)} tokens, {_count(source.supervised)} supervised"
+    counted = (
+        f"{source.examples:,} examples, about {_count(source.tokens)} tokens, {_count(source.supervised)} supervised"
+    )
     return f"{source.label}: {counted}"
 
 
 def _training_rows(plan: DryRun) -> Rows:
     t, d = plan.recipe.training, plan.recipe.drafter
     per_step = t.batch_size * t.gradient_accumulation_steps * plan.recipe.data.max_length
-    passes = f", about {plan.steps * per_step / plan.tokens:.2g} passes over the data" if plan.steps and plan.tokens else ""
-    budget = f"{plan.steps:,} steps{passes}" if plan.steps else "until the budget of epochs is spent" if t.epochs else ""
+    passes = (
+        f", about {plan.steps * per_step / plan.tokens:.2g} passes over the data" if plan.steps and plan.tokens else ""
+    )
+    budget = (
+        f"{plan.steps:,} steps{passes}" if plan.steps else "until the budget of epochs is spent" if t.epochs else ""
+    )
     limit = f"at most {t.max_minutes:g} minutes" if t.max_minutes else ""
     decay = [d.step_decay**k for k in range(d.unroll_steps)]
     weights = ", ".join(f"{w / sum(decay):.2f}" for w in decay)
     return [
         ("budget", "; ".join(part for part in (budget, limit) if part)),
-        ("a step", f"{per_step:,} tokens per process ({t.batch_size} rows x {t.gradient_accumulation_steps} micro-steps)"),
+        (
+            "a step",
+            f"{per_step:,} tokens per process ({t.batch_size} rows x {t.gradient_accumulation_steps} micro-steps)",
+        ),
         ("depths", f"{d.unroll_steps}, weighted {weights}"),
         ("loss", ", ".join(f"{weight} x {name}" for name, weight in plan.recipe.loss.items())),
-        ("learning rate", f"{t.learning_rate:g}, {t.lr_schedule} after {t.warmup_ratio:.0%} warm-up, clip {t.max_grad_norm:g}"),
+        (
+            "learning rate",
+            f"{t.learning_rate:g}, {t.lr_schedule} after {t.warmup_ratio:.0%} warm-up, clip {t.max_grad_norm:g}",
+        ),
         ("precision", "bf16 autocast, float32 weights" if t.mixed_precision == "bf16" else "float32"),
     ]
 

@@ -29,7 +29,7 @@ class TargetSketch:
 
 
 def sketch_target(section: TargetSection) -> TargetSketch:
-    """Reads config.json (of a folder, the local cache or the hub) and builds the model without memory for weights."""
+    """Reads config.json (of a folder, the local cache or the hub); builds the model without memory for weights."""
     try:
         whole = AutoConfig.from_pretrained(
             section.model, revision=section.revision, trust_remote_code=section.trust_remote_code
@@ -37,8 +37,8 @@ def sketch_target(section: TargetSection) -> TargetSketch:
     except (OSError, ValueError, KeyError) as error:
         first = str(error).strip().partition("\n")[0]
         raise CheckpointError(
-            f"target.model: {section.model} has no config.json that transformers can read ({first}); give a folder that "
-            "holds a causal language model, or a repository id"
+            f"target.model: {section.model} has no config.json that transformers can read ({first}); give a folder "
+            "that holds a causal language model, or a repository id"
         ) from error
     config = whole.get_text_config()
     try:

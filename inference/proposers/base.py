@@ -30,7 +30,12 @@ class Proposer:
         raise NotImplementedError
 
     def prefill(
-        self, first_row: int, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
+        self,
+        first_row: int,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        taps: Tensor | None,
+        last_hidden: Tensor,
     ) -> None:
         """Features of the next counts[i] prompt positions of row first_row + i; what lies beyond is padding."""
 

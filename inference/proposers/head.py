@@ -30,8 +30,15 @@ class HeadProposer(Proposer):
     reads_features = True
 
     def __init__(
-        self, drafter: Drafter, vocab_size: int, num_speculative_tokens: int, max_rows: int, max_model_len: int,
-        *, probabilistic: bool = True, device: torch.device | str = "cpu",
+        self,
+        drafter: Drafter,
+        vocab_size: int,
+        num_speculative_tokens: int,
+        max_rows: int,
+        max_model_len: int,
+        *,
+        probabilistic: bool = True,
+        device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(num_speculative_tokens)
         self._drafter, self._vocab_size, self._probabilistic = drafter, vocab_size, probabilistic
@@ -46,7 +53,12 @@ class HeadProposer(Proposer):
     # ------------------------------------------------------------------ features in
 
     def prefill(
-        self, first_row: int, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
+        self,
+        first_row: int,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        taps: Tensor | None,
+        last_hidden: Tensor,
     ) -> None:
         known = []
         for i, (request, count) in enumerate(zip(requests, counts, strict=True)):
@@ -57,10 +69,8 @@ class HeadProposer(Proposer):
                 self._hold(row, row + 1, *(_slots(each, i, known[i]) for each in (taps, last_hidden)))
                 self._waiting[row] = 1
         if any(known):
-            width = max(known)
-            self._draft(
-                first_row, requests, known, *(None if f is None else f[:, :width] for f in self._read(taps, last_hidden))
-            )
+            features = [None if f is None else f[:, : max(known)] for f in self._read(taps, last_hidden)]
+            self._draft(first_row, requests, known, *features)
 
     def observe(
         self, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
@@ -106,8 +116,14 @@ class HeadProposer(Proposer):
         return Proposal(token_ids, counts, q)
 
     def _draft(
-        self, first_row: int, requests: Sequence[Request], counts: list[int], taps: Tensor | None,
-        last_hidden: Tensor | None, depth: int = 0, sample: Callable[[Tensor], Tensor] | None = None,
+        self,
+        first_row: int,
+        requests: Sequence[Request],
+        counts: list[int],
+        taps: Tensor | None,
+        last_hidden: Tensor | None,
+        depth: int = 0,
+        sample: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Appends counts[i] slots to row first_row + i and drafts `depth` tokens after them: [b, depth]."""
         width = max(counts)
@@ -147,7 +163,11 @@ class _SampledChain:
     """
 
     def __init__(
-        self, requests: Sequence[Request], counts: Sequence[int], depth: int, draft_to_target: Tensor | None,
+        self,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        depth: int,
+        draft_to_target: Tensor | None,
         device: torch.device,
     ) -> None:
         self._params = [request.params for request in requests]

@@ -1,8 +1,8 @@
 """Prompt lookup: what followed the last tokens when they were seen before. Training-free; reads committed tokens only.
 
-Saxena, "Prompt Lookup Decoding" (2023). The longest match wins; among equally long ones the most recent does, since text
-repeats what it said last (vLLM takes the first one instead). A continuation that reaches the end of the text goes on
-with what it has drafted itself, as a repetition would, so a match always gives as many tokens as are asked for.
+Saxena, "Prompt Lookup Decoding" (2023). The longest match wins; among equally long ones the most recent does, since
+text repeats what it said last (vLLM takes the first one instead). A continuation that reaches the end of the text
+goes on with what it has drafted itself, as a repetition would, so a match gives as many tokens as are asked for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class NgramIndex:
         self._indexed = 0  # n-grams followed by tokens before this index are known
 
     def lookup(self, token_ids: list[int], count: int) -> list[int]:
-        """`count` tokens to follow the text, or [] without a match. The text may only have grown since the last call."""
+        """`count` tokens to follow the text, or [] without a match. Between calls the text only grows."""
         follower, sizes = self._follower, self._sizes
         length = len(token_ids)
         for at in range(max(self._indexed, 1), length):
@@ -56,9 +56,7 @@ class NgramProposer(Proposer):
     def __init__(self, num_speculative_tokens: int, min_n: int, max_n: int, device: torch.device | str = "cpu") -> None:
         super().__init__(num_speculative_tokens)
         if not 1 <= min_n <= max_n:
-            raise ConfigError(
-                f"ngram: prompt_lookup_min={min_n}, prompt_lookup_max={max_n}; expected 1 <= min <= max"
-            )
+            raise ConfigError(f"ngram: prompt_lookup_min={min_n}, prompt_lookup_max={max_n}; expected 1 <= min <= max")
         self._min_n, self._max_n, self._device = min_n, max_n, device
         self._indices: dict[int, NgramIndex] = {}  # by row
 

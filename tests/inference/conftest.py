@@ -12,6 +12,9 @@ from transformers import PreTrainedTokenizerFast
 from inference.proposal import Proposal
 from inference.proposers.base import Proposer
 from inference.sampler import draw
+from speculators.config import config_for_target
+from speculators.families.eagle3 import Eagle3
+from speculators.target import FrozenTarget
 
 
 class StubProposer(Proposer):
@@ -61,7 +64,7 @@ class StubProposer(Proposer):
 
 class FakeHead:
     """A head by the Drafter contract with maths of its own: its state is the mean of all slots it may see, a slot is
-    (embedding of the token, projected taps), and the state is fed back as features. Slots hold their token in the clear."""
+    embedding of the token + projected features, and the state is fed back as features. Keys hold the tokens."""
 
     reads_taps, reads_last_hidden, width = True, True, 8
 
@@ -100,9 +103,9 @@ class FakeHead:
         """features [b, M, D] -> states [b, M, D]."""
         M = token_ids.shape[1]
         slots = self.embedding[token_ids] + features
-        keys = token_ids[:, None, :, None].float()  # [b, 1, M, 1]
+        keys = token_ids[:, None, :, None].float().repeat(1, 1, 1, self.width)  # [b, 1, M, D]
         mask = cache.mask(start, stop, M)
-        _, values = cache.view(start, stop, M).update(keys.expand(-1, -1, -1, self.width).contiguous(), slots[:, None], 0)
+        _, values = cache.view(start, stop, M).update(keys, slots[:, None], 0)
         if mask is None:
             mask = torch.ones(M, values.shape[2], dtype=torch.bool).tril(values.shape[2] - M)
         visible = mask.expand(stop - start, 1, M, -1).to(values.dtype)
@@ -117,6 +120,22 @@ def stub_proposer():
 @pytest.fixture(scope="session")
 def fake_head():
     return FakeHead
+
+
+@pytest.fixture(scope="session")
+def tiny_eagle3():
+    """tiny_eagle3(model, tap_layers): a random head that proposes every other token of the vocabulary."""
+
+    def make(model, tap_layers) -> Eagle3:
+        target = FrozenTarget(model)
+        size = target.vocab_size // 2
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            drafter = Eagle3(config_for_target(target, "eagle3", tap_layers=tap_layers, draft_vocab_size=size)).eval()
+        drafter.target_ids.copy_(torch.arange(0, 2 * size, 2))
+        return drafter
+
+    return make
 
 
 @pytest.fixture(scope="session")

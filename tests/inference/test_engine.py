@@ -9,11 +9,8 @@ import torch
 
 from inference import LLM, SamplingParams
 from inference.sampler import probabilities
-from speculators.config import config_for_target
-from speculators.errors import ConfigError, DraftsmithError
-from speculators.export import export_drafter
-from speculators.families.eagle3 import Eagle3
-from speculators.target import FrozenTarget
+from speculators.errors import DraftsmithError
+from speculators.vocab import scatter_to_target
 
 K, LIMIT, VOCAB, TAPS = 3, 64, 94, (1, 2)  # the byte tokenizer's first 94 tokens are printable
 PROPOSERS = ["off", "ngram", "wrong", "right", "random", "ragged", "sampled", "fake", "eagle3"]
@@ -47,7 +44,7 @@ def texts(model) -> dict[tuple[int, ...], list[int]]:
 
 
 @pytest.fixture(scope="module")
-def make_llm(model, byte_tokenizer, stub_proposer, fake_head, texts):
+def make_llm(model, byte_tokenizer, stub_proposer, fake_head, tiny_eagle3, texts):
     """make_llm(kind, **options): an LLM over the tiny model that drafts as `kind` says."""
 
     def make(kind: str, model=model, **options) -> LLM:
@@ -56,7 +53,7 @@ def make_llm(model, byte_tokenizer, stub_proposer, fake_head, texts):
         if kind == "fake":
             return LLM._assemble(model, drafter=fake_head(vocab, TAPS, size, range(1, vocab, 2)), **options)
         if kind == "eagle3":
-            return LLM._assemble(model, drafter=tiny_eagle3(model), **options)
+            return LLM._assemble(model, drafter=tiny_eagle3(model, TAPS), **options)
         k = options.pop("num_speculative_tokens")
         if kind in ("off", "ngram"):
             config = {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_min": 1}
@@ -64,16 +61,6 @@ def make_llm(model, byte_tokenizer, stub_proposer, fake_head, texts):
         return LLM._assemble(model, proposer=stub_proposer(kind, k, vocab, texts), **options)
 
     return make
-
-
-def tiny_eagle3(model) -> Eagle3:
-    target = FrozenTarget(model)
-    vocab = target.vocab_size
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        drafter = Eagle3(config_for_target(target, "eagle3", tap_layers=TAPS, draft_vocab_size=vocab // 2)).eval()
-    drafter.target_ids.copy_(torch.arange(0, 2 * (vocab // 2), 2))
-    return drafter
 
 
 def ids_of(outputs) -> list[list[int]]:
@@ -114,7 +101,8 @@ def test_greedy_equals_the_target_alone(kind, rows, make_llm, texts, byte_tokeni
     outputs = llm.generate(token_prompts(*(case[0] for case in cases)), [case[1] for case in cases], use_tqdm=False)
     for output, (name, params, tokens, reason, stop_reason) in zip(outputs, cases, strict=True):
         found = output.outputs[0]
-        assert (found.token_ids, found.finish_reason, found.stop_reason) == (tokens, reason, stop_reason), (name, params)
+        ended = (found.token_ids, found.finish_reason, found.stop_reason)
+        assert ended == (tokens, reason, stop_reason), (name, params)
         check_counts(output, len(tokens))
         if kind == "right":  # every round but the last is full: tokens after the end do not count
             assert output.metrics.accepted_per_round[:-1] == [K] * (len(output.metrics.accepted_per_round) - 1)
@@ -176,7 +164,8 @@ def test_greedy_equality_with_sliding_windows(name, tiny_model, make_llm):
     params = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
     expected = ids_of(make_llm("off", model, max_num_seqs=1).generate(prompts, params, False))
     for kind in ("ngram", "eagle3"):
-        assert ids_of(make_llm(kind, model, max_num_seqs=3, max_num_batched_tokens=12).generate(prompts, params, False)) == expected
+        llm = make_llm(kind, model, max_num_seqs=3, max_num_batched_tokens=12)
+        assert ids_of(llm.generate(prompts, params, False)) == expected
 
 
 # ---------------------------------------------------------------------- what a head is told
@@ -241,7 +230,8 @@ JOINT_CASES += [(kind, FILTERS) for kind in ("sampled", "eagle3")]
 def test_joint_of_the_first_four_tokens(kind, options, small, make_llm):
     params = SamplingParams(**{"temperature": 1.0, **options}, max_tokens=WRITTEN, n=SAMPLES)
     method = {"draft_sample_method": "greedy"} if kind.endswith("greedy") else {}
-    llm = make_llm(kind.split()[0], small, max_num_seqs=500, seed=11, max_num_batched_tokens=8000, tokenizer=None, **method)
+    rows = {"max_num_seqs": 500, "max_num_batched_tokens": 8000}
+    llm = make_llm(kind.split()[0], small, seed=11, tokenizer=None, **rows, **method)
     (output,) = llm.generate({"prompt_token_ids": SMALL_PROMPT}, params, False)
     codes = torch.tensor([o.token_ids for o in output.outputs]) @ torch.tensor([512, 64, 8, 1])
     observed = torch.bincount(codes, minlength=8**WRITTEN).double()
@@ -253,8 +243,12 @@ def test_joint_of_the_first_four_tokens(kind, options, small, make_llm):
 
 
 def test_a_wrong_q_is_noticed(small, make_llm, monkeypatch):
-    """The power of the test above: drafts that are sampled, and q told to be one-hot."""
-    monkeypatch.setattr("inference.proposers.head.scatter_to_target", lambda *q: None)
+    """The power of the test above: q as it was before a processor, here a temperature of a quarter."""
+
+    def flattened(q, *vocabulary):
+        return scatter_to_target(q**0.25 / (q**0.25).sum(-1, keepdim=True), *vocabulary)
+
+    monkeypatch.setattr("inference.proposers.head.scatter_to_target", flattened)
     with pytest.raises(AssertionError):
         test_joint_of_the_first_four_tokens("fake", {}, small, make_llm)
 
@@ -280,9 +274,10 @@ def p_value(statistic: float, freedom: int) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["off", "ngram", "sampled", "fake", "eagle3"])
 def test_a_row_does_not_depend_on_its_neighbours(kind, make_llm):
     names = ["plain", "near the limit", "one token", "long", "plain", "long", "one token"]
+    options = [(1, 1, 9), (0.7, 1, 20), (0, 1, 11), (1, 0.8, 7), (0, 1, 3), (2, 1, 15), (1, 1, 1)]
     params = [
         SamplingParams(temperature=t, top_p=top_p, seed=i, max_tokens=n, ignore_eos=True)
-        for i, (t, top_p, n) in enumerate([(1, 1, 9), (0.7, 1, 20), (0, 1, 11), (1, 0.8, 7), (0, 1, 3), (2, 1, 15), (1, 1, 1)])
+        for i, (t, top_p, n) in enumerate(options)
     ]
     alone = [
         ids_of(make_llm(kind, max_num_seqs=1).generate(token_prompts(name), each, False))[0]
@@ -373,80 +368,3 @@ def test_speculation_off_in_the_same_engine(make_llm, texts):
     assert on.outputs[0].token_ids == off.outputs[0].token_ids and on.metrics.num_accepted_tokens == 9
     llm.reset_metrics()
     assert llm.get_metrics().num_drafts == 0 and set(llm.engine.timers.values()) == {0.0}
-
-
-# ---------------------------------------------------------------------- the front door
-
-
-def test_everything_from_disk(model, make_llm, byte_tokenizer, tmp_path):
-    model.save_pretrained(tmp_path / "target")
-    byte_tokenizer.save_pretrained(tmp_path / "target")
-    export_drafter(tiny_eagle3(model), tmp_path / "head", dtype=torch.float32)
-    options = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": K}
-    llm = LLM(str(tmp_path / "target"), dtype="float32", device="cpu", speculative_config=options, max_num_seqs=2)
-    params = SamplingParams(max_tokens=16, seed=1)
-    loaded, in_memory = (x.generate(token_prompts("plain", "long"), params, False) for x in (llm, make_llm("eagle3")))
-    assert ids_of(loaded) == ids_of(in_memory)
-    assert [o.metrics.accepted_per_round for o in loaded] == [o.metrics.accepted_per_round for o in in_memory]
-    assert llm.engine.target.tap_layers == TAPS and loaded[0].outputs[0].text
-
-
-def test_text_prompts_and_chat(make_llm, byte_tokenizer, tiny_model):
-    llm = make_llm("ngram", tiny_model("qwen3", vocab_size=len(byte_tokenizer)))
-    params = SamplingParams(temperature=0, max_tokens=6)
-    same = [llm.generate(p, params, False)[0] for p in ("abc", {"prompt": "abc"}, [{"prompt_token_ids": byte_tokenizer("abc").input_ids}])]
-    assert len({tuple(o.outputs[0].token_ids) for o in same}) == 1 and same[0].prompt == "abc"
-    assert same[0].outputs[0].text == byte_tokenizer.decode(same[0].outputs[0].token_ids)
-    (chat,) = llm.chat([{"role": "user", "content": "hi"}], params, False)
-    assert chat.prompt == "<s>user:hi</s><s>" and chat.prompt_token_ids[0] == byte_tokenizer.bos_token_id
-
-
-def test_every_faulty_prompt_is_named_before_any_is_run(make_llm):
-    llm = make_llm("off")
-    prompts = [[65], [], [65] * LIMIT, [VOCAB]]
-    with pytest.raises(ConfigError) as error:
-        llm.generate([{"prompt_token_ids": ids} for ids in prompts], SamplingParams(), False)
-    for text in ("prompt 1 is empty", f"prompt 2 has {LIMIT} tokens, max_model_len is {LIMIT}", "prompt 3 has token ids"):
-        assert text in str(error.value)
-    assert not llm.engine.has_unfinished
-    for prompts, message in [([1, 2], "prompt_token_ids"), (3, "expected a string"), (["a", {"text": "b"}], "prompt 1")]:
-        with pytest.raises(ConfigError, match=message):
-            llm.generate(prompts, SamplingParams(), False)
-    with pytest.raises(ConfigError, match="2 sampling params for 1"):
-        llm.generate("a", [SamplingParams()] * 2, False)
-    with pytest.raises(ConfigError, match=f"stop_token_ids.*{VOCAB}"):
-        llm.generate("a", SamplingParams(stop_token_ids=[VOCAB]), False)
-    with pytest.raises(ConfigError, match="need a tokenizer"):
-        make_llm("off", tokenizer=None).generate({"prompt_token_ids": [1]}, SamplingParams(stop="a"), False)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(tensor_parallel_size=2), "tensor_parallel_size=2"),
-        (dict(quantization="awq"), "unknown options quantization"),
-        (dict(max_model_len=LIMIT + 1), "max_position_embeddings"),
-        (dict(max_num_seqs=0), "max_num_seqs=0"),
-        (dict(speculative_config={"method": "ngram"}), "num_speculative_tokens is missing"),
-        (dict(speculative_config={"model": "x"}), "method is missing"),
-        (dict(speculative_config={"method": "eagle3", "num_speculative_tokens": 2}), "folder of an exported head"),
-        (dict(speculative_config={"method": "magic", "num_speculative_tokens": 2}), "'magic'; expected one of"),
-        (dict(speculative_config={"method": "ngram", "num_speculative_tokens": 0}), "num_speculative_tokens=0"),
-        (dict(speculative_config={"method": "ngram", "num_speculative_tokens": 2, "modle": 1}), "modle: unknown option"),
-        (
-            dict(speculative_config={"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "greedy"}),
-            "expected one of token",
-        ),
-        (
-            dict(speculative_config=dict(method="ngram", num_speculative_tokens=2, prompt_lookup_min=4, prompt_lookup_max=3)),
-            "prompt_lookup_min 4",
-        ),
-    ],
-)
-def test_wrong_options_are_refused(options, message, model):
-    with pytest.raises(ConfigError, match=message):
-        LLM(model, **options)
-
-
-def test_vllm_options_without_meaning_here_are_accepted(model):
-    LLM(model, gpu_memory_utilization=0.9, enforce_eager=True, disable_log_stats=False, tensor_parallel_size=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -200,14 +201,14 @@ def test_bfloat16_ties_are_told_from_mistakes(folders) -> None:
 def test_passes_alternate() -> None:
     order: list[str] = []
 
-    def run(name: str) -> int:
+    def run(name: str) -> tuple[int, int, int]:
         order.append(name)
-        return 5
+        return 5, 2, 3
 
     passes = {name: (lambda name=name: run(name)) for name in "abc"}
     for turn in range(2):
         timed = interleaved(passes, turn, torch.device("cpu"))
-        assert {run.tokens for run in timed.values()} == {5} and set(timed) == set("abc")
+        assert {(run.tokens, run.num_drafts, run.num_accepted) for run in timed.values()} == {(5, 2, 3)} and set(timed) == set("abc")
     assert "".join(order) == "abccba"
 
 
@@ -299,7 +300,7 @@ def test_a_drafter_is_loaded_strictly(folders, tmp_path) -> None:
     tensors = load_file(f"{folders[1]}/model.safetensors")
     del tensors["fc.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_bytes(open(f"{folders[1]}/config.json", "rb").read())
+    shutil.copy(f"{folders[1]}/config.json", tmp_path)
     with pytest.raises(CheckpointError, match="fc.weight is missing"):
         evaluate(folders[0], tmp_path, {"one": some_prompts(1)}, SMALL)
 

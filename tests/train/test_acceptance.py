@@ -49,21 +49,33 @@ def world(tiny_model, tmp_path_factory):
     drafter = Eagle3(config_for_target(target, "eagle3", tap_layers=[1, 2, 3])).attach(target).initialise_from(target)
     export_drafter(drafter, root / "run" / "export", dtype=torch.float32)
     rows = [
-        {"workload": name, "messages": [{"role": "user", "content": f"{name} {i}"}, {"role": "assistant", "content": "x"}]}
+        {
+            "workload": name,
+            "messages": [{"role": "user", "content": f"{name} {i}"}, {"role": "assistant", "content": "x"}],
+        }
         for i in range(4)
         for name in ("sums", "talk")
-    ]  # fmt: skip
+    ]
     (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def recipe(gates: dict | None = None, **evaluation):
         section = {
-            "prompts": [{"path": str(root / "prompts.jsonl")}], "num_speculative_tokens": 2, "max_tokens": 6, "repeats": 1,
-            "prompts_per_workload": 2, "baseline_transformers": False, **evaluation,
-        }  # fmt: skip
+            "prompts": [{"path": str(root / "prompts.jsonl")}],
+            "num_speculative_tokens": 2,
+            "max_tokens": 6,
+            "repeats": 1,
+            "prompts_per_workload": 2,
+            "baseline_transformers": False,
+            **evaluation,
+        }
         tree = {
-            "name": "tiny", "output_dir": str(root / "run"), "target": {"model": str(root / "target")},
-            "data": {"train": [{"path": str(root / "prompts.jsonl")}]}, "evaluation": section, "gates": gates or {},
-        }  # fmt: skip
+            "name": "tiny",
+            "output_dir": str(root / "run"),
+            "target": {"model": str(root / "target")},
+            "data": {"train": [{"path": str(root / "prompts.jsonl")}]},
+            "evaluation": section,
+            "gates": gates or {},
+        }
         (root / "recipe.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
         return load_recipe(root / "recipe.yaml")
 

@@ -1,4 +1,4 @@
-"""The command line: it starts without torch, says what can be mended in one paragraph, and each command does its work."""
+"""The command line: it starts without torch, says in a paragraph what can be mended, and each command does its work."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from inference import LLM, SamplingParams
+from inference.report import load_report
 from speculators.config import config_for_target
 from speculators.drafter import family_class
 from speculators.export import export_drafter, load_drafter
@@ -63,7 +64,11 @@ def recipe_file(tmp_path, target_folder) -> Path:
         "output_dir": str(tmp_path / "run"),
         "target": {"model": str(target_folder)},
         "drafter": {"draft_vocab_size": 64, "unroll_steps": 3},
-        "data": {"train": [{"demo": {"count": 30}}], "validation": [{"demo": {"split": "validation", "count": 6}}], "max_length": 256},
+        "data": {
+            "train": [{"demo": {"count": 30}}],
+            "validation": [{"demo": {"split": "validation", "count": 6}}],
+            "max_length": 256,
+        },
         "training": {"steps": 10, "batch_size": 2},
         "gates": {"t0.acceptance_length": {"min": 3.0}},
     }  # fmt: skip
@@ -84,7 +89,9 @@ def drafter_folder(tmp_path, target_folder) -> Path:
 
 def test_starts_without_torch():
     """`--help` must not wait for torch or transformers."""
-    code = "import sys; from train.cli import app; assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)"
+    code = (
+        "import sys; from train.cli import app; assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
@@ -134,7 +141,14 @@ def test_schema_of_one_section():
 def test_dry_run_says_what_would_happen_and_does_nothing(recipe_file):
     code, output = call("train", recipe_file, "--dry-run")
     assert code == 0, output
-    for words in ("tiny (eagle3)", "tap layers", "64 of the target's 4,096 tokens", "fc.weight", "demo: 30 examples", "10 steps"):
+    for words in (
+        "tiny (eagle3)",
+        "tap layers",
+        "64 of the target's 4,096 tokens",
+        "fc.weight",
+        "demo: 30 examples",
+        "10 steps",
+    ):
         assert words in output
     assert "at least 3" in output and "Nothing was loaded" in output
     assert not (recipe_file.parent / "run").exists()
@@ -162,7 +176,9 @@ def test_dry_run_counts_what_the_run_would_have(recipe_file, target_folder):
     assert plan.target.num_parameters == sum(p.numel() for p in target.model.parameters())
     assert (plan.target.dtype, plan.target.num_layers) == (target.dtype, target.num_layers)
     batch = torch.randint(5, 4096, (1, 7))
-    features = FrozenTarget(target.model, config.tap_layers).features(batch, torch.arange(7)[None], torch.zeros_like(batch), batch > 0)
+    features = FrozenTarget(target.model, config.tap_layers).features(
+        batch, torch.arange(7)[None], torch.zeros_like(batch), batch > 0
+    )
     measured = features.taps.nbytes + features.last_hidden.nbytes
     assert plan.feature_bytes * 7 == measured
 
@@ -226,7 +242,9 @@ def test_export_writes_the_best_drafter_of_a_run(recipe_file, target_folder, tmp
     best = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
     with torch.no_grad():
         drafter.fc.weight.zero_()  # what came after the best
-    checkpoint.save(run_dir / "checkpoints", drafter, optimizer, checkpoint.TrainState(step=7, best_step=4, best_value=2.0), 1)
+    checkpoint.save(
+        run_dir / "checkpoints", drafter, optimizer, checkpoint.TrainState(step=7, best_step=4, best_value=2.0), 1
+    )
     code, output = call("export", run_dir, tmp_path / "out")
     assert code == 0 and "step 4" in output, output
     loaded = load_drafter(tmp_path / "out", target)
@@ -255,13 +273,43 @@ def test_inspect_refuses_what_is_not_whole(drafter_folder, tmp_path):
     assert "expected config.json" in refused("inspect", tmp_path / "empty")
 
 
-# ------------------------------------------------------------------ generate
+# ------------------------------------------------------------------ evaluate and generate
+
+
+def test_evaluate_measures_any_exported_drafter(target_folder, drafter_folder, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"def f{i}(x):", "workload": "code"}) + "\n" for i in range(2)))
+    small = ("--max-tokens", 8, "--prompts-per-workload", 2, "-k", 2, "--temperature", 0, "--out", tmp_path / "out")
+    code, output = call("evaluate", "--model", target_folder, "--drafter", drafter_folder, "--prompts", path, *small)
+    assert code == 0, output
+    report = load_report(tmp_path / "out" / "acceptance.json")
+    assert report.summary["lossless_mismatches"] == 0
+    assert {cell.workload for cell in report.results} == {"code", "all"}
+    assert (tmp_path / "out" / "report.html").is_file()
+
+
+def test_evaluate_of_a_recipe_uses_its_export_and_gates(recipe_file, drafter_folder, tmp_path):
+    assert "no export to evaluate" in refused("evaluate", recipe_file)
+    (tmp_path / "run").mkdir()
+    shutil.copytree(drafter_folder, tmp_path / "run" / "export")
+    small = ("max_tokens=8", "prompts_per_workload=1", "temperatures=[0.0]", "num_speculative_tokens=2", "repeats=1")
+    code, output = call("evaluate", recipe_file, *(f"evaluation.{key}" for key in small))
+    assert code == 1, output  # an untrained head misses the gate
+    assert "missed: t0.acceptance_length" in output
+    assert load_report(tmp_path / "run" / "acceptance.json").passed is False
+
+
+def test_evaluate_wants_a_recipe_or_two_folders(recipe_file):
+    assert "give a recipe, or --model and --drafter" in refused("evaluate")
+    assert "give a recipe, or --model and --drafter" in refused("evaluate", recipe_file, "--model", "x")
 
 
 def test_generate_streams_what_the_runtime_writes(target_folder, drafter_folder):
     """Same text as LLM.chat, whoever drafts."""
     llm = LLM(str(target_folder))
-    expected = llm.chat([{"role": "user", "content": "Hi"}], SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+    expected = llm.chat(
+        [{"role": "user", "content": "Hi"}], SamplingParams(temperature=0, max_tokens=12), use_tqdm=False
+    )
     for config in (
         {},
         {"method": "ngram", "num_speculative_tokens": 3},

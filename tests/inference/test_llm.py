@@ -1,0 +1,98 @@
+"""The front door: prompts in every shape, wrong options and prompts refused by name, everything loaded from disk."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inference import LLM, SamplingParams
+from speculators.errors import ConfigError
+from speculators.export import export_drafter
+
+LIMIT, VOCAB, TAPS = 64, 94, (1, 2)
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    model = tiny_model("qwen3", vocab_size=VOCAB, max_position_embeddings=LIMIT)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def test_everything_from_disk(model, tiny_eagle3, byte_tokenizer, tmp_path):
+    model.save_pretrained(tmp_path / "target")
+    byte_tokenizer.save_pretrained(tmp_path / "target")
+    drafter = tiny_eagle3(model, TAPS)
+    export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
+    options = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 3}
+    llm = LLM(str(tmp_path / "target"), dtype="float32", device="cpu", speculative_config=options, max_num_seqs=2)
+    in_memory = LLM._assemble(model, drafter=drafter, num_speculative_tokens=3)
+    prompts = [{"prompt_token_ids": [5] * 9}, {"prompt_token_ids": list(range(40))}]
+    loaded, expected = (
+        each.generate(prompts, SamplingParams(max_tokens=16, seed=1), False) for each in (llm, in_memory)
+    )
+    for one, other in zip(loaded, expected, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids and one.outputs[0].text
+        assert one.metrics.accepted_per_round == other.metrics.accepted_per_round
+    assert llm.engine.target.tap_layers == TAPS
+
+
+def test_text_prompts_and_chat(byte_tokenizer, tiny_model):
+    llm = LLM(tiny_model("qwen3", vocab_size=len(byte_tokenizer)), byte_tokenizer, speculative_config=NGRAM)
+    params = SamplingParams(temperature=0, max_tokens=6)
+    shapes = ("abc", {"prompt": "abc"}, [{"prompt_token_ids": byte_tokenizer("abc").input_ids}])
+    same = [llm.generate(shape, params, False)[0] for shape in shapes]
+    assert len({tuple(o.outputs[0].token_ids) for o in same}) == 1 and same[0].prompt == "abc"
+    assert same[0].outputs[0].text == byte_tokenizer.decode(same[0].outputs[0].token_ids)
+    (chat,) = llm.chat([{"role": "user", "content": "hi"}], params, False)
+    assert chat.prompt == "<s>user:hi</s><s>" and chat.prompt_token_ids[0] == byte_tokenizer.bos_token_id
+
+
+def test_every_faulty_prompt_is_named_before_any_is_run(model, byte_tokenizer):
+    llm = LLM(model, byte_tokenizer)
+    prompts = [[65], [], [65] * LIMIT, [VOCAB]]
+    with pytest.raises(ConfigError) as error:
+        llm.generate([{"prompt_token_ids": ids} for ids in prompts], SamplingParams(), False)
+    faults = ("prompt 1 is empty", f"prompt 2 has {LIMIT} tokens, max_model_len is {LIMIT}", "prompt 3 has token ids")
+    assert all(fault in str(error.value) for fault in faults)
+    assert not llm.engine.has_unfinished
+    shapes = [([1, 2], "prompt_token_ids"), (3, "expected a string"), (["a", {"text": "b"}], "prompt 1")]
+    for prompts, message in shapes:
+        with pytest.raises(ConfigError, match=message):
+            llm.generate(prompts, SamplingParams(), False)
+    with pytest.raises(ConfigError, match="2 sampling params for 1"):
+        llm.generate("a", [SamplingParams()] * 2, False)
+    with pytest.raises(ConfigError, match=f"stop_token_ids.*{VOCAB}"):
+        llm.generate("a", SamplingParams(stop_token_ids=[VOCAB]), False)
+    with pytest.raises(ConfigError, match="need a tokenizer"):
+        LLM(model).generate({"prompt_token_ids": [1]}, SamplingParams(stop="a"), False)
+
+
+WRONG_OPTIONS = [
+    (dict(tensor_parallel_size=2), "tensor_parallel_size=2"),
+    (dict(quantization="awq"), "unknown options quantization"),
+    (dict(max_model_len=LIMIT + 1), "max_position_embeddings"),
+    (dict(max_num_seqs=0), "max_num_seqs=0"),
+]
+WRONG_DRAFTING = [
+    ({"method": "ngram"}, "num_speculative_tokens is missing"),
+    ({"model": "x"}, "method is missing"),
+    ({"method": "eagle3", "num_speculative_tokens": 2}, "folder of an exported head"),
+    ({"method": "magic", "num_speculative_tokens": 2}, "'magic'; expected one of"),
+    ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens=0"),
+    (NGRAM | {"modle": 1}, "modle: unknown option"),
+    (NGRAM | {"rejection_sample_method": "greedy"}, "expected one of token"),
+    (NGRAM | {"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min 4"),
+]
+WRONG_OPTIONS += [(dict(speculative_config=config), message) for config, message in WRONG_DRAFTING]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG_OPTIONS)
+def test_wrong_options_are_refused(options, message, model):
+    with pytest.raises(ConfigError, match=message):
+        LLM(model, **options)
+
+
+def test_vllm_options_without_meaning_here_are_accepted(model):
+    LLM(model, gpu_memory_utilization=0.9, enforce_eager=True, disable_log_stats=False, tensor_parallel_size=1)

@@ -1,0 +1,97 @@
+"""The whole job on a tiny random target: recipe -> responses -> head -> export -> report, twice, and its failures."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from speculators.errors import CheckpointError, ConfigError
+from speculators.export import read_drafter_config
+from train.run import run
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
+
+
+@pytest.fixture(scope="module")
+def tiny_target(tmp_path_factory):
+    """A random model of 4 layers with the embedded target's tokenizer, saved as a user's would be."""
+    import sys
+
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from conftest import make_tiny_model
+
+    folder = tmp_path_factory.mktemp("target")
+    make_tiny_model("qwen3", vocab_size=4096, num_hidden_layers=4, eos_token_id=2, max_position_embeddings=512).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(QUICKSTART / "target" / name, folder / name)
+    return folder
+
+
+@pytest.fixture
+def recipe(tiny_target, tmp_path):
+    source = {"demo": {"split": "train", "count": 12}}
+    content = {
+        "name": "tiny",
+        "output_dir": str(tmp_path / "run"),
+        "target": {"model": str(tiny_target)},
+        "drafter": {"unroll_steps": 3, "draft_vocab_size": 256, "tap_layers": [1, 2, 3]},
+        "data": {
+            "train": [source, {"stdlib": {"count": 3}}],
+            "validation": [{"demo": {"split": "validation", "count": 6}}],
+            "max_length": 256,
+        },
+        "regenerate": {"max_new_tokens": 12, "batch_size": 8},
+        "training": {"steps": 4, "batch_size": 2, "eval_every": 2},
+        "evaluation": {
+            "prompts": [{"demo": {"split": "test", "count": 2, "workloads": ["math", "json"]}}],
+            "prompts_per_workload": 1, "max_tokens": 8, "repeats": 1, "num_speculative_tokens": 2,
+        },
+        "trackers": ["tensorboard"],
+    }  # fmt: skip
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.mark.integration
+def test_recipe_to_report_and_again(recipe, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert run(recipe) == 0
+    for name in ("recipe.yaml", "acceptance.json", "report.html", "export/config.json", "export/model.safetensors"):
+        assert (out / name).exists(), name
+    report = json.loads((out / "acceptance.json").read_text())
+    assert report["summary"]["lossless_mismatches"] == 0
+    assert read_drafter_config(out / "export").draft_vocab_size == 256
+    assert any(out.rglob("events.out.tfevents*"))
+    weights = (out / "export" / "model.safetensors").read_bytes()
+    responses = sorted((out / "responses").iterdir())
+    sizes = [path.stat().st_size for path in responses]
+
+    # the same command again: nothing is regenerated or trained a second time, the result is the same
+    assert run(recipe) == 0
+    assert (out / "export" / "model.safetensors").read_bytes() == weights
+    assert [path.stat().st_size for path in responses] == sizes
+
+    # a gate that is missed: the report is there, the status says so
+    assert run(recipe, ["gates.acceptance_length={min: 2.9}"]) == 1
+    assert json.loads((out / "acceptance.json").read_text())["gates"][0]["passed"] is False
+
+    # another training recipe in the same folder is refused; a warm start from the export is not
+    with pytest.raises(CheckpointError, match="another recipe"):
+        run(recipe, ["training.learning_rate=0.5"])
+    warm = [f"drafter.init_from={out / 'export'}", "name=warm", f"output_dir={tmp_path / 'warm'}", "trackers=none"]
+    assert run(recipe, warm) == 0
+    with pytest.raises(ConfigError, match="draft_vocab_size"):
+        run(recipe, [*warm, "drafter.draft_vocab_size=300"])
+
+
+def test_launcher_of_another_family_and_dry_run(recipe, tmp_path, capsys):
+    with pytest.raises(ConfigError, match="this launcher trains"):
+        run(recipe, families=("medusa",))
+    assert run(recipe, dry_run=True) == 0
+    assert not (tmp_path / "run").exists()
+    assert "tap" in capsys.readouterr().out

@@ -1,0 +1,69 @@
+"""The acceptance report once more: of a run that is done, or of any exported drafter without a recipe.
+
+A drafter alone gets a recipe made up for it, so that prompts, settings and gates go the one way `train.acceptance`
+knows. Must not know how anything is measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from inference.evaluate import evaluate
+from inference.report import save_report
+from inference.report_html import write_html
+from inference.report_table import print_report
+from speculators.errors import CheckpointError, ConfigError
+from train import checkpoint
+from train.acceptance import EXPORT, PAGE, REPORT, accept, settings_of, workloads
+from train.progress import Stages
+from train.recipe import Recipe
+
+BUILT_IN = [{"demo": {"split": "test", "count": 96}}, {"stdlib": {"split": "test", "count": 16}}]
+
+
+def evaluate_run(recipe: Recipe) -> int:
+    """Measures `<output_dir>/export` again and gates it; the page keeps the curves of the training that is there."""
+    folder = Path(recipe.output_dir)
+    if not (folder / EXPORT).is_dir():
+        raise CheckpointError(f"{folder / EXPORT}: no export to evaluate; run the recipe first, or draftsmith export")
+    newest = checkpoint.latest(folder / "checkpoints")
+    history = json.loads((newest / "state.json").read_text())["history"] if newest is not None else ()
+    return accept(recipe, history=history)
+
+
+def evaluate_folders(
+    model: str, drafter: str, prompts: str | None, out: Path, temperatures: Sequence[float], **evaluation: Any
+) -> Path:
+    """Measures `drafter` for the target `model` on `prompts` (a file; None: built-in ones); returns the page.
+
+    `evaluation`: further keys of a recipe's evaluation section.
+    """
+    sources = [{"path": prompts}] if prompts else BUILT_IN
+    keys = {"prompts": sources, "temperatures": list(temperatures), **evaluation}
+    try:
+        recipe = Recipe.model_validate(
+            {"name": "evaluation", "target": {"model": model}, "data": {"train": sources}, "evaluation": keys}
+        )
+    except ValidationError as error:
+        faults = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)]
+        raise ConfigError(f"evaluate: {'; '.join(faults)}") from None
+    stages, settings = Stages(1), settings_of(recipe)
+    with stages.stage("acceptance", 100) as advance:
+        report = evaluate(
+            model,
+            drafter,
+            workloads(recipe, settings),
+            settings,
+            provenance={"target_name": model},
+            progress=lambda share, note: advance(round(100 * share, 1), note),
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    save_report(report, out / REPORT)
+    write_html(report, out / PAGE)
+    print_report(report, stages.console)
+    return out / PAGE
