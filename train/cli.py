@@ -282,11 +282,11 @@ def _print_statistics(recipe: Recipe, examples: list[Example], tokenizer: Conver
 
     console, regenerated = Console(), recipe.regenerate.enabled
     asked = {name: [e for e in examples if e.workload == name] for name in dict.fromkeys(e.workload for e in examples)}
-    table = _table("workload", "examples", "prompt tokens", "rows", "tokens", "supervised", "longest row")
+    table = _table("workload", "examples", "mean prompt", "rows", "tokens", "supervised", "longest row")
     with console.status("tokenising"):
         for name, group in asked.items():
             prompts = sum(len(tokenizer.prompt_ids(example)) for example in group) / len(group)
-            cells = [name, f"{len(group):,}", f"{prompts:.0f} on average"]
+            cells = [name, f"{len(group):,}", f"{prompts:.0f}"]
             try:
                 rows, found = prepare_rows(
                     group, tokenizer, max_length=recipe.data.max_length,
