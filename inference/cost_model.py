@@ -27,18 +27,14 @@ import math
 from speculators.errors import DataError
 
 
-def speedup_limit(
-    acceptance_length: float, *, step_cost: float, verify_cost: float, draft_cost: float
-) -> float:
+def speedup_limit(acceptance_length: float, *, step_cost: float, verify_cost: float, draft_cost: float) -> float:
     """Largest speedup that forwards alone allow: τ · V(1) / (V(K+1) + D(K)).
 
     acceptance_length: τ ≥ 1. step_cost: V(1). verify_cost: V(K+1). draft_cost: D(K), the whole phase, 0 for a
     drafter that costs nothing. The three costs share one unit (any). DataError if a value cannot be a time.
     """
     if not (math.isfinite(acceptance_length) and acceptance_length >= 1.0):
-        raise DataError(
-            f"acceptance_length is {acceptance_length}, expected at least 1: every round commits a token"
-        )
+        raise DataError(f"acceptance_length is {acceptance_length}, expected at least 1: every round commits a token")
     _check("step_cost, V(1)", step_cost, positive=True)
     _check("verify_cost, V(K+1)", verify_cost, positive=True)
     _check("draft_cost, D(K)", draft_cost, positive=False)

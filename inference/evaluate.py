@@ -260,7 +260,11 @@ class _Evaluation:
                 for name, seconds in self.llm.engine.timers.items():
                     phases[name] = phases.get(name, 0.0) + seconds
             rounds = [RequestRounds.of(output, s.num_speculative_tokens) for output in outputs]
-            return sum(r.output_tokens for r in rounds), sum(r.num_drafts for r in rounds), sum(r.accepted for r in rounds)
+            return (
+                sum(r.output_tokens for r in rounds),
+                sum(r.num_drafts for r in rounds),
+                sum(r.accepted for r in rounds),
+            )
 
         passes = {"speculative": lambda: ours(True), "autoregressive": lambda: ours(False)}
         if repeat < s.transformers_repeats:

@@ -75,7 +75,7 @@ class LLM:
     ) -> None:
         _refuse_options(others, tensor_parallel_size)
         config = parse_speculative_config(speculative_config)
-        source = dict(trust_remote_code=trust_remote_code, revision=revision)
+        source: dict[str, Any] = dict(trust_remote_code=trust_remote_code, revision=revision)
         target = load_target(model, dtype=dtype, device=default_device(device), **source)
         target, drafter = load_drafter_for(target, config)
         tokenizer = load_tokenizer(model, tokenizer, **source)

@@ -132,9 +132,7 @@ def _pool_phases(phases: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _pool_costs(group: Sequence[CellMeasurement]) -> Costs | None:
     """V(1) weighted by committed tokens, V(K+1) and D(K) by rounds: then the pooled limit is exactly the
     ratio of the pooled times, Σ τ_w r_w V_w(1) / Σ r_w (V_w(K+1) + D_w(K))."""
-    weighted = [
-        (m.costs, sum(r.num_drafts for r in m.requests), sum(r.accepted for r in m.requests)) for m in group
-    ]
+    weighted = [(m.costs, sum(r.num_drafts for r in m.requests), sum(r.accepted for r in m.requests)) for m in group]
     costs = [(cost, rounds, rounds + accepted) for cost, rounds, accepted in weighted if cost is not None]
     rounds, tokens = sum(r for _, r, _ in costs), sum(t for _, _, t in costs)
     if len(costs) < len(group) or not rounds:

@@ -36,13 +36,9 @@ class Proposal:
         if len(shape) != 2:
             raise ValueError(f"Proposal: token_ids has shape {list(shape)}; expected [B, K]")
         if len(self.counts) != shape[0] or any(not 0 <= count <= shape[1] for count in self.counts):
-            raise ValueError(
-                f"Proposal: counts={self.counts}; expected {shape[0]} numbers between 0 and {shape[1]}"
-            )
+            raise ValueError(f"Proposal: counts={self.counts}; expected {shape[0]} numbers between 0 and {shape[1]}")
         if self.q is not None and (self.q.dim() != 3 or self.q.shape[:2] != shape):
-            raise ValueError(
-                f"Proposal: q has shape {list(self.q.shape)}; expected [{shape[0]}, {shape[1]}, V]"
-            )
+            raise ValueError(f"Proposal: q has shape {list(self.q.shape)}; expected [{shape[0]}, {shape[1]}, V]")
 
     @classmethod
     def empty(cls, rows: int, device: torch.device | str = "cpu") -> Proposal:

@@ -32,9 +32,7 @@ def environment(device: str | torch.device, dtype: torch.dtype) -> dict[str, Any
         "transformers_version": transformers.__version__,
         "platform": platform.platform(),
         "cpu_model": cpu_model(),
-        "cpu_cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1,
+        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
         "device": str(device),
         "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
@@ -67,9 +65,7 @@ def git_commit(folder: Path) -> str | None:
 def _git(folder: Path, *arguments: str) -> str:
     """Output of a git command in `folder`, empty if it fails or git is missing."""
     try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=False
-        )
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
@@ -96,9 +92,7 @@ def weights_sha256(folder: str | os.PathLike[str], suffixes: Iterable[str] = (".
     wanted = tuple(suffixes)
     files = sorted(path for path in Path(folder).iterdir() if path.name.endswith(wanted))
     if not files:
-        raise DataError(
-            f"{folder}: no weight files ({', '.join(wanted)}) to hash: expected a model directory"
-        )
+        raise DataError(f"{folder}: no weight files ({', '.join(wanted)}) to hash: expected a model directory")
     digest = hashlib.sha256()
     for path in files:
         digest.update(path.name.encode("utf-8") + b"\0")

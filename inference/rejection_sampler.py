@@ -73,15 +73,11 @@ def _sampled_tokens(
 ) -> list[list[int]]:
     if rule == "greedy":
         hot = [row_params.temperature for row_params in params]
-        raise ConfigError(
-            f"rule 'greedy' keeps p at temperature 0 only, and rows ask for {hot}; use rule 'token'"
-        )
+        raise ConfigError(f"rule 'greedy' keeps p at temperature 0 only, and rows ask for {hot}; use rule 'token'")
     p = batch_probabilities(logits, params)  # [B, K+1, V]
     verdict = verify(p, proposal, rule)
     # one call per row: counts[b] numbers to accept with, and one to draw the bonus
-    noise = [
-        uniforms(generator, count + 1) for generator, count in zip(generators, proposal.counts, strict=True)
-    ]
+    noise = [uniforms(generator, count + 1) for generator, count in zip(generators, proposal.counts, strict=True)]
     throws = [row[:-1] + [0.0] * (proposal.width + 1 - len(row)) for row in noise]
     accepted = decide(verdict, torch.tensor(throws, dtype=torch.float64, device=p.device))
     last = torch.tensor([row[-1] for row in noise], dtype=torch.float64, device=p.device)

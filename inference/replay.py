@@ -59,11 +59,7 @@ def replay(accept: Tensor | np.ndarray, length: int) -> ReplayResult:
     token lies past the text (s + k + 1 >= length) are not read: a draft there does not exist, as the text has
     ended. A round that accepts j drafts writes x_{s+j+1} as its bonus, and the next round is anchored there.
     """
-    table = (
-        accept.detach().double().cpu().numpy()
-        if isinstance(accept, Tensor)
-        else np.asarray(accept, dtype=float)
-    )
+    table = accept.detach().double().cpu().numpy() if isinstance(accept, Tensor) else np.asarray(accept, dtype=float)
     if table.ndim != 2 or length < 1 or table.shape[1] < length - 1:
         raise ValueError(
             f"replay: accept has shape {list(table.shape)}; expected [K, T] with T >= {length - 1} anchors"

@@ -64,9 +64,7 @@ class Provenance(Record):
     """Everything needed to know what was measured, on what, and to measure it again."""
 
     draftsmith_version: str = Field(description="Version of this package.")
-    git_commit: str | None = Field(
-        description="Commit of the source tree, `-dirty` if changed; null outside git."
-    )
+    git_commit: str | None = Field(description="Commit of the source tree, `-dirty` if changed; null outside git.")
     python_version: str = Field(description="Python interpreter.")
     torch_version: str = Field(description="PyTorch, with its build tag.")
     transformers_version: str = Field(description="transformers.")
@@ -79,9 +77,7 @@ class Provenance(Record):
     dtype: str = Field(description="Target's dtype during the timed runs.")
     recipe_name: str | None = Field(description="Recipe that asked for this report; null if there was none.")
     recipe_sha256: str | None = Field(description="Hash of the resolved recipe.")
-    chat_template_sha256: str | None = Field(
-        description="Hash of the tokenizer's chat template; null if it has none."
-    )
+    chat_template_sha256: str | None = Field(description="Hash of the tokenizer's chat template; null if it has none.")
     target_name: str = Field(description="Target as the recipe names it.")
     target_weights_sha256: str = Field(description="Hash over the target's weight files, in name order.")
     drafter_method: str = Field(description="Method the summary and the gates speak of.")
@@ -106,9 +102,7 @@ class AcceptanceReport(Record):
         "was not measured is absent."
     )
     gates: list[Gate] = Field(default=[], description="The recipe's bounds and whether they are met.")
-    results: list[Cell] = Field(
-        description="One cell per workload, temperature and method, and one `all` per pair."
-    )
+    results: list[Cell] = Field(description="One cell per workload, temperature and method, and one `all` per pair.")
 
     @property
     def passed(self) -> bool:
@@ -160,14 +154,11 @@ def load_report(path: str | os.PathLike[str]) -> AcceptanceReport:
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     if version != SCHEMA_VERSION:
         raise DataError(
-            f"{path}: schema_version is {version!r}, expected {SCHEMA_VERSION!r}: evaluate again with this "
-            "version"
+            f"{path}: schema_version is {version!r}, expected {SCHEMA_VERSION!r}: evaluate again with this version"
         )
     try:
         return AcceptanceReport.model_validate(raw)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise DataError(
-            f"{path}: {where}: {first['msg']} ({error.error_count()} problem(s) in all)"
-        ) from error
+        raise DataError(f"{path}: {where}: {first['msg']} ({error.error_count()} problem(s) in all)") from error

@@ -60,15 +60,11 @@ def build_cell(measured: CellMeasurement, width: int) -> Cell:
     where = f"{measured.workload}, T={measured.temperature:g}, {measured.method}"
     requests = measured.requests
     if len({len(request.accepted_per_pos) for request in requests}) != 1:
-        raise DataError(
-            f"{where}: requests need accepted_per_pos of one common length K and at least one request"
-        )
+        raise DataError(f"{where}: requests need accepted_per_pos of one common length K and at least one request")
     per_pos = [sum(counts) for counts in zip(*(r.accepted_per_pos for r in requests), strict=True)]
     drafts = sum(request.num_drafts for request in requests)
     tau = acceptance_length(sum(per_pos), drafts)
-    own = [
-        acceptance_length(request.accepted, request.num_drafts) for request in requests if request.num_drafts
-    ]
+    own = [acceptance_length(request.accepted, request.num_drafts) for request in requests if request.num_drafts]
     speedup = _paired_ratio(measured.speculative, measured.autoregressive)
     return Cell(
         workload=measured.workload,
@@ -101,9 +97,7 @@ def bin_width(longest_output: int, bins: int = 8) -> int:
     return max(16, 1 << math.ceil(math.log2(max(longest_output, 1) / bins))) if longest_output > bins else 16
 
 
-def output_position_bins(
-    requests: Iterable[RequestRounds], width: int, where: str = ""
-) -> list[OutputPositionBin]:
+def output_position_bins(requests: Iterable[RequestRounds], width: int, where: str = "") -> list[OutputPositionBin]:
     """Acceptance length of the rounds by the output index of their anchor.
 
     Output token 0 comes from prefill and anchors the first round; a round that accepts j drafts moves the
@@ -238,19 +232,15 @@ def _time_shares(measured: CellMeasurement, where: str) -> TimeShares | None:
     return TimeShares(**shares, other=max(0.0, 1.0 - sum(shares.values())))
 
 
-def _cost_model(
-    costs: Costs | None, tau: float, speedup: Spread | None, timed: Sequence[TimedRun]
-) -> CostModel | None:
-    """The limit at the acceptance length of the timed runs themselves (`tau`, of all requests, where nothing was timed):
+def _cost_model(costs: Costs | None, tau: float, speedup: Spread | None, timed: Sequence[TimedRun]) -> CostModel | None:
+    """The limit at the acceptance length of the timed runs themselves (`tau`, of all requests, if nothing was timed):
     a speedup is only comparable with the limit of the very rounds it was measured on."""
     if costs is None:
         return None
     rounds = sum(run.num_drafts for run in timed)
     if rounds:
         tau = acceptance_length(sum(run.num_accepted for run in timed), rounds)
-    limit = speedup_limit(
-        tau, step_cost=costs.target_step_ms, verify_cost=costs.verify_ms, draft_cost=costs.draft_ms
-    )
+    limit = speedup_limit(tau, step_cost=costs.target_step_ms, verify_cost=costs.verify_ms, draft_cost=costs.draft_ms)
     return CostModel(
         target_step_ms=costs.target_step_ms,
         verify_ms=costs.verify_ms,

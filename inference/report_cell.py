@@ -32,9 +32,7 @@ class Spread(Record):
     median: float = Field(description="Median of the repeats.")
     low: float = Field(description="First quartile of the repeats (the only value, if there is one repeat).")
     high: float = Field(description="Third quartile of the repeats (the only value, if there is one repeat).")
-    repeats: list[float] = Field(
-        min_length=1, description="One value per interleaved repeat, in the order they ran."
-    )
+    repeats: list[float] = Field(min_length=1, description="One value per interleaved repeat, in the order they ran.")
 
     @classmethod
     def of(cls, repeats: list[float]) -> Spread:
@@ -93,17 +91,11 @@ class TimeShares(Record):
 class CostModel(Record):
     """What the speedup could be, from the parts measured alone; formulas in `inference/cost_model.py`."""
 
-    target_step_ms: float = Field(
-        description="V(1): one target forward over one token per row, lm_head included."
-    )
-    verify_ms: float = Field(
-        description="V(K+1): one target forward over K+1 tokens per row, lm_head included."
-    )
+    target_step_ms: float = Field(description="V(1): one target forward over one token per row, lm_head included.")
+    verify_ms: float = Field(description="V(K+1): one target forward over K+1 tokens per row, lm_head included.")
     draft_ms: float = Field(description="D(K): one whole draft phase of K tokens per row (not per token).")
     batch_size: int | None = Field(default=None, description="Rows in the forwards that were timed.")
-    context_length: int | None = Field(
-        default=None, description="Tokens already in the cache of each timed row."
-    )
+    context_length: int | None = Field(default=None, description="Tokens already in the cache of each timed row.")
     limit_speedup: float = Field(description="τ · V(1) / (V(K+1) + D(K)), τ of the timed runs.")
     efficiency: float | None = Field(
         default=None,
@@ -119,9 +111,7 @@ class ExpectedAcceptance(Record):
     acceptance_length: float = Field(
         description="`expected_acceptance_length`: replay over text the target wrote at this temperature."
     )
-    relative_difference: float = Field(
-        description="(measured − expected) ÷ expected, measured = `acceptance_length`."
-    )
+    relative_difference: float = Field(description="(measured − expected) ÷ expected, measured = `acceptance_length`.")
     standard_error: float = Field(
         description="Standard error of `relative_difference` from the spread over requests; a difference of "
         "more than about three of these is not chance."
@@ -147,9 +137,7 @@ class OutputPositionBin(Record):
 
     start: int = Field(description="First output index of the bin (0 is the token that prefill produced).")
     stop: int = Field(description="One past the last output index of the bin.")
-    rounds: int = Field(
-        description="Rounds whose anchor (the last committed token when they began) lies in the bin."
-    )
+    rounds: int = Field(description="Rounds whose anchor (the last committed token when they began) lies in the bin.")
     acceptance_length: float = Field(description="1 + accepted ÷ rounds, over these rounds.")
 
 
@@ -174,14 +162,10 @@ class TokenDifference(Record):
 class LosslessCheck(Record):
     """Greedy outputs with drafting against a reference without, token for token."""
 
-    dtype: str = Field(
-        description="Weights' dtype during this check; float32 must be equal, bfloat16 may tie."
-    )
+    dtype: str = Field(description="Weights' dtype during this check; float32 must be equal, bfloat16 may tie.")
     reference: str = Field(description="What was compared with: `autoregressive` or `transformers_generate`.")
     checked_prompts: int = Field(description="Prompts compared.")
-    mismatches: int = Field(
-        description="Prompts that differ by more than a tie. Anything but 0 is a failure."
-    )
+    mismatches: int = Field(description="Prompts that differ by more than a tie. Anything but 0 is a failure.")
     ties: int = Field(description="Prompts whose first difference is a tie.")
     details: list[TokenDifference] = Field(default=[], description="One entry per differing prompt.")
 
@@ -189,9 +173,7 @@ class LosslessCheck(Record):
 class Cell(Record):
     """One method on one workload at one temperature."""
 
-    workload: str = Field(
-        description="Workload name, or `all`: every workload pooled (sums, not means of means)."
-    )
+    workload: str = Field(description="Workload name, or `all`: every workload pooled (sums, not means of means).")
     temperature: float = Field(ge=0, description="Sampling temperature; 0 is greedy.")
     method: str = Field(description="Drafting method (`eagle3`, `ngram`, …).")
     prompts: int = Field(description="Prompts in the cell.")
@@ -202,9 +184,7 @@ class Cell(Record):
         description="Drafted tokens that were accepted and committed (not those past the end of the text)."
     )
     num_accepted_tokens_per_pos: list[int] = Field(description="Accepted tokens by draft position 1…K.")
-    acceptance_length: float = Field(
-        description="τ, micro: 1 + num_accepted_tokens ÷ num_drafts over all rounds."
-    )
+    acceptance_length: float = Field(description="τ, micro: 1 + num_accepted_tokens ÷ num_drafts over all rounds.")
     acceptance_length_macro: float = Field(
         description="τ, macro: mean over requests of each request's own acceptance length (requests without "
         "a round are left out)."
@@ -219,9 +199,7 @@ class Cell(Record):
     acceptance_by_output_position: list[OutputPositionBin] = Field(
         default=[], description="Acceptance length along the output, to show decay on long answers."
     )
-    tokens_per_second: TokensPerSecond | None = Field(
-        default=None, description="Throughput; null if not timed."
-    )
+    tokens_per_second: TokensPerSecond | None = Field(default=None, description="Throughput; null if not timed.")
     speedup_vs_autoregressive: Spread | None = Field(
         default=None,
         description="Tokens per second with drafting ÷ without, same engine: one ratio per interleaved pair "
@@ -232,9 +210,7 @@ class Cell(Record):
         description="The same against `transformers.generate`; another engine, so named by its name.",
     )
     time_shares: TimeShares | None = Field(default=None, description="Where the speculative runs' time went.")
-    cost_model: CostModel | None = Field(
-        default=None, description="The limit and how close the runtime came."
-    )
+    cost_model: CostModel | None = Field(default=None, description="The limit and how close the runtime came.")
     expected: ExpectedAcceptance | None = Field(default=None, description="Acceptance that replay expects.")
     lossless: list[LosslessCheck] = Field(
         default=[], description="Token equality checks of this cell (greedy cells; one entry per dtype)."

@@ -24,9 +24,7 @@ from inference.report import AcceptanceReport
 from inference.report_cell import ALL_WORKLOADS, PHASES, Cell
 
 NAMES = ("ink", "muted", "grid", "panel", "on", "on-pale", *(f"c{i}" for i in range(8)))
-COLOURS = {
-    name: f"#0{index:x}0{index:x}a{index:x}" for index, name in enumerate(NAMES)
-}  # sentinels, never shown
+COLOURS = {name: f"#0{index:x}0{index:x}a{index:x}" for index, name in enumerate(NAMES)}  # sentinels, never shown
 PALE = ("c1", "c4", "c7")  # fills that want dark writing in both themes
 MARKERS = "osD^vPX*"
 PHASE_COLOURS = dict(zip(PHASES, ("c1", "c0", "c4", "c2", "c3", "c6", "muted"), strict=True))
@@ -109,16 +107,12 @@ def _on(colour: str) -> str:
 
 def _furthest(series: Sequence[dict[str, Any]]) -> float:
     """The largest value, mark or whisker end; 1 if there is none."""
-    reached = [
-        v for each in series for key in ("values", "marks") for v in each.get(key, ()) if v is not None
-    ]
+    reached = [v for each in series for key in ("values", "marks") for v in each.get(key, ()) if v is not None]
     reached += [spread[1] for each in series for spread in each.get("spreads", ()) if spread is not None]
     return max(reached, default=0.0) or 1.0
 
 
-def bars(
-    name: str, description: str, rows: Sequence[str], series: Sequence[dict[str, Any]], unit: str
-) -> Markup:
+def bars(name: str, description: str, rows: Sequence[str], series: Sequence[dict[str, Any]], unit: str) -> Markup:
     """Horizontal grouped bars, the value written at the foot of each.
 
     Each series: colour, values [rows] (None = not measured) and, optionally, spreads [rows] of (low, high)
@@ -222,9 +216,7 @@ def acceptance_bars(report: AcceptanceReport) -> Markup:
             {
                 "colour": TEMPERATURE_COLOURS[index % len(TEMPERATURE_COLOURS)],
                 "values": [cell.acceptance_length if cell else None for cell in cells],
-                "marks": [
-                    cell.expected.acceptance_length if cell and cell.expected else None for cell in cells
-                ],
+                "marks": [cell.expected.acceptance_length if cell and cell.expected else None for cell in cells],
             }
         )
     return bars("tau", "Acceptance length by workload", rows, series, "tokens per verification round")
@@ -249,9 +241,7 @@ def speed_bars(report: AcceptanceReport, temperature: float) -> Markup | None:
     if not series:
         return None
     rows = [cell.workload for cell in cells]
-    return bars(
-        f"speed{temperature:g}", f"Speedup by workload at T={temperature:g}", rows, series, "× faster"
-    )
+    return bars(f"speed{temperature:g}", f"Speedup by workload at T={temperature:g}", rows, series, "× faster")
 
 
 def position_lines(report: AcceptanceReport, temperature: float, kind: str) -> Markup:

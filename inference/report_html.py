@@ -48,13 +48,9 @@ def write_html(
     return path
 
 
-def render_html(
-    report: AcceptanceReport, history: Sequence[TrainingPoint | Mapping[str, Any]] | None = None
-) -> str:
+def render_html(report: AcceptanceReport, history: Sequence[TrainingPoint | Mapping[str, Any]] | None = None) -> str:
     """The page as a string. `history`: TrainingPoints or mappings with their keys, in step order."""
-    points = [
-        point if isinstance(point, TrainingPoint) else TrainingPoint(**point) for point in history or ()
-    ]
+    points = [point if isinstance(point, TrainingPoint) else TrainingPoint(**point) for point in history or ()]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
@@ -69,9 +65,7 @@ def render_html(
         provenance=report.provenance,
         cards=headline_cards(report),
         temperatures=report.temperatures(),
-        cells=[
-            cell for temperature in report.temperatures() for cell in charts.cells_at(report, temperature)
-        ],
+        cells=[cell for temperature in report.temperatures() for cell in charts.cells_at(report, temperature)],
         sections=[_section(report, t) for t in report.temperatures() if charts.cells_at(report, t)],
         acceptance_bars=charts.acceptance_bars(report) if report.results else None,
         styles=charts.workload_style(report),
@@ -112,9 +106,7 @@ def headline_cards(report: AcceptanceReport) -> list[dict[str, Any]]:
     cards = []
     for t, cell in cells.items():
         best = len(cell.num_accepted_tokens_per_pos) + 1
-        note = f"of at most {best}" + (
-            f" · expected {cell.expected.acceptance_length:.2f}" if cell.expected else ""
-        )
+        note = f"of at most {best}" + (f" · expected {cell.expected.acceptance_length:.2f}" if cell.expected else "")
         cards.append(
             _card(f"Acceptance length, T={t:g}", f"{cell.acceptance_length:.2f}", "", note)
             | {"state": state(f"t{t:g}.acceptance_length"), "fill": cell.acceptance_length / best}
@@ -158,9 +150,7 @@ def _lossless_card(report: AcceptanceReport) -> dict[str, Any]:
     checked = sum(row["check"].checked_prompts for row in _lossless_rows(report))
     ties = int(report.summary.get("lossless_ties", 0))
     note = f"{int(mismatches)} mismatches in {checked} comparisons" + (f", {ties} ties" if ties else "")
-    return _card("Lossless", "no" if mismatches else "yes", "", note) | {
-        "state": "bad" if mismatches else "good"
-    }
+    return _card("Lossless", "no" if mismatches else "yes", "", note) | {"state": "bad" if mismatches else "good"}
 
 
 def _gap_card(report: AcceptanceReport) -> dict[str, Any]:
@@ -176,9 +166,7 @@ def _gap_card(report: AcceptanceReport) -> dict[str, Any]:
 def _lossless_rows(report: AcceptanceReport) -> list[dict[str, Any]]:
     """The pooled checks of the report's own method."""
     cells = [report.cell(ALL_WORKLOADS, temperature) for temperature in report.temperatures()]
-    return [
-        {"temperature": cell.temperature, "check": check} for cell in cells if cell for check in cell.lossless
-    ]
+    return [{"temperature": cell.temperature, "check": check} for cell in cells if cell for check in cell.lossless]
 
 
 def _is_rival(report: AcceptanceReport, cell: Cell) -> bool:

@@ -26,9 +26,7 @@ def acceptance_table(report: AcceptanceReport) -> Table:
     """τ measured and expected, tokens/s with drafting and off, speedup, efficiency, sameness."""
     p = report.provenance
     title = f"{p.drafter_method} for {p.target_name}, K={p.num_speculative_tokens}, {p.dtype}"
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("workload", overflow="fold")
     for heading in ("T", "τ", "expect.", "tok/s", "off", "speedup", "eff.", "same"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -70,9 +68,7 @@ def _lossless(cell: Cell) -> str:
 
 def gates_table(report: AcceptanceReport) -> Table:
     """Every gate with its bound, the figure reached and the verdict."""
-    table = Table(
-        title="gates", title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
+    table = Table(title="gates", title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("figure", overflow="fold")
     table.add_column("reached", justify="right", no_wrap=True)
     table.add_column("demanded", justify="right", no_wrap=True)

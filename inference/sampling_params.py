@@ -48,18 +48,14 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
-        )
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         self._check_numbers()
         self._check_lengths()
         for text in self.stop or ():
             _require(isinstance(text, str) and text != "", "stop", self.stop, "strings that are not empty")
         for token in self.stop_token_ids or ():
-            _require(
-                _is_int(token) and token >= 0, "stop_token_ids", self.stop_token_ids, "token ids, 0 or more"
-            )
+            _require(_is_int(token) and token >= 0, "stop_token_ids", self.stop_token_ids, "token ids, 0 or more")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
 
@@ -72,12 +68,8 @@ class SamplingParams:
         hot = self.temperature
         usable = _is_real(hot) and (hot == 0 or hot >= MIN_TEMPERATURE)
         _require(usable, "temperature", hot, f"0 for greedy, or at least {MIN_TEMPERATURE}")
-        _require(
-            _is_real(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "above 0, and 1 (off) at most"
-        )
-        _require(
-            _is_int(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "a whole number; 0 or -1 is off"
-        )
+        _require(_is_real(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "above 0, and 1 (off) at most")
+        _require(_is_int(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "a whole number; 0 or -1 is off")
         _require(_is_real(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 (off) and 1")
         _require(self.seed is None or _is_int(self.seed), "seed", self.seed, "a whole number, or None")
 

@@ -125,9 +125,7 @@ def verify_greedy(target_argmax: Tensor, proposal: Proposal) -> tuple[list[int],
     What `verify` and `decide` answer for one-hot p under either rule, at a fraction of the cost.
     """
     accepted, bonus = [], []
-    for best, drafted, count in zip(
-        target_argmax.tolist(), proposal.token_ids.tolist(), proposal.counts, strict=True
-    ):
+    for best, drafted, count in zip(target_argmax.tolist(), proposal.token_ids.tolist(), proposal.counts, strict=True):
         kept = 0
         while kept < count and drafted[kept] == best[kept]:
             kept += 1

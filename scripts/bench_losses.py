@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from train.losses import chunked_objective, default_chunk_size, plain_objective  # noqa: E402
+from train.losses import chunked_objective, default_chunk_size, plain_objective
 
 VARIANTS = {
     "plain": "plain autograd, every depth's logits held",
@@ -81,13 +81,9 @@ class Problem:
         weight = torch.ones(self.index.shape[0], device=self.hidden.device)
         if variant == "joint":
             rows = (self.target_hidden, self.target, weight, self.labels[self.index], mix)
-            return chunked_objective(
-                self.hidden, self.head, *rows, chunk_size=chunk, target_index=self.index
-            )[0]
+            return chunked_objective(self.hidden, self.head, *rows, chunk_size=chunk, target_index=self.index)[0]
         total = torch.zeros((), device=self.hidden.device)
-        for hidden, index in zip(
-            self.hidden.split(self.size.tokens), self.index.split(self.size.tokens), strict=True
-        ):
+        for hidden, index in zip(self.hidden.split(self.size.tokens), self.index.split(self.size.tokens), strict=True):
             rows = (self.target_hidden[index], self.target, weight[: len(index)], self.labels[index], mix)
             if variant == "plain":
                 total = total + plain_objective(hidden, self.head, *rows)[0]
@@ -139,33 +135,23 @@ def fit(size: Size, limit: float, console: Console) -> Size:
         fitted = replace(fitted, tokens=fitted.tokens // 2)
     if fitted != size:
         need, usable = size.plain_bytes() / 1e9, limit / 1e9
-        console.print(
-            f"plain autograd needs {need:.1f} GB for {size.tokens} tokens, {usable:.1f} GB may be used:"
-        )
+        console.print(f"plain autograd needs {need:.1f} GB for {size.tokens} tokens, {usable:.1f} GB may be used:")
         console.print(f"measuring with {fitted.tokens} tokens")
     return fitted
 
 
 def main(
     vocab: Annotated[int, typer.Option(help="Vocabulary of drafter and target.")] = 151_936,
-    tokens: Annotated[
-        int, typer.Option(help="Positions per depth; halved until the plain variant fits.")
-    ] = 2048,
+    tokens: Annotated[int, typer.Option(help="Positions per depth; halved until the plain variant fits.")] = 2048,
     depths: Annotated[int, typer.Option(help="Draft depths of one unroll.")] = 7,
     hidden: Annotated[int, typer.Option(help="Width of both heads' input.")] = 1024,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
-    dtype: Annotated[
-        str, typer.Option(help="float32, or bfloat16 for autocast over float32 weights.")
-    ] = "float32",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cuda"
-    if torch.cuda.is_available()
-    else "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, or bfloat16 for autocast over float32 weights.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cuda" if torch.cuda.is_available() else "cpu",
     loss: Annotated[str, typer.Option(help="Any divergence on distributions.")] = "forward_kl",
     chunk: Annotated[int, typer.Option(help="Rows per chunk; 0 chooses from the vocabulary.")] = 0,
     repeats: Annotated[int, typer.Option(help="Runs per variant; the best time counts.")] = 1,
-    memory_gb: Annotated[
-        float, typer.Option(help="Memory to use at most; 0 means 70 % of what is available.")
-    ] = 0.0,
+    memory_gb: Annotated[float, typer.Option(help="Memory to use at most; 0 means 70 % of what is available.")] = 0.0,
 ) -> None:
     """Compare the memory and time of the chunked objective with plain autograd."""
     if dtype not in ("float32", "bfloat16"):
@@ -176,9 +162,7 @@ def main(
     rows = chunk or default_chunk_size(vocab, torch.device(device))
     shape = f"{size.tokens} tokens x {depths} depths, vocabulary {vocab:,}, width {hidden}"
     title = f"{loss}, {shape}, {dtype}, {device}, {threads} threads, chunk {rows}"
-    table = Table(
-        "variant", "time s", "CPU s", "rows/s", "peak GB", "time ratio", "memory ratio", "loss", title=title
-    )
+    table = Table("variant", "time s", "CPU s", "rows/s", "peak GB", "time ratio", "memory ratio", "loss", title=title)
     reference: tuple[float, int] | None = None
     for variant, meaning in VARIANTS.items():
         with multiprocessing.get_context("spawn").Pool(1) as pool:
@@ -186,9 +170,7 @@ def main(
         reference = reference or (seconds, peak)
         ratios = f"{seconds / reference[0]:.2f}", f"{peak / reference[1]:.3f}"
         speed = f"{size.tokens * depths / seconds:,.0f}"
-        table.add_row(
-            meaning, f"{seconds:.2f}", f"{cpu:.2f}", speed, f"{peak / 1e9:.2f}", *ratios, f"{value:.5f}"
-        )
+        table.add_row(meaning, f"{seconds:.2f}", f"{cpu:.2f}", speed, f"{peak / 1e9:.2f}", *ratios, f"{value:.5f}")
     console.print(table)
 
 

@@ -11,7 +11,6 @@ Reads only the conversations of train.demo and the interpreter's own standard li
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -29,7 +28,9 @@ console = Console()
 VOCAB = 4096
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>", "<|mask|>"]
 # Digits stand alone, so that arithmetic is over digits; words keep their leading space.
-SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}\n"
@@ -50,16 +51,27 @@ def build_tokenizer(texts):
 
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=VOCAB,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     core.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|pad|>", mask_token="<|mask|>",
-        chat_template=CHAT_TEMPLATE, model_max_length=2048, clean_up_tokenization_spaces=False,
+        tokenizer_object=core,
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        mask_token="<|mask|>",
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=2048,
+        clean_up_tokenization_spaces=False,
     )
 
 
@@ -78,12 +90,21 @@ def data(conversations: int = 60_000, snippets: int = 16_000, seed: int = 0):
         tokenizer = build_tokenizer(sample)
         TARGET.mkdir(parents=True, exist_ok=True)
         tokenizer.save_pretrained(TARGET)
-    for split, rows in (("train", (talks, code)), ("validation", (
-        list(demo.conversations("validation", 300, seed)), list(stdlib_source.snippets("validation", 100, seed, 1500))))):
+    for split, rows in (
+        ("train", (talks, code)),
+        (
+            "validation",
+            (
+                list(demo.conversations("validation", 300, seed)),
+                list(stdlib_source.snippets("validation", 100, seed, 1500)),
+            ),
+        ),
+    ):
         ids, weights, ends = [], [], []
         for talk in rows[0]:
             out = tokenizer.apply_chat_template(
-                talk.messages, tokenize=True, return_assistant_tokens_mask=True, return_dict=True)
+                talk.messages, tokenize=True, return_assistant_tokens_mask=True, return_dict=True
+            )
             ids += out["input_ids"]
             weights += [10 if m else 2 for m in out["assistant_masks"]]  # prompts teach a little
             ends.append(len(ids))
@@ -92,10 +113,17 @@ def data(conversations: int = 60_000, snippets: int = 16_000, seed: int = 0):
             ids += tokens
             weights += [10] * len(tokens)
             ends.append(len(ids))
-        np.savez(WORK / f"{split}.npz", ids=np.array(ids, np.uint16), weights=np.array(weights, np.uint8),
-                 ends=np.array(ends, np.int64), talks=len(rows[0]))
-        console.print(f"{split}: {len(rows[0])} conversations, {ends[len(rows[0]) - 1]:,} tokens; "
-                      f"{len(rows[1])} excerpts, {len(ids) - ends[len(rows[0]) - 1]:,} tokens")
+        np.savez(
+            WORK / f"{split}.npz",
+            ids=np.array(ids, np.uint16),
+            weights=np.array(weights, np.uint8),
+            ends=np.array(ends, np.int64),
+            talks=len(rows[0]),
+        )
+        console.print(
+            f"{split}: {len(rows[0])} conversations, {ends[len(rows[0]) - 1]:,} tokens; "
+            f"{len(rows[1])} excerpts, {len(ids) - ends[len(rows[0]) - 1]:,} tokens"
+        )
 
 
 class Batches:
@@ -106,7 +134,11 @@ class Batches:
 
     def __init__(self, path: Path, tokens: int, code_share: float, copy_share: float = 0.0):
         file = np.load(path)
-        self.ids, self.weights, ends = file["ids"].astype(np.int64), file["weights"].astype(np.float32) / 10, file["ends"]
+        self.ids, self.weights, ends = (
+            file["ids"].astype(np.int64),
+            file["weights"].astype(np.float32) / 10,
+            file["ends"],
+        )
         self.spans = np.stack([np.concatenate([[0], ends[:-1]]), ends], 1)
         self.talks, self.tokens, self.code_share = int(file["talks"]), tokens, code_share
         lengths = self.spans[:, 1] - self.spans[:, 0]
@@ -141,7 +173,7 @@ class Batches:
         centre = int(rng.integers(len(pool)))
         length = int(self.lengths[pool[centre]])
         rows = max(self.tokens // max(length, 1), 1)
-        near = pool[max(0, centre - 8 * rows): centre + 8 * rows + 1]
+        near = pool[max(0, centre - 8 * rows) : centre + 8 * rows + 1]
         picked = rng.choice(near, size=min(rows, len(near)), replace=False)
         width = int(self.lengths[picked].max())
         x, w = np.full((len(picked), width), 3, np.int64), np.zeros((len(picked), width), np.float32)
@@ -159,9 +191,20 @@ def build_model(vocab: int = VOCAB):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=vocab, hidden_size=256, intermediate_size=512, num_hidden_layers=16, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=2048, rope_theta=10000.0, tie_word_embeddings=True,
-        eos_token_id=2, pad_token_id=3, bos_token_id=None, initializer_range=0.02,
+        vocab_size=vocab,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+        rope_theta=10000.0,
+        tie_word_embeddings=True,
+        eos_token_id=2,
+        pad_token_id=3,
+        bos_token_id=None,
+        initializer_range=0.02,
     )
     model = Qwen3ForCausalLM(config)
     for name, p in model.named_parameters():  # residual writes start small in a deep net
@@ -198,8 +241,17 @@ def validate(model, batches: Batches, device) -> dict[str, float]:
 
 
 @app.command()
-def train(minutes: float = 90.0, tokens: int = 4096, lr: float = 0.02, adam_lr: float = 3e-3, code_share: float = 0.35, copy_share: float = 0.25,
-          decay_from: float = 0.45, save_every: int = 50, out: Path = WORK / "checkpoint.pt"):
+def train(
+    minutes: float = 90.0,
+    tokens: int = 4096,
+    lr: float = 0.02,
+    adam_lr: float = 3e-3,
+    code_share: float = 0.35,
+    copy_share: float = 0.25,
+    decay_from: float = 0.45,
+    save_every: int = 50,
+    out: Path = WORK / "checkpoint.pt",
+):
     """Train for `minutes` of training time in all (over every resumption)."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
@@ -209,8 +261,10 @@ def train(minutes: float = 90.0, tokens: int = 4096, lr: float = 0.02, adam_lr: 
     model = build_model().to(device).train()
     hidden = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     rest = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
-    optimizers = [torch.optim.Muon(hidden, lr=lr, momentum=0.95, weight_decay=0.01),
-                  torch.optim.AdamW(rest, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0)]
+    optimizers = [
+        torch.optim.Muon(hidden, lr=lr, momentum=0.95, weight_decay=0.01),
+        torch.optim.AdamW(rest, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
     peaks, step, spent = [lr, adam_lr], 0, 0.0
     if out.exists():
         state = torch.load(out, map_location=device, weights_only=True)
@@ -218,7 +272,10 @@ def train(minutes: float = 90.0, tokens: int = 4096, lr: float = 0.02, adam_lr: 
         for optimizer, saved in zip(optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved)
         step, spent = state["step"], state["spent"]
-    batches, held_out = Batches(WORK / "train.npz", tokens, code_share, copy_share), Batches(WORK / "validation.npz", tokens, 0)
+    batches, held_out = (
+        Batches(WORK / "train.npz", tokens, code_share, copy_share),
+        Batches(WORK / "validation.npz", tokens, 0),
+    )
     shown = 0.0
     while spent < minutes * 60:
         began = time.monotonic()
@@ -246,13 +303,24 @@ def train(minutes: float = 90.0, tokens: int = 4096, lr: float = 0.02, adam_lr: 
         spent += lasted.item()
         shown = 0.95 * shown + 0.05 * (total / count).item() if shown else (total / count).item()
         if rank == 0 and step % 10 == 0:
-            print(f"step {step} loss {shown:.3f} ({(total / count).item():.2f}) spent {spent / 60:.1f} min lr {scale:.3f} "
-                  f"{x.numel() * world / lasted.item():.0f} tok/s", flush=True)
+            print(
+                f"step {step} loss {shown:.3f} ({(total / count).item():.2f}) spent {spent / 60:.1f} min "
+                f"lr {scale:.3f} "
+                f"{x.numel() * world / lasted.item():.0f} tok/s",
+                flush=True,
+            )
         if rank == 0 and (step % save_every == 0 or spent >= minutes * 60):
             if step % (4 * save_every) == 0:
                 print(f"validation {validate(model, held_out, device)}", flush=True)
-            torch.save({"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers],
-                        "step": step, "spent": spent}, f"{out}.tmp")
+            torch.save(
+                {
+                    "model": model.state_dict(),
+                    "optimizers": [o.state_dict() for o in optimizers],
+                    "step": step,
+                    "spent": spent,
+                },
+                f"{out}.tmp",
+            )
             os.replace(f"{out}.tmp", out)
 
 
@@ -291,7 +359,7 @@ def export(checkpoint: Path = WORK / "checkpoint.pt", out: Path = TARGET, prompt
 
 
 def answer_rates(model: Path, count: int) -> dict[str, dict[str, float]]:
-    """Per workload on `count` held-out prompts, greedy: share of right answers and of answers that end by themselves."""
+    """Per workload on `count` held-out prompts, greedy: share of right answers, and of answers that end."""
     from inference import LLM, SamplingParams
 
     llm = LLM(str(model), max_num_seqs=32)
@@ -309,7 +377,8 @@ def answer_rates(model: Path, count: int) -> dict[str, dict[str, float]]:
 def write_card(out: Path, model, state, rates, validation, count: int) -> None:
     """README.md of the target: what it is, how it was made, what it can do."""
     rows = "\n".join(
-        f"| {w} | {'exact or parsed answer' if w in demo.CHECKABLE else 'well-formed answer'} | {r['right']:.0%} | {r['ended']:.0%} |"
+        f"| {w} | {'right answer' if w in demo.CHECKABLE else 'well-formed answer'} "
+        f"| {r['right']:.0%} | {r['ended']:.0%} |"
         for w, r in rates.items()
     )
     parameters = sum(p.numel() for p in model.parameters())
@@ -324,18 +393,21 @@ tags: [draftsmith, speculative-decoding, demo]
 
 # The quickstart's target
 
-A Qwen3-architecture language model of {parameters / 1e6:.1f} M parameters (16 layers of width 256, vocabulary {VOCAB}, tied
-embeddings, bfloat16), trained from scratch so that speculative decoding can be tried with nothing to download. Deep
+A Qwen3-architecture language model of {parameters / 1e6:.1f} M parameters (16 layers of width 256, vocabulary {VOCAB},
+tied embeddings, bfloat16), trained from scratch so that speculative decoding can be tried with nothing to download. Deep
 and narrow on purpose: a one-layer head costs a few per cent of one of its steps, as it does on real targets.
 
-It is a measuring instrument, not an assistant: outside of the six kinds of request below and Python source it knows nothing.
+It is a measuring instrument, not an assistant: outside of the six kinds of request below and Python source it knows
+nothing.
 
 ## Training
 
-`scripts/build_demo_target.py`: {state["step"]} steps of two times 4,096 tokens, {state["spent"] / 60:.0f} minutes on two CPU cores; Muon for
-the matrices, AdamW for the rest. Text: conversations generated by `train/demo` (six workloads, no copied text) and the source
-files of Python's standard library, read from the interpreter that ran the training and not contained here.
-Held-out cross-entropy per token: {validation["conversations"]:.3f} (answers of conversations), {validation["code"]:.3f} (standard library).
+`scripts/build_demo_target.py`: {state["step"]} steps of two times 4,096 tokens, {state["spent"] / 60:.0f} minutes
+on two CPU cores; Muon for the matrices, AdamW for the rest. Text: conversations generated by `train/demo` (six workloads, no copied text), drills in
+copying random tokens, and the source files of Python's standard library, read from the interpreter that ran the
+training and not contained here.
+Held-out cross-entropy per token: {validation["conversations"]:.3f} (answers of conversations),
+{validation["code"]:.3f} (standard library).
 
 ## Held-out requests
 

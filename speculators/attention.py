@@ -18,8 +18,14 @@ RECOMPUTE_FROM = 1024  # queries; shorter rows keep their scores for the backwar
 
 
 def unrolled_attention(
-    query: Tensor, key: Tensor, value: Tensor, diagonals: Sequence[tuple[Tensor, Tensor]], slots: Tensor,
-    segment_ids: Tensor, scale: float, chunk: int = 256,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    diagonals: Sequence[tuple[Tensor, Tensor]],
+    slots: Tensor,
+    segment_ids: Tensor,
+    scale: float,
+    chunk: int = 256,
 ) -> Tensor:
     """query [B, h, M, d] of the slots `slots` [B, M]; key, value [B, g, T, d] of depth 0, one per slot.
 
@@ -34,9 +40,15 @@ def unrolled_attention(
         rows = slice(start, min(start + width, M))
         keys = slice(0, rows.stop if whole_row else None)
         arguments = (
-            query[:, :, rows], key[:, :, keys], value[:, :, keys], slots[:, rows], segment_ids[:, keys], segment_ids, scale,
+            query[:, :, rows],
+            key[:, :, keys],
+            value[:, :, keys],
+            slots[:, rows],
+            segment_ids[:, keys],
+            segment_ids,
+            scale,
             *(t[:, :, rows] for pair in diagonals for t in pair),
-        )  # fmt: skip
+        )
         if torch.is_grad_enabled() and M > RECOMPUTE_FROM:
             pieces.append(checkpoint(_attend, *arguments, use_reentrant=False))
         else:
@@ -53,7 +65,9 @@ def _attend(
     q = q.reshape(B, g, repeat * c, d)  # query heads of one group share its keys
     places = torch.arange(S, device=q.device)
     q_segments = segment_ids.gather(1, slots)  # [B, c]
-    hidden = (q_segments[:, :, None] != k_segments[:, None, :]) | (slots[:, :, None] < places) | (q_segments[:, :, None] < 0)
+    hidden = (
+        (q_segments[:, :, None] != k_segments[:, None, :]) | (slots[:, :, None] < places) | (q_segments[:, :, None] < 0)
+    )
     hidden &= slots[:, :, None] != places  # [B, c, S]; nobody is left without a key
     scores = (q @ k.transpose(-1, -2)).float().mul_(scale)  # [B, g, h/g·c, S]
     scores = scores.view(B, g, repeat, c, S).masked_fill_(hidden[:, None, None], float("-inf")).view(B, g, -1, S)

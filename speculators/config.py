@@ -87,7 +87,9 @@ class DrafterConfig(BaseModel):
 
     @classmethod
     def load(cls, folder: Path) -> DrafterConfig:
-        return build_config(str(folder / CONFIG_FILE), **cls.model_validate_json((folder / CONFIG_FILE).read_text()).model_dump())
+        return build_config(
+            str(folder / CONFIG_FILE), **cls.model_validate_json((folder / CONFIG_FILE).read_text()).model_dump()
+        )
 
 
 def build_config(where: str, **fields: Any) -> DrafterConfig:
@@ -102,7 +104,7 @@ def build_config(where: str, **fields: Any) -> DrafterConfig:
 def config_for_target(
     target: FrozenTarget, family: str, *, tap_layers: Sequence[int] | None = None, **overrides: Any
 ) -> DrafterConfig:
-    """The default drafter of `family` for a target: sizes, rope and eps are the target's, `overrides` win (None = default)."""
+    """The default drafter of `family` for a target: sizes, rope, eps are the target's; `overrides` win."""
     c = target.config
     heads = c.num_attention_heads
     kv_heads = getattr(c, "num_key_value_heads", None) or heads
@@ -127,7 +129,7 @@ def config_for_target(
 
 
 def _rope_of(config: Any) -> dict[str, Any]:
-    """The target's rotary parameters (of its full-attention layers where kinds differ), over the whole head dimension."""
+    """The target's rotary parameters (of its full-attention layers if kinds differ), for the whole head dimension."""
     rope = dict(getattr(config, "rope_parameters", None) or {})
     if "full_attention" in rope:  # one set per kind of layer
         rope = dict(rope["full_attention"])

@@ -63,7 +63,7 @@ def valid_terms(features: Any, shift: int) -> Tensor:
 
 
 class Drafter(nn.Module):
-    """Base of every trained head. Sub-classes build their modules from a `DrafterConfig` and implement the three methods.
+    """Base of every trained head. Sub-classes build their modules from a `DrafterConfig`.
 
     The target's embedding and head are shared by reference through `attach` and are neither parameters nor saved.
     """
@@ -115,7 +115,7 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
     def count_terms(self, batch, steps: int) -> Tensor:
-        """[steps] valid terms of each depth that `unroll` will yield for a batch (its `segment_ids` and `loss_mask`)."""
+        """[steps] valid terms of each depth that `unroll` will yield for a batch (`segment_ids`, `loss_mask`)."""
         raise NotImplementedError
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -127,8 +127,16 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
     def draft(
-        self, cache, start: int, stop: int, token_ids: Tensor, taps: Tensor | None, last_hidden: Tensor | None,
-        counts: Sequence[int], k: int, sample: Callable[[Tensor], Tensor],
+        self,
+        cache,
+        start: int,
+        stop: int,
+        token_ids: Tensor,
+        taps: Tensor | None,
+        last_hidden: Tensor | None,
+        counts: Sequence[int],
+        k: int,
+        sample: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """Inference: append true slots, then draft `k` tokens per row with the same maths as `unroll`.
 

@@ -55,11 +55,12 @@ def to_offsets(draft_to_target: Tensor) -> Tensor:
 
 
 def from_offsets(d2t: Tensor, vocab_size: int, where: str) -> Tensor:
-    """Undoes `to_offsets`. CheckpointError if the ids leave the vocabulary or repeat (ids stored instead of offsets do)."""
+    """Undoes `to_offsets`. CheckpointError if the ids leave the vocabulary or repeat (plain ids would)."""
     ids = d2t.long() + torch.arange(len(d2t))
     if ids.min() < 0 or ids.max() >= vocab_size or len(ids.unique()) != len(ids):
         raise CheckpointError(
-            f"{where}: d2t does not hold offsets (target id = draft id + d2t[draft id]): ids run from {int(ids.min())} to "
-            f"{int(ids.max())} in a vocabulary of {vocab_size}, {len(ids) - len(ids.unique())} of them repeated"
+            f"{where}: d2t does not hold offsets (target id = draft id + d2t[draft id]): ids run from "
+            f"{int(ids.min())} to {int(ids.max())} in a vocabulary of {vocab_size}, "
+            f"{len(ids) - len(ids.unique())} of them repeated"
         )
     return ids

@@ -134,9 +134,7 @@ def score(
     return value.detach(), alpha, agreement, grad.to(logits.dtype)
 
 
-def target_rows(
-    task: Task, positions: Tensor | slice, inverse: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def target_rows(task: Task, positions: Tensor | slice, inverse: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """(p [n, Vd] over the draft vocabulary, sum p log p [n], argmax over the full vocabulary [n]).
 
     Call it under no_grad. positions [u] index target_hidden; inverse [n] spreads them over the rows.

@@ -88,9 +88,7 @@ def neg_log_acceptance(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
 
     Sub-probability: exact; never below -log P.
     """
-    log_p = p.log().clamp_min(
-        -1e4
-    )  # a floor below any log_q: where p underflows to zero, q must not count as accepted
+    log_p = p.log().clamp_min(-1e4)  # a floor below any log_q: where p underflows to zero, q must not count as accepted
     return -torch.logsumexp(torch.minimum(log_p, log_q), dim=-1)
 
 
@@ -137,9 +135,7 @@ def smooth_l1(hidden: Tensor, target_hidden: Tensor, *, beta: float = 1.0) -> Te
 
     The one term on states: it takes no probabilities and needs no logits.
     """
-    distance = torch.nn.functional.smooth_l1_loss(
-        hidden, target_hidden.to(hidden.dtype), reduction="none", beta=beta
-    )
+    distance = torch.nn.functional.smooth_l1_loss(hidden, target_hidden.to(hidden.dtype), reduction="none", beta=beta)
     return distance.float().mean(-1) if distance.dtype != torch.float64 else distance.mean(-1)
 
 
@@ -211,9 +207,7 @@ def _parse_term(name: str, value: float | Mapping[str, float], where: str) -> Te
         raise ConfigError(f"{where}: no weight given; write {name}: {{weight: 1.0, ...}}")
     weight = options.pop("weight")
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not (0 < weight < math.inf):
-        raise ConfigError(
-            f"{where}.weight: expected a positive number, got {weight!r}; leave the term out for zero"
-        )
+        raise ConfigError(f"{where}.weight: expected a positive number, got {weight!r}; leave the term out for zero")
     parameters = inspect.signature(DIVERGENCES[name]).parameters.values()
     allowed = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     for option, number in options.items():
@@ -223,9 +217,7 @@ def _parse_term(name: str, value: float | Mapping[str, float], where: str) -> Te
         if isinstance(number, bool) or not isinstance(number, int | float) or number <= 0:
             raise ConfigError(f"{where}.{option}: expected a positive number, got {number!r}")
         if name == "jsd" and number >= 1:
-            raise ConfigError(
-                f"{where}.beta: expected 0 < beta < 1, got {number}; the limits are the two KLs"
-            )
+            raise ConfigError(f"{where}.beta: expected 0 < beta < 1, got {number}; the limits are the two KLs")
         if option == "k" and not isinstance(number, int):
             raise ConfigError(f"{where}.k: expected a whole number of tokens, got {number!r}")
     return Term(name, float(weight), options)

@@ -1,4 +1,4 @@
-"""Train an EAGLE-family head: `accelerate launch train/eagle.py recipes/quickstart/eagle3.yaml [training.steps=200 ...]`."""
+"""Train an EAGLE-family head: `accelerate launch train/eagle.py RECIPE.yaml [training.steps=200 ...] [--dry-run]`."""
 
 from train.run import launch
 

@@ -41,15 +41,26 @@ class Trainer:
     """Trains `drafter` on `rows` for the recipe's budget; `run()` resumes by itself and returns the final state."""
 
     def __init__(
-        self, recipe: Recipe, target: FrozenTarget, drafter: Drafter, rows: Sequence[PackedRow], *,
-        accelerator: Accelerator, folder: Path, fingerprint: str = "", evaluate: Evaluate | None = None, pad_token_id: int = 0,
+        self,
+        recipe: Recipe,
+        target: FrozenTarget,
+        drafter: Drafter,
+        rows: Sequence[PackedRow],
+        *,
+        accelerator: Accelerator,
+        folder: Path,
+        fingerprint: str = "",
+        evaluate: Evaluate | None = None,
+        pad_token_id: int = 0,
     ) -> None:
         self.recipe, self.target, self.drafter, self.rows = recipe, target, drafter.to(accelerator.device), rows
         self.accelerator, self.folder, self.fingerprint, self.evaluate = accelerator, folder, fingerprint, evaluate
         self.pad_token_id = pad_token_id
         t = self.recipe.training
         self.parameters = drafter.trainable_parameters()
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=t.learning_rate, betas=tuple(t.betas), weight_decay=t.weight_decay)
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=t.learning_rate, betas=tuple(t.betas), weight_decay=t.weight_decay
+        )
         self.micro = t.gradient_accumulation_steps
         self.rows_per_step = t.batch_size * accelerator.num_processes * self.micro
         self.total_steps = t.steps or (math.ceil(len(rows) * t.epochs / self.rows_per_step) if t.epochs else None)
@@ -76,7 +87,10 @@ class Trainer:
                 self.state.seconds += time.monotonic() - began
                 self._after_step(record)
                 if advance is not None:
-                    advance(self.share_done(), f"loss {record['loss']:.3f}  in-loop τ {record['in_loop_acceptance_length']:.2f}")
+                    advance(
+                        self.share_done(),
+                        f"loss {record['loss']:.3f}  in-loop τ {record['in_loop_acceptance_length']:.2f}",
+                    )
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -99,7 +113,9 @@ class Trainer:
         self.drafter.train()
         batches = [self.batch(self.state.step, i) for i in range(self.micro)]
         # [K] valid terms of each depth in the whole step, known before any loss is computed
-        counts = self._sum(sum(self.drafter.count_terms(SimpleNamespace(**b), len(self.depth_weights)) for b in batches))
+        counts = self._sum(
+            sum(self.drafter.count_terms(SimpleNamespace(**b), len(self.depth_weights)) for b in batches)
+        )
         row_weights = (self.depth_weights.to(counts.device) / counts.clamp(min=1)).float()
         measured = [self._micro_step(batch, row_weights) for batch in batches]
         self._sum_gradients()
@@ -133,10 +149,17 @@ class Trainer:
             index = torch.cat([s.target_index for s in steps])
             weight = torch.cat([s.weight * row_weights[s.depth] for s in steps])
             loss, metrics = chunked_objective(
-                hidden, self.drafter.head, features.last_hidden.flatten(0, 1), self.target.logits, weight,
-                labels=features.input_ids.flatten()[index + 1], mix=self.recipe.loss,
-                draft_to_target=self.drafter.draft_to_target, chunk_size=self.recipe.training.loss_chunk_size, target_index=index,
-            )  # fmt: skip
+                hidden,
+                self.drafter.head,
+                features.last_hidden.flatten(0, 1),
+                self.target.logits,
+                weight,
+                labels=features.input_ids.flatten()[index + 1],
+                mix=self.recipe.loss,
+                draft_to_target=self.drafter.draft_to_target,
+                chunk_size=self.recipe.training.loss_chunk_size,
+                target_index=index,
+            )
         loss.backward()
         parts = metrics.split([len(s.hidden) for s in steps])
         length = expected_acceptance_length_in_loop([p.alpha for p in parts], [s.anchor_index for s in steps])
@@ -147,7 +170,11 @@ class Trainer:
         """Linear warm-up over `warmup_ratio`, then cosine to zero or constant."""
         t = self.recipe.training
         if share < t.warmup_ratio:
-            return t.learning_rate * (share + 1 / max(self.total_steps or 100, 1)) / (t.warmup_ratio + 1e-9) if t.warmup_ratio else t.learning_rate
+            return (
+                t.learning_rate * (share + 1 / max(self.total_steps or 100, 1)) / (t.warmup_ratio + 1e-9)
+                if t.warmup_ratio
+                else t.learning_rate
+            )
         if t.lr_schedule == "constant":
             return t.learning_rate
         after = (share - t.warmup_ratio) / max(1 - t.warmup_ratio, 1e-9)
@@ -222,7 +249,8 @@ class Trainer:
             checkpoint.save(self.folder, self.drafter, self.optimizer, self.state, t.keep_last)
         if self.stop_signal is not None:
             raise Interrupted(
-                f"stopped by signal {self.stop_signal} after step {self.state.step}; the checkpoint is in {self.folder}; "
+                f"stopped by signal {self.stop_signal} after step {self.state.step}; the checkpoint is in "
+                f"{self.folder}; "
                 "run the same command again to continue"
             )
 

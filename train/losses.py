@@ -145,9 +145,7 @@ def _task(
     per_row |= {"target_hidden": target_hidden} if target_index is None else {"target_index": target_index}
     for name, tensor in per_row.items():
         if tensor.shape[0] != rows:
-            raise ValueError(
-                f"objective: {name} has {tensor.shape[0]} rows, hidden has {rows}; they must be the same"
-            )
+            raise ValueError(f"objective: {name} has {tensor.shape[0]} rows, hidden has {rows}; they must be the same")
     if temperature <= 0:
         raise ConfigError(
             f"objective: temperature must be above 0, got {temperature}; use cross_entropy_argmax for greedy"

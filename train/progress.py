@@ -37,9 +37,14 @@ class Stages:
             yield _Advance(None, None, title, total)
             return
         columns = (
-            TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
-            TimeRemainingColumn(), TextColumn("{task.fields[note]}", style="dim"),
-        )  # fmt: skip
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}", style="dim"),
+        )
         with Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal) as bar:
             task = bar.add_task(title.replace("[", r"\["), total=total, note="")
             if not self.console.is_terminal:
@@ -64,4 +69,6 @@ class _Advance:
             return
         self.last = now
         left = f", {(now - self.began) / done * (self.total - done):.0f} s left" if self.total and done else ""
-        self.bar.console.print(f"{self.title}: {done:g}/{self.total or '?'}{left} {note}", markup=False, highlight=False)
+        self.bar.console.print(
+            f"{self.title}: {done:g}/{self.total or '?'}{left} {note}", markup=False, highlight=False
+        )

@@ -55,10 +55,18 @@ def settings_hash(section: RegenerateSection, target_hash: str) -> str:
 
 
 def regenerate(
-    llm: LLM, examples: Sequence[Example], tokenizer: ConversationTokenizer, section: RegenerateSection, *,
-    target_hash: str, folder: Path, max_length: int, temperatures: Sequence[float] | None = None, progress: Progress | None = None,
+    llm: LLM,
+    examples: Sequence[Example],
+    tokenizer: ConversationTokenizer,
+    section: RegenerateSection,
+    *,
+    target_hash: str,
+    folder: Path,
+    max_length: int,
+    temperatures: Sequence[float] | None = None,
+    progress: Progress | None = None,
 ) -> list[Response]:
-    """The target's responses to `examples`, in their order; `temperatures` (one per example) overrides the recipe's shares.
+    """The target's responses to `examples`, in order; `temperatures` (one per example) overrides the recipe's shares.
 
     A prompt that leaves no room in `max_length` is left out; DataError if none is left.
     """
@@ -80,7 +88,10 @@ def regenerate(
     with path.open("a", encoding="utf-8") as file:
         for start in range(0, len(by_length), 8 * section.batch_size):
             chunk = by_length[start : start + 8 * section.batch_size]
-            params = [_params(section, temperatures[i], i, min(section.max_new_tokens, room + 2 - len(prompts[i]))) for i in chunk]
+            params = [
+                _params(section, temperatures[i], i, min(section.max_new_tokens, room + 2 - len(prompts[i])))
+                for i in chunk
+            ]
             inputs = [{"prompt_token_ids": list(prompts[i])} for i in chunk]
             for i, output in zip(chunk, llm.generate(inputs, params, use_tqdm=False)):
                 known[keys[i]] = list(output.outputs[0].token_ids)
@@ -89,14 +100,21 @@ def regenerate(
             done += len(chunk)
             if progress is not None:
                 progress(done, len(wanted))
-    return [Response(examples[i].workload, prompts[i], tuple(known[keys[i]]), temperatures[i]) for i in wanted if known[keys[i]]]
+    return [
+        Response(examples[i].workload, prompts[i], tuple(known[keys[i]]), temperatures[i])
+        for i in wanted
+        if known[keys[i]]
+    ]
 
 
 def _params(section: RegenerateSection, temperature: float, index: int, max_tokens: int) -> SamplingParams:
     return SamplingParams(
-        temperature=temperature, top_p=section.top_p, top_k=section.top_k, max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=section.top_p,
+        top_k=section.top_k,
+        max_tokens=max_tokens,
         seed=int.from_bytes(hashlib.sha256(f"{section.seed}/{index}".encode()).digest()[:6], "big"),
-    )  # fmt: skip
+    )
 
 
 def _key(prompt: tuple[int, ...], temperature: float, index: int) -> str:

@@ -21,6 +21,7 @@ from inference import LLM
 from inference.expected import expected_acceptance
 from inference.provenance import text_sha256, weights_sha256
 from inference.replay import ReplayResult
+from inference.report_provenance import local_folder
 from speculators.config import DrafterConfig, config_for_target
 from speculators.drafter import Drafter, family_class
 from speculators.errors import ConfigError, DataError, DraftsmithError
@@ -57,7 +58,13 @@ def launch(families: Sequence[str]) -> None:
         sys.exit(2)
 
 
-def run(recipe_path: str | Path, overrides: Sequence[str] = (), *, dry_run: bool = False, families: Sequence[str] | None = None) -> int:
+def run(
+    recipe_path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    dry_run: bool = False,
+    families: Sequence[str] | None = None,
+) -> int:
     """Runs a recipe; returns 0, or 1 when a gate in it is missed. Raises DraftsmithError for what the user can mend."""
     recipe = load_recipe(recipe_path, overrides)
     if families is not None and recipe.family not in families:
@@ -98,10 +105,16 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     if "wandb" in recipe.trackers and not (os.environ.get("WANDB_API_KEY") or (Path.home() / ".netrc").exists()):
         os.environ.setdefault("WANDB_MODE", "offline")
     accelerator = Accelerator(
-        mixed_precision=recipe.training.mixed_precision, log_with=list(recipe.trackers) or None, project_dir=recipe.output_dir
+        mixed_precision=recipe.training.mixed_precision,
+        log_with=list(recipe.trackers) or None,
+        project_dir=recipe.output_dir,
     )
     if recipe.trackers:
-        flat = {"recipe": recipe.name, "recipe_hash": recipe.recipe_hash(), "learning_rate": recipe.training.learning_rate}
+        flat = {
+            "recipe": recipe.name,
+            "recipe_hash": recipe.recipe_hash(),
+            "learning_rate": recipe.training.learning_rate,
+        }
         accelerator.init_trackers(recipe.project, config=flat)
     return accelerator
 
@@ -113,19 +126,26 @@ def load_target(recipe: Recipe, accelerator: Accelerator, tap_layers: Sequence[i
     t = recipe.target
     dtype = t.dtype if t.dtype == "auto" else getattr(torch, t.dtype)
     return FrozenTarget.from_pretrained(
-        t.model, tap_layers=tap_layers, dtype=dtype, device=accelerator.device, attn_implementation=t.attn_implementation,
-        trust_remote_code=t.trust_remote_code, revision=t.revision,
-    )  # fmt: skip
+        t.model,
+        tap_layers=tap_layers,
+        dtype=dtype,
+        device=accelerator.device,
+        attn_implementation=t.attn_implementation,
+        trust_remote_code=t.trust_remote_code,
+        revision=t.revision,
+    )
 
 
 class RunData:
     """Training rows and held-out texts of a run."""
 
-    def __init__(self, recipe: Recipe, target: FrozenTarget, tokenizer, accelerator: Accelerator, stages: Stages) -> None:
+    def __init__(
+        self, recipe: Recipe, target: FrozenTarget, tokenizer, accelerator: Accelerator, stages: Stages
+    ) -> None:
         self.recipe, self.target, self.tokenizer = recipe, target, conversation_tokenizer(recipe.data, tokenizer)
         self.accelerator, self.stages = accelerator, stages
         self.target_hash = hashlib.sha256(
-            (weights_sha256(recipe.target.model) + text_sha256(tokenizer.chat_template or "")).encode()
+            (weights_sha256(local_folder(recipe.target.model)) + text_sha256(tokenizer.chat_template or "")).encode()
         ).hexdigest()
         self.responses_folder = Path(recipe.regenerate.cache_dir or Path(recipe.output_dir) / "responses")
         self.llm = LLM(model=target, tokenizer=tokenizer, max_num_seqs=recipe.regenerate.batch_size)
@@ -138,9 +158,13 @@ class RunData:
         else:
             with self.stages.stage("tokenise", len(examples)) as advance:
                 rows, statistics = prepare_rows(
-                    examples, self.tokenizer, max_length=data.max_length, on_bad_row=data.on_bad_row, num_proc=data.num_proc,
+                    examples,
+                    self.tokenizer,
+                    max_length=data.max_length,
+                    on_bad_row=data.on_bad_row,
+                    num_proc=data.num_proc,
                     progress=lambda done, total: advance(done),
-                )  # fmt: skip
+                )
         if not rows:
             raise DataError("data.train: no row with a supervised token is left")
         packed = pack(rows, data.max_length, packing=data.packing)
@@ -154,11 +178,16 @@ class RunData:
         examples = _per_workload(load_sources(self.recipe.data.validation), limit)
         chosen = [(e, t) for t in self.recipe.evaluation.temperatures for e in examples]
         responses = self._responses(
-            "held-out responses", [e for e, _ in chosen], [t for _, t in chosen], max_new_tokens=self.recipe.evaluation.max_tokens
+            "held-out responses",
+            [e for e, _ in chosen],
+            [t for _, t in chosen],
+            max_new_tokens=self.recipe.evaluation.max_tokens,
         )
         return {t: [r for r in responses if r.temperature == t] for t in self.recipe.evaluation.temperatures}
 
-    def _responses(self, name: str, examples: list[Example], temperatures=None, max_new_tokens: int | None = None) -> list[Response]:
+    def _responses(
+        self, name: str, examples: list[Example], temperatures=None, max_new_tokens: int | None = None
+    ) -> list[Response]:
         """Written by the main process, read by the others."""
         section = self.recipe.regenerate
         if max_new_tokens is not None:
@@ -168,10 +197,16 @@ class RunData:
             if self.accelerator.is_main_process == main:
                 with self.stages.stage(name, len(examples)) as advance:
                     responses = regenerate(
-                        self.llm, examples, self.tokenizer, section, target_hash=self.target_hash, folder=self.responses_folder,
-                        max_length=self.recipe.data.max_length, temperatures=temperatures,
+                        self.llm,
+                        examples,
+                        self.tokenizer,
+                        section,
+                        target_hash=self.target_hash,
+                        folder=self.responses_folder,
+                        max_length=self.recipe.data.max_length,
+                        temperatures=temperatures,
                         progress=lambda done, total: advance(done, total=total),
-                    )  # fmt: skip
+                    )
             self.accelerator.wait_for_everyone()
         return responses
 
@@ -190,31 +225,47 @@ def _per_workload(examples: Sequence[Example], limit: int) -> list[Example]:
 
 
 def drafter_config(recipe: Recipe, target: FrozenTarget) -> DrafterConfig:
-    """The recipe's drafter for this target; with `init_from`, that head's own shape, which the recipe may not contradict."""
+    """The recipe's drafter for this target; with `init_from`, that head's own, which the recipe may not contradict."""
     d = recipe.drafter
     wanted = {
-        "num_layers": d.num_layers, "tap_layers": tuple(d.tap_layers) if d.tap_layers else None, "norm_before_fc": d.norm_before_fc,
-        "fc_norm": d.fc_norm, "norm_output": d.norm_output, "norm_before_residual": d.norm_before_residual, "qk_norm": d.qk_norm,
-        "intermediate_size": d.intermediate_size, "num_attention_heads": d.num_heads, "num_key_value_heads": d.num_kv_heads,
-        "head_dim": d.head_dim, "own_embeddings": d.train_embeddings, "draft_vocab_size": d.draft_vocab_size,
-    }  # fmt: skip
+        "num_layers": d.num_layers,
+        "tap_layers": tuple(d.tap_layers) if d.tap_layers else None,
+        "norm_before_fc": d.norm_before_fc,
+        "fc_norm": d.fc_norm,
+        "norm_output": d.norm_output,
+        "norm_before_residual": d.norm_before_residual,
+        "qk_norm": d.qk_norm,
+        "intermediate_size": d.intermediate_size,
+        "num_attention_heads": d.num_heads,
+        "num_key_value_heads": d.num_kv_heads,
+        "head_dim": d.head_dim,
+        "own_embeddings": d.train_embeddings,
+        "draft_vocab_size": d.draft_vocab_size,
+    }
     if d.init_from is None:
         if wanted["draft_vocab_size"] is None:
             wanted["draft_vocab_size"] = min(DEFAULT_DRAFT_VOCABULARY, target.vocab_size)
         return config_for_target(target, recipe.family, **wanted)
     config = read_drafter_config(d.init_from, target.num_layers)
-    renamed = {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads", "train_embeddings": "own_embeddings"}
+    renamed = {
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+        "train_embeddings": "own_embeddings",
+    }
     for key in d.model_fields_set & (set(wanted) | set(renamed)):
         field = renamed.get(key, key)
         if wanted[field] is not None and wanted[field] != getattr(config, field):
             raise ConfigError(
-                f"drafter.{key}: the recipe says {wanted[field]}, but the head of drafter.init_from ({d.init_from}) has "
+                f"drafter.{key}: the recipe says {wanted[field]}, but the head of drafter.init_from ({d.init_from}) "
+                f"has "
                 f"{getattr(config, field)}; leave {key} out or start from scratch"
             )
     return config
 
 
-def make_drafter(recipe: Recipe, config: DrafterConfig, target: FrozenTarget, rows: Sequence[PackedRow], stages: Stages) -> Drafter:
+def make_drafter(
+    recipe: Recipe, config: DrafterConfig, target: FrozenTarget, rows: Sequence[PackedRow], stages: Stages
+) -> Drafter:
     """A drafter ready to train: draft vocabulary chosen from the supervised tokens, weights warm or initialised."""
     drafter = family_class(config.family)(config).attach(target)
     if recipe.drafter.init_from is not None:
@@ -228,8 +279,10 @@ def make_drafter(recipe: Recipe, config: DrafterConfig, target: FrozenTarget, ro
             counts += torch.bincount(torch.from_numpy(row.input_ids[row.loss_mask]).long(), minlength=config.vocab_size)
         ids = choose_draft_vocabulary(counts, config.draft_vocab_size)
         drafter.draft_to_target.copy_(ids)
-        stages.say(f"      draft vocabulary: {config.draft_vocab_size} of {config.vocab_size} tokens, "
-                   f"{coverage(counts, ids):.2%} of the supervised text")  # fmt: skip
+        stages.say(
+            f"      draft vocabulary: {config.draft_vocab_size} of {config.vocab_size} tokens, "
+            f"{coverage(counts, ids):.2%} of the supervised text"
+        )
     drafter.initialise_from(target, lm_head=recipe.drafter.init_lm_head_from_target)
     return drafter
 
@@ -250,15 +303,26 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> tuple[Dra
     rows, held_out = data.training_rows(), data.held_out()
     del data.llm
     drafter = make_drafter(recipe, config, target, rows, stages)
-    sections = recipe.model_dump(mode="json", include={"family", "target", "drafter", "data", "regenerate", "loss", "training"})
+    sections = recipe.model_dump(
+        mode="json", include={"family", "target", "drafter", "data", "regenerate", "loss", "training"}
+    )
     fingerprint = hashlib.sha256(json.dumps([sections, data.target_hash], sort_keys=True).encode()).hexdigest()
     trainer = Trainer(
-        recipe, target, drafter, rows, accelerator=accelerator, folder=folder, fingerprint=fingerprint,
-        evaluate=held_out_evaluation(recipe, target, held_out) if held_out else None, pad_token_id=tokenizer.pad_token_id or 0,
-    )  # fmt: skip
+        recipe,
+        target,
+        drafter,
+        rows,
+        accelerator=accelerator,
+        folder=folder,
+        fingerprint=fingerprint,
+        evaluate=held_out_evaluation(recipe, target, held_out) if held_out else None,
+        pad_token_id=tokenizer.pad_token_id or 0,
+    )
     trained = sum(p.numel() for p in drafter.trainable_parameters())
-    stages.say(f"      {recipe.family}: {trained / 1e6:.2f} M trainable parameters on a target of "
-               f"{sum(p.numel() for p in target.parameters()) / 1e6:.1f} M; taps {list(config.tap_layers)}")  # fmt: skip
+    stages.say(
+        f"      {recipe.family}: {trained / 1e6:.2f} M trainable parameters on a target of "
+        f"{sum(p.numel() for p in target.parameters()) / 1e6:.1f} M; taps {list(config.tap_layers)}"
+    )
     with stages.stage(f"train {recipe.family}", 100) as advance:
         state = trainer.run(lambda share, note: advance(round(100 * share, 1), note))
     if state.best_value is not None:
@@ -273,10 +337,15 @@ def held_out_evaluation(recipe: Recipe, target: FrozenTarget, held_out: dict[flo
         figures = {}
         for temperature, responses in held_out.items():
             results = expected_acceptance(
-                target, drafter, [(list(r.prompt_ids), list(r.output_ids)) for r in responses], temperature,
+                target,
+                drafter,
+                [(list(r.prompt_ids), list(r.output_ids)) for r in responses],
+                temperature,
                 recipe.evaluation.num_speculative_tokens,
-            )  # fmt: skip
-            figures[f"expected_acceptance_length_t{temperature:g}"] = sum(results, ReplayResult()).expected_acceptance_length
+            )
+            figures[f"expected_acceptance_length_t{temperature:g}"] = sum(
+                results, ReplayResult()
+            ).expected_acceptance_length
         figures["expected_acceptance_length"] = sum(figures.values()) / len(figures)
         return figures
 

@@ -30,7 +30,9 @@ WEIGHTS = "model.safetensors"
 LAYOUTS: dict[str, ModuleType] = {"eagle3": eagle3_layout}
 
 
-def export_drafter(drafter: Drafter, folder: str | Path, *, dtype: torch.dtype, provenance: dict[str, Any] | None = None) -> Path:
+def export_drafter(
+    drafter: Drafter, folder: str | Path, *, dtype: torch.dtype, provenance: dict[str, Any] | None = None
+) -> Path:
     """Writes `drafter` to `folder` in its family's layout and returns the folder.
 
     An export that fails leaves what was there before in place. `provenance` goes into config.json under `draftsmith`.
@@ -39,7 +41,10 @@ def export_drafter(drafter: Drafter, folder: str | Path, *, dtype: torch.dtype, 
     config = drafter.config.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
     layout = LAYOUTS[config.family]
     state = drafter.state_dict()
-    tensors = {name: state[inside].detach().to("cpu", dtype).contiguous() for name, (inside, _) in layout.tensors(config).items()}
+    tensors = {
+        name: state[inside].detach().to("cpu", dtype).contiguous()
+        for name, (inside, _) in layout.tensors(config).items()
+    }
     ids = drafter.draft_to_target
     if ids is not None:
         tensors["d2t"] = to_offsets(ids.cpu())
@@ -78,7 +83,7 @@ def resolve(path_or_id: str | Path, revision: str | None = None) -> Path:
     if Path(path_or_id).is_dir():
         return Path(path_or_id)
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(str(path_or_id), revision=revision, allow_patterns=["*.json", "*.safetensors"]))
@@ -93,7 +98,11 @@ def _files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("*.safetensors"))
     if not (folder / "config.json").exists() or not files:
         pickled = sorted(p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
-        hint = f"; {', '.join(pickled)} is a pickle, which is never opened: convert it to safetensors first" if pickled else ""
+        hint = (
+            f"; {', '.join(pickled)} is a pickle, which is never opened: convert it to safetensors first"
+            if pickled
+            else ""
+        )
         raise CheckpointError(f"drafter {folder}: expected config.json and *.safetensors{hint}")
     return files
 
@@ -121,7 +130,8 @@ def _layout_of(fields: dict[str, Any], where: str) -> ModuleType:
         family = "eagle3"
     if family not in LAYOUTS:
         raise CheckpointError(
-            f"{where}: not a drafter this version reads (architectures {fields.get('architectures')}, family {family}); "
+            f"{where}: not a drafter this version reads (architectures {fields.get('architectures')}, "
+            f"family {family}); "
             f"it reads {', '.join(LAYOUTS)}"
         )
     return LAYOUTS[family]
@@ -142,14 +152,18 @@ def load_drafter(path_or_id: str | Path, target: FrozenTarget, *, dtype: torch.d
 
 def load_weights(drafter: Drafter, folder: Path) -> None:
     """Fills `drafter` from the tensors of `folder`, strictly. Nothing of the drafter keeps its old value."""
-    config, found = drafter.config, {}
+    config = drafter.config
+    found: dict[str, torch.Tensor] = {}
     for file in _files(folder):
         with safe_open(file, "pt") as reader:
             found |= {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 (not a dict)
     layout = LAYOUTS[config.family]
     table = layout.tensors(config)
     if config.num_layers == 1:  # both names are in the wild
-        found = {name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name: t for name, t in found.items()}
+        found = {
+            name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name: t
+            for name, t in found.items()
+        }
     wanted = set(table) | ({"d2t"} if config.reduced_vocabulary else set())
     faults = [f"{name} is missing" for name in sorted(wanted - set(found))]
     faults += [f"{name} is unexpected" for name in sorted(set(found) - wanted - set(layout.IGNORED))]

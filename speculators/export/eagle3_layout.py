@@ -10,7 +10,13 @@ from typing import Any
 from speculators.config import DrafterConfig, build_config, default_tap_layers
 from speculators.errors import CheckpointError
 
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM", "Eagle3Qwen3ForCausalLM")
+ARCHITECTURES = (
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "LlamaForCausalLM",
+    "Qwen3ForCausalLM",
+    "Eagle3Qwen3ForCausalLM",
+)
 SWITCHES = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")
 # Never read by a loader: written by other tools, or only useful to people.
 IGNORED = ("t2d",)
@@ -50,8 +56,6 @@ def tensors(config: DrafterConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
     if config.own_embeddings:
         table["embed_tokens.weight"] = ("embed_tokens.weight", (config.vocab_size, H))
     return table
-
-
 
 
 def to_config(config: DrafterConfig) -> dict[str, Any]:
@@ -94,7 +98,8 @@ def from_config(fields: dict[str, Any], names: set[str], where: str, num_target_
     architecture = (fields.get("architectures") or ["missing"])[0]
     if architecture not in ARCHITECTURES:
         raise CheckpointError(
-            f"{where}: architectures is {architecture!r}; an EAGLE-3 head has one of {', '.join(ARCHITECTURES)}")
+            f"{where}: architectures is {architecture!r}; an EAGLE-3 head has one of {', '.join(ARCHITECTURES)}"
+        )
     missing = [f for f in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads") if f not in fields]
     if missing:
         raise CheckpointError(f"{where}: fields {', '.join(missing)} are missing; is this an EAGLE-3 head?")

@@ -28,7 +28,11 @@ class Eagle3Attention(nn.Module):
 
     def __init__(self, config: DrafterConfig, inputs: int) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.heads, self.kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
         self.scale = config.head_dim**-0.5
         self.q_proj = nn.Linear(inputs, self.heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=False)
@@ -192,15 +196,20 @@ class Eagle3(Drafter):
             terms = valid[depth].gather(1, slots)
             anchors = (slots + T * torch.arange(B, device=ids.device)[:, None])[terms]
             yield DraftStep(
-                depth=depth, hidden=state[terms], target_index=anchors + depth + 1, anchor_index=anchors,
+                depth=depth,
+                hidden=state[terms],
+                target_index=anchors + depth + 1,
+                anchor_index=anchors,
                 weight=torch.ones(len(anchors), device=state.device),
-            )  # fmt: skip
+            )
 
     def count_terms(self, batch, steps: int) -> Tensor:
         """See `Drafter.count_terms`."""
         return torch.stack([valid_terms(batch, depth + 2).sum() for depth in range(steps)])
 
-    def _unrolled(self, layer: int, depth: int, causal: list, own: list, slots: Tensor, segment_ids: Tensor) -> Callable:
+    def _unrolled(
+        self, layer: int, depth: int, causal: list, own: list, slots: Tensor, segment_ids: Tensor
+    ) -> Callable:
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             if depth == 0:
                 causal.append((k, v))
@@ -213,8 +222,16 @@ class Eagle3(Drafter):
     # -------------------------------------------------------------- inference
 
     def draft(
-        self, cache, start: int, stop: int, token_ids: Tensor, taps: Tensor | None, last_hidden: Tensor | None,
-        counts: Sequence[int], k: int, sample: Callable[[Tensor], Tensor],
+        self,
+        cache,
+        start: int,
+        stop: int,
+        token_ids: Tensor,
+        taps: Tensor | None,
+        last_hidden: Tensor | None,
+        counts: Sequence[int],
+        k: int,
+        sample: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """See `Drafter.draft`."""
         states = self._extend(cache, start, stop, token_ids, self.project_taps(taps))
@@ -249,9 +266,14 @@ class Eagle3(Drafter):
             def inner(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
                 k, v = view.update(k, v, layer)
                 return nn.functional.scaled_dot_product_attention(
-                    q, k, v, attn_mask=mask, is_causal=mask is None and causal, scale=scale,
+                    q,
+                    k,
+                    v,
+                    attn_mask=mask,
+                    is_causal=mask is None and causal,
+                    scale=scale,
                     enable_gqa=q.shape[1] != k.shape[1],
-                )  # fmt: skip
+                )
 
             return inner
 
@@ -272,8 +294,15 @@ def _llama_config(config: DrafterConfig) -> LlamaConfig:
     if config.hidden_act not in ACT2FN:
         raise ValueError(f"hidden_act {config.hidden_act!r} is not one of transformers' activations")
     return LlamaConfig(
-        hidden_size=config.hidden_size, intermediate_size=config.intermediate_size, hidden_act=config.hidden_act,
-        num_attention_heads=config.num_attention_heads, num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim, rms_norm_eps=config.rms_norm_eps, mlp_bias=False, vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_position_embeddings, rope_parameters=dict(config.rope_parameters),
-    )  # fmt: skip
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        hidden_act=config.hidden_act,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        mlp_bias=False,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=dict(config.rope_parameters),
+    )

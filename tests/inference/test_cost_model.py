@@ -45,9 +45,7 @@ def test_efficiency_may_pass_one() -> None:
         (2.0, 1.0, math.inf, 0.0, "verify_cost"),
     ],
 )
-def test_what_cannot_be_a_time_is_refused(
-    tau: float, step: float, verify: float, draft: float, message: str
-) -> None:
+def test_what_cannot_be_a_time_is_refused(tau: float, step: float, verify: float, draft: float, message: str) -> None:
     with pytest.raises(DataError, match=message):
         speedup_limit(tau, step_cost=step, verify_cost=verify, draft_cost=draft)
 

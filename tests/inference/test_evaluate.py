@@ -208,7 +208,9 @@ def test_passes_alternate() -> None:
     passes = {name: (lambda name=name: run(name)) for name in "abc"}
     for turn in range(2):
         timed = interleaved(passes, turn, torch.device("cpu"))
-        assert {(run.tokens, run.num_drafts, run.num_accepted) for run in timed.values()} == {(5, 2, 3)} and set(timed) == set("abc")
+        assert {(run.tokens, run.num_drafts, run.num_accepted) for run in timed.values()} == {(5, 2, 3)} and set(
+            timed
+        ) == set("abc")
     assert "".join(order) == "abccba"
 
 

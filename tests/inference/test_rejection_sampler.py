@@ -265,9 +265,7 @@ def test_greedy_rows_need_no_generator_and_no_q_and_write_the_argmax():
 def test_nothing_drafted_is_plain_sampling():
     logits, _, _ = mixed_batch(rows=6)
     params = [SamplingParams(temperature=0.9)] * 6
-    written = verify_and_sample(
-        logits[:, :1], Proposal.empty(6), params, [make_generator(b) for b in range(6)]
-    )
+    written = verify_and_sample(logits[:, :1], Proposal.empty(6), params, [make_generator(b) for b in range(6)])
     p = probabilities(logits[:, 0], params[0])
     assert written == [[int(t)] for t in draw(p, [make_generator(b) for b in range(6)])]
 

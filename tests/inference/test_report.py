@@ -70,9 +70,7 @@ def make_request(rng: random.Random, rate: float, length: int = 96) -> RequestRo
     return RequestRounds(min(written, length), len(per_round), K * len(per_round), per_pos, per_round)
 
 
-def make_measurement(
-    workload: str, temperature: float, rate: float, method: str = "eagle3"
-) -> CellMeasurement:
+def make_measurement(workload: str, temperature: float, rate: float, method: str = "eagle3") -> CellMeasurement:
     rng = random.Random(f"{workload}{temperature}{method}")
     requests = [make_request(rng, rate) for _ in range(12)]
     tokens = sum(request.output_tokens for request in requests)
@@ -81,12 +79,8 @@ def make_measurement(
     on = [rounds * 0.0059 * rng.uniform(0.95, 1.05) for _ in range(5)]
     hugging = [tokens * 0.0052 * rng.uniform(0.9, 1.1) for _ in range(5)]
     shares = {"draft": 0.2, "verify": 0.6, "sample": 0.05, "schedule": 0.01, "commit": 0.03, "prefill": 0.08}
-    check = LosslessCheck(
-        dtype="float32", reference="autoregressive", checked_prompts=12, mismatches=0, ties=0
-    )
-    tie = TokenDifference(
-        prompt="3", position=17, reference_token=5, token=9, top_two_gap=0.01, noise=0.03, tie=True
-    )
+    check = LosslessCheck(dtype="float32", reference="autoregressive", checked_prompts=12, mismatches=0, ties=0)
+    tie = TokenDifference(prompt="3", position=17, reference_token=5, token=9, top_two_gap=0.01, noise=0.03, tie=True)
     half = LosslessCheck(
         dtype="bfloat16", reference="autoregressive", checked_prompts=12, mismatches=0, ties=1, details=[tie]
     )
@@ -144,15 +138,9 @@ def test_the_pool_is_made_of_sums_not_of_means(report: AcceptanceReport) -> None
     pooled = report.cell("all", 0.0)
     parts = [report.cell(workload, 0.0) for workload in WORKLOADS]
     assert pooled.num_drafts == sum(part.num_drafts for part in parts)
-    assert pooled.acceptance_length == 1 + sum(p.num_accepted_tokens for p in parts) / sum(
-        p.num_drafts for p in parts
-    )
-    seconds = [
-        sum(p.output_tokens / p.tokens_per_second.speculative.repeats[i] for p in parts) for i in range(5)
-    ]
-    assert pooled.tokens_per_second.speculative.repeats == pytest.approx(
-        [pooled.output_tokens / s for s in seconds]
-    )
+    assert pooled.acceptance_length == 1 + sum(p.num_accepted_tokens for p in parts) / sum(p.num_drafts for p in parts)
+    seconds = [sum(p.output_tokens / p.tokens_per_second.speculative.repeats[i] for p in parts) for i in range(5)]
+    assert pooled.tokens_per_second.speculative.repeats == pytest.approx([pooled.output_tokens / s for s in seconds])
     assert pooled.prompts == 12 * len(WORKLOADS)
     assert [check.checked_prompts for check in pooled.lossless] == [72, 72]
 
@@ -211,9 +199,7 @@ def test_bin_width(longest: int, width: int) -> None:
 
 def test_expected_equals_measured_when_replay_sees_the_same_rounds() -> None:
     same = make_measurement("x", 0.0, 0.7)
-    replay = [
-        ReplayResult(float(r.num_drafts), [float(n) for n in r.accepted_per_pos]) for r in same.requests
-    ]
+    replay = [ReplayResult(float(r.num_drafts), [float(n) for n in r.accepted_per_pos]) for r in same.requests]
     cell = build_cells([CellMeasurement(**(vars(same) | {"replay": replay}))])[0]
     assert cell.expected.relative_difference == pytest.approx(0.0, abs=1e-12)
     assert cell.expected.standard_error == pytest.approx(0.0, abs=1e-12)
@@ -355,10 +341,6 @@ def test_the_table_fits_a_terminal(report: AcceptanceReport) -> None:
 
 def test_every_field_is_documented_and_the_page_of_docs_is_current() -> None:
     text = acceptance_markdown()
-    assert all(
-        field.description for field in [*Cell.model_fields.values(), *Provenance.model_fields.values()]
-    )
+    assert all(field.description for field in [*Cell.model_fields.values(), *Provenance.model_fields.values()])
     docs = Path(__file__).resolve().parents[2] / "docs" / "acceptance-json.md"
-    assert docs.read_text(encoding="utf-8") == text, (
-        "run: python -m inference.report_docs docs/acceptance-json.md"
-    )
+    assert docs.read_text(encoding="utf-8") == text, "run: python -m inference.report_docs docs/acceptance-json.md"

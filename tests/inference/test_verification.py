@@ -48,9 +48,7 @@ class Models:
         p_all = torch.stack([torch.stack([p(d[:k]) for k in range(self.gamma + 1)]) for d in drafts])
         q_all = torch.stack([torch.stack([q(d[:k]) for k in range(self.gamma)]) for d in drafts])
         counts = [self.told_counts(d) if self.told_counts else self.gamma for d in drafts]
-        return verify(
-            p_all, Proposal(torch.tensor(drafts), counts, None if self.deterministic else q_all), rule
-        )
+        return verify(p_all, Proposal(torch.tensor(drafts), counts, None if self.deterministic else q_all), rule)
 
 
 def random_tables(seed: int, sparse: bool = False) -> Callable[[tuple], Tensor]:
@@ -287,9 +285,7 @@ BUGS = {
         TRUTH, q=reduced, told_q=lambda prefix: torch.tensor([0.4, 0.6, 0.0], dtype=torch.float64)
     ),
     "length chosen after looking": replace(TRUTH, told_counts=lambda draft: 2 if draft[0] == 0 else 0),
-    "length chosen after looking at the last token": replace(
-        TRUTH, told_counts=lambda draft: 1 + (draft[1] == 1)
-    ),
+    "length chosen after looking at the last token": replace(TRUTH, told_counts=lambda draft: 1 + (draft[1] == 1)),
 }
 
 

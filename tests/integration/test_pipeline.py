@@ -25,7 +25,9 @@ def tiny_target(tmp_path_factory):
     from conftest import make_tiny_model
 
     folder = tmp_path_factory.mktemp("target")
-    make_tiny_model("qwen3", vocab_size=4096, num_hidden_layers=4, eos_token_id=2, max_position_embeddings=512).save_pretrained(folder)
+    make_tiny_model(
+        "qwen3", vocab_size=4096, num_hidden_layers=4, eos_token_id=2, max_position_embeddings=512
+    ).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(QUICKSTART / "target" / name, folder / name)
     return folder
@@ -48,10 +50,13 @@ def recipe(tiny_target, tmp_path):
         "training": {"steps": 4, "batch_size": 2, "eval_every": 2},
         "evaluation": {
             "prompts": [{"demo": {"split": "test", "count": 2, "workloads": ["math", "json"]}}],
-            "prompts_per_workload": 1, "max_tokens": 8, "repeats": 1, "num_speculative_tokens": 2,
+            "prompts_per_workload": 1,
+            "max_tokens": 8,
+            "repeats": 1,
+            "num_speculative_tokens": 2,
         },
         "trackers": ["tensorboard"],
-    }  # fmt: skip
+    }
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(content))
     return path

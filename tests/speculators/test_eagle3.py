@@ -49,7 +49,12 @@ def packed(lengths: list[int], vocab: int = 100) -> dict[str, torch.Tensor]:
     positions = torch.cat([torch.arange(n) for n in (*lengths, 3)])
     segments = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)] + [torch.full((3,), -1)])
     mask = segments >= 0
-    return {"input_ids": ids[None], "position_ids": positions[None], "segment_ids": segments[None], "loss_mask": mask[None]}
+    return {
+        "input_ids": ids[None],
+        "position_ids": positions[None],
+        "segment_ids": segments[None],
+        "loss_mask": mask[None],
+    }
 
 
 @torch.no_grad()
@@ -66,7 +71,9 @@ def draft_logits(target, drafter, ids: torch.Tensor, anchor: int, k: int, forced
     if split:
         drafter.draft(cache, 0, 1, ids[None, 1 : split + 1], taps[:, :split], last[:, :split], [split], 0, sample)
     rest = slice(split, anchor + 1)
-    drafter.draft(cache, 0, 1, ids[None, split + 1 : anchor + 2], taps[:, rest], last[:, rest], [anchor + 1 - split], k, sample)
+    drafter.draft(
+        cache, 0, 1, ids[None, split + 1 : anchor + 2], taps[:, rest], last[:, rest], [anchor + 1 - split], k, sample
+    )
     assert cache.lengths[0] == anchor + 1  # speculative slots are rolled back
     return torch.stack(seen)
 
@@ -172,7 +179,7 @@ def test_wrong_target_pickles_and_foreign_folders_are_refused(tiny_model, tmp_pa
 
 
 def test_failed_export_leaves_the_old_one(tiny_model, tmp_path, monkeypatch):
-    target, drafter = make(tiny_model, {})
+    _, drafter = make(tiny_model, {})
     folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
     before = (folder / "model.safetensors").read_bytes()
     monkeypatch.setattr("speculators.export.save_file", lambda *a, **k: (_ for _ in ()).throw(OSError("disk full")))
@@ -183,7 +190,7 @@ def test_failed_export_leaves_the_old_one(tiny_model, tmp_path, monkeypatch):
 
 def test_published_heads_without_our_fields_are_read(tiny_model, tmp_path):
     """Public EAGLE-3 heads name no tap layers: the convention [2, n/2, n-3] of the paper's code is used."""
-    target, drafter = make(tiny_model, {"tap_layers": default_tap_layers(3)})
+    _, drafter = make(tiny_model, {"tap_layers": default_tap_layers(3)})
     folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
     fields = json.loads((folder / "config.json").read_text())
     for field in ("draftsmith", "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states", "rope_parameters"):

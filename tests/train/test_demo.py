@@ -51,9 +51,18 @@ def test_unfinished_chat_is_found(answer):
     assert not check(conversation, answer)
 
 
-@pytest.mark.parametrize("body", ["for x in iter(int, 1):\n        pass", "while True:\n        pass",
-                                  "import os", "return items.__class__", "return 9 ** 999",
-                                  "for x in items:\n        items += items", "for x in range(999):\n        b = 9 + b * b"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "for x in iter(int, 1):\n        pass",
+        "while True:\n        pass",
+        "import os",
+        "return items.__class__",
+        "return 9 ** 999",
+        "for x in items:\n        items += items",
+        "for x in range(999):\n        b = 9 + b * b",
+    ],
+)
 def test_a_python_answer_cannot_run_away(body):
     conversation = next(conversations("train", 1, workloads=["python"]))
     name = conversation.expected["name"]
@@ -61,7 +70,10 @@ def test_a_python_answer_cannot_run_away(body):
 
 
 def test_splits_share_no_message_that_stands_alone():
-    seen = {s: {next(m["content"] for m in c.messages if m["role"] == "user") for c in conversations(s, 1000)} for s in SPLITS}
+    seen = {
+        s: {next(m["content"] for m in c.messages if m["role"] == "user") for c in conversations(s, 1000)}
+        for s in SPLITS
+    }
     for left, right in itertools.combinations(SPLITS, 2):
         assert not seen[left] & seen[right]
     assert all(bucket(message) < 94 for message in seen["train"])
@@ -76,8 +88,11 @@ def test_a_test_prompt_occurs_in_no_training_conversation():
 
 
 def test_the_same_seed_gives_the_same_conversations_in_another_process():
-    code = "import json; from train.demo import conversations as c; print(json.dumps([x.messages for x in c('train', 60, 7)]))"
-    other = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout)
+    code = "import json; from train.demo import conversations as c\n"
+    code += "print(json.dumps([x.messages for x in c('train', 60, 7)]))"
+    other = json.loads(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    )
     assert other == [c.messages for c in conversations("train", 60, 7)]
     assert other != [c.messages for c in conversations("train", 60, 8)]
 

@@ -159,9 +159,7 @@ def test_a_wrong_mix_says_which_key(loss: dict, message: str) -> None:
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: "+".join(mix))
 @pytest.mark.parametrize("reduced", [False, True], ids=["full", "reduced"])
-@pytest.mark.parametrize(
-    ("dtype", "atol"), [(torch.float64, 1e-11), (torch.float32, 1e-5)], ids=["f64", "f32"]
-)
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-11), (torch.float32, 1e-5)], ids=["f64", "f32"])
 def test_chunked_equals_plain(mix: dict, reduced: bool, dtype: torch.dtype, atol: float) -> None:
     setup = Setup(reduced, dtype)
     plain = plain_objective(*setup.arguments(mix), temperature=0.8)
@@ -239,13 +237,9 @@ def test_accumulation_equals_one_batch() -> None:
     for start in (0, 9):
         rows = slice(start, 9 if start == 0 else N)
         target = (setup.target_hidden[rows], setup.target, setup.weight[rows], setup.labels[rows])
-        loss, _ = chunked_objective(
-            setup.hidden[rows], setup.head, *target, {"forward_kl": 1.0}, setup.draft_to_target
-        )
+        loss, _ = chunked_objective(setup.hidden[rows], setup.head, *target, {"forward_kl": 1.0}, setup.draft_to_target)
         (loss / N).backward()
-    for ours, theirs in zip(
-        [setup.hidden.grad, *(w.grad for w in setup.head.parameters())], whole, strict=True
-    ):
+    for ours, theirs in zip([setup.hidden.grad, *(w.grad for w in setup.head.parameters())], whole, strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -368,9 +362,7 @@ class Largest(TorchDispatchMode):
 
     elements = 0
 
-    def __torch_dispatch__(
-        self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
-    ) -> object:
+    def __torch_dispatch__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
         out = func(*args, **(kwargs or {}))
         self.elements = max([self.elements, *(x.numel() for x in tree_iter(out) if isinstance(x, Tensor))])
         return out
@@ -435,9 +427,7 @@ def test_first_of_equal_logits_wins() -> None:
 def test_accept_probability_of_the_data_token(reduced: bool, temperature: float) -> None:
     setup = Setup(reduced)
     hidden, head, target_hidden, target, _, labels, _, mapping = setup.arguments()
-    accept = accept_probabilities(
-        hidden, head, target_hidden, target, labels, temperature, mapping, chunk_size=4
-    )
+    accept = accept_probabilities(hidden, head, target_hidden, target, labels, temperature, mapping, chunk_size=4)
     p, q = (x.gather(-1, labels[:, None])[:, 0] for x in (setup.p(temperature), setup.q(temperature)))
     torch.testing.assert_close(accept, (q / p).clamp_max(1.0))
     greedy = accept_probabilities(hidden, head, target_hidden, target, labels, 0.0, mapping)

@@ -18,8 +18,14 @@ from collections.abc import Iterator, Sequence
 from . import chat, json_records, python_functions, rewriting, tables, word_problems
 from .shapes import Conversation, Exchange, Start, Style, Thread
 
-MODULES = {"math": word_problems, "python": python_functions, "json": json_records,
-           "rewrite": rewriting, "table": tables, "chat": chat}
+MODULES = {
+    "math": word_problems,
+    "python": python_functions,
+    "json": json_records,
+    "rewrite": rewriting,
+    "table": tables,
+    "chat": chat,
+}
 WORKLOADS: tuple[str, ...] = tuple(MODULES)
 CHECKABLE: tuple[str, ...] = ("math", "python", "json", "rewrite", "table")
 BUCKETS = {"train": range(0, 94), "validation": range(94, 97), "test": range(97, 100)}
@@ -84,7 +90,9 @@ def _conversation(split: str, workload: str, rng: random.Random) -> Conversation
     return Conversation(workload, messages, exchanges[-1].expected)
 
 
-def conversations(split: str, count: int, seed: int = 0, workloads: Sequence[str] = WORKLOADS) -> Iterator[Conversation]:
+def conversations(
+    split: str, count: int, seed: int = 0, workloads: Sequence[str] = WORKLOADS
+) -> Iterator[Conversation]:
     """`count` conversations of a split, the workloads in turn; the same for the same seed.
 
     The first n of a larger count are the same n conversations.
@@ -99,8 +107,9 @@ def conversations(split: str, count: int, seed: int = 0, workloads: Sequence[str
         yield _conversation(split, workload, random.Random(f"{seed}/{split}/{workload}/{i // len(workloads)}"))
 
 
-def prompts(split: str, count: int, seed: int = 0,
-            workloads: Sequence[str] = WORKLOADS) -> Iterator[tuple[list[dict[str, str]], Conversation]]:
+def prompts(
+    split: str, count: int, seed: int = 0, workloads: Sequence[str] = WORKLOADS
+) -> Iterator[tuple[list[dict[str, str]], Conversation]]:
     """Pairs of the messages before the last answer and the whole conversation."""
     for conversation in conversations(split, count, seed, workloads):
         yield conversation.messages[:-1], conversation

@@ -54,21 +54,32 @@ AGAIN = (
 
 def _order(rng: random.Random) -> tuple[str, Record]:
     record: Record = {
-        "name": f"{names(rng, 1)[0]} {rng.choice(SURNAMES)}", "city": rng.choice(CITIES),
-        "product": rng.choice(PRODUCTS), "colour": rng.choice(COLOURS), "quantity": rng.randint(2, 30),
-        "price": rng.randint(3, 99), "day": rng.choice(DAYS), "order": rng.randint(1000, 9999),
+        "name": f"{names(rng, 1)[0]} {rng.choice(SURNAMES)}",
+        "city": rng.choice(CITIES),
+        "product": rng.choice(PRODUCTS),
+        "colour": rng.choice(COLOURS),
+        "quantity": rng.randint(2, 30),
+        "price": rng.randint(3, 99),
+        "day": rng.choice(DAYS),
+        "order": rng.randint(1000, 9999),
     }
     return rng.choice(EMAILS if rng.random() < 0.55 else INVOICES).format(**record), record
 
 
 def _person(rng: random.Random) -> tuple[str, Record]:
     record: Record = {
-        "name": f"{names(rng, 1)[0]} {rng.choice(SURNAMES)}", "age": rng.randint(18, 70),
-        "job": rng.choice(JOBS), "city": rng.choice(CITIES), "phone": f"555-{rng.randint(1000, 9999)}",
-        "month": rng.choice(MONTHS), "member": rng.random() < 0.5,
+        "name": f"{names(rng, 1)[0]} {rng.choice(SURNAMES)}",
+        "age": rng.randint(18, 70),
+        "job": rng.choice(JOBS),
+        "city": rng.choice(CITIES),
+        "phone": f"555-{rng.randint(1000, 9999)}",
+        "month": rng.choice(MONTHS),
+        "member": rng.random() < 0.5,
     }
-    extra = {"member_word": "yes" if record["member"] else "no",
-             "article": "an" if str(record["job"])[0] in "aeiou" else "a"}
+    extra = {
+        "member_word": "yes" if record["member"] else "no",
+        "article": "an" if str(record["job"])[0] in "aeiou" else "a",
+    }
     return rng.choice(PEOPLE).format(**record, **extra), record
 
 
@@ -96,7 +107,7 @@ def is_right(expected: Record, answer: str) -> bool:
     """Does the answer, a code fence aside, parse to exactly the expected object?"""
     body = answer.strip()
     if body.startswith("```json") and body.endswith("```"):
-        body = body[len("```json"):-3]
+        body = body[len("```json") : -3]
     try:
         found = json.loads(body)
     except ValueError:

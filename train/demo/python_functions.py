@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from .shapes import Exchange, Style, Thread, capital
@@ -20,7 +20,10 @@ from .shapes import Exchange, Style, Thread, capital
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 LINE_BUDGET = 2000
 LARGEST_NUMBER = 1000
-BUILTINS = {f.__name__: f for f in (len, sum, max, min, sorted, all, any, abs, list, set, str, int, bool, zip, enumerate, range, reversed)}
+BUILTINS = {
+    f.__name__: f
+    for f in (len, sum, max, min, sorted, all, any, abs, list, set, str, int, bool, zip, enumerate, range, reversed)
+}
 
 
 @dataclass(frozen=True)
@@ -49,41 +52,189 @@ KINDS = (
     Kind(("total", "add_all", "sum_list"), "return the sum of a list", "return sum({a})", "list"),
     Kind(("sum_loop", "add_numbers", "running_total"), "add up a list with a loop", _loop("0", "result += x"), "list"),
     Kind(("backwards", "reverse_list", "flip"), "return a list in reverse order", "return {a}[::-1]", "list"),
-    Kind(("sort_list", "in_order", "ordered"), "return a list sorted from small to large", "return sorted({a})", "list"),
-    Kind(("sort_down", "from_large", "descending"), "return a list sorted from large to small", "return sorted({a}, reverse=True)", "list"),
+    Kind(
+        ("sort_list", "in_order", "ordered"), "return a list sorted from small to large", "return sorted({a})", "list"
+    ),
+    Kind(
+        ("sort_down", "from_large", "descending"),
+        "return a list sorted from large to small",
+        "return sorted({a}, reverse=True)",
+        "list",
+    ),
     Kind(("is_empty", "has_nothing", "no_items"), "check if a list is empty", "return len({a}) == 0", "list"),
-    Kind(("add_to_each", "shift_all", "increase_all"), "add {k} to every number in a list", "return [x + {k} for x in {a}]", "list", (1, 2, 3)),
-    Kind(("multiply_each", "scale_all", "times_all"), "multiply every number in a list by {k}", "return [x * {k} for x in {a}]", "list", (2, 3)),
-    Kind(("keep_above", "only_larger", "filter_above"), "keep the numbers of a list that are larger than {k}", "return [x for x in {a} if x > {k}]", "list", (1, 2, 3)),
-    Kind(("keep_below", "only_smaller", "filter_below"), "keep the numbers of a list that are smaller than {k}", "return [x for x in {a} if x < {k}]", "list", (2, 3, 4)),
-    Kind(("remove_value", "drop_value", "without"), "remove every {k} from a list", "return [x for x in {a} if x != {k}]", "list", (1, 2, 3)),
-    Kind(("count_value", "times_seen", "how_often"), "count how often {k} is in a list", _loop("0", "result += 1", "x == {k}"), "list", (1, 2, 3)),
-    Kind(("count_above", "number_above", "larger_count"), "count the numbers in a list that are larger than {k}", _loop("0", "result += 1", "x > {k}"), "list", (1, 2, 3)),
-    Kind(("contains_value", "has_value", "is_inside"), "check if {k} is in a list", "return {k} in {a}", "list", (1, 2, 3, 4)),
-    Kind(("keep_even", "only_even", "even_numbers"), "keep the even numbers of a list", "return [x for x in {a} if x % 2 == 0]", "list"),
-    Kind(("keep_odd", "only_odd", "odd_numbers"), "keep the odd numbers of a list", "return [x for x in {a} if x % 2 == 1]", "list"),
-    Kind(("count_even", "even_count", "number_of_even"), "count the even numbers in a list", _loop("0", "result += 1", "x % 2 == 0"), "list"),
-    Kind(("take_first", "first_part", "front"), "return the first {k} items of a list", "return {a}[:{k}]", "list", (1, 2)),
-    Kind(("skip_first", "drop_first", "rest"), "return a list without its first {k} items", "return {a}[{k}:]", "list", (1, 2)),
-    Kind(("append_value", "put_at_end", "add_last"), "return a list with {k} added at the end", "return {a} + [{k}]", "list", (1, 2, 3, 7)),
-    Kind(("put_in_front", "add_first", "prepend"), "return a list with {k} added at the front", "return [{k}] + {a}", "list", (1, 2, 3, 7)),
+    Kind(
+        ("add_to_each", "shift_all", "increase_all"),
+        "add {k} to every number in a list",
+        "return [x + {k} for x in {a}]",
+        "list",
+        (1, 2, 3),
+    ),
+    Kind(
+        ("multiply_each", "scale_all", "times_all"),
+        "multiply every number in a list by {k}",
+        "return [x * {k} for x in {a}]",
+        "list",
+        (2, 3),
+    ),
+    Kind(
+        ("keep_above", "only_larger", "filter_above"),
+        "keep the numbers of a list that are larger than {k}",
+        "return [x for x in {a} if x > {k}]",
+        "list",
+        (1, 2, 3),
+    ),
+    Kind(
+        ("keep_below", "only_smaller", "filter_below"),
+        "keep the numbers of a list that are smaller than {k}",
+        "return [x for x in {a} if x < {k}]",
+        "list",
+        (2, 3, 4),
+    ),
+    Kind(
+        ("remove_value", "drop_value", "without"),
+        "remove every {k} from a list",
+        "return [x for x in {a} if x != {k}]",
+        "list",
+        (1, 2, 3),
+    ),
+    Kind(
+        ("count_value", "times_seen", "how_often"),
+        "count how often {k} is in a list",
+        _loop("0", "result += 1", "x == {k}"),
+        "list",
+        (1, 2, 3),
+    ),
+    Kind(
+        ("count_above", "number_above", "larger_count"),
+        "count the numbers in a list that are larger than {k}",
+        _loop("0", "result += 1", "x > {k}"),
+        "list",
+        (1, 2, 3),
+    ),
+    Kind(
+        ("contains_value", "has_value", "is_inside"),
+        "check if {k} is in a list",
+        "return {k} in {a}",
+        "list",
+        (1, 2, 3, 4),
+    ),
+    Kind(
+        ("keep_even", "only_even", "even_numbers"),
+        "keep the even numbers of a list",
+        "return [x for x in {a} if x % 2 == 0]",
+        "list",
+    ),
+    Kind(
+        ("keep_odd", "only_odd", "odd_numbers"),
+        "keep the odd numbers of a list",
+        "return [x for x in {a} if x % 2 == 1]",
+        "list",
+    ),
+    Kind(
+        ("count_even", "even_count", "number_of_even"),
+        "count the even numbers in a list",
+        _loop("0", "result += 1", "x % 2 == 0"),
+        "list",
+    ),
+    Kind(
+        ("take_first", "first_part", "front"),
+        "return the first {k} items of a list",
+        "return {a}[:{k}]",
+        "list",
+        (1, 2),
+    ),
+    Kind(
+        ("skip_first", "drop_first", "rest"),
+        "return a list without its first {k} items",
+        "return {a}[{k}:]",
+        "list",
+        (1, 2),
+    ),
+    Kind(
+        ("append_value", "put_at_end", "add_last"),
+        "return a list with {k} added at the end",
+        "return {a} + [{k}]",
+        "list",
+        (1, 2, 3, 7),
+    ),
+    Kind(
+        ("put_in_front", "add_first", "prepend"),
+        "return a list with {k} added at the front",
+        "return [{k}] + {a}",
+        "list",
+        (1, 2, 3, 7),
+    ),
     Kind(("copy_list", "same_items", "clone"), "return a copy of a list", "return list({a})", "list"),
-    Kind(("longer_than", "is_long", "has_more_items"), "check if a list has more than {k} items", "return len({a}) > {k}", "list", (1, 2)),
-    Kind(("count_true", "yes_count", "number_true"), "count the true values in a list", _loop("0", "result += 1", "x"), "flags"),
-    Kind(("all_true", "everything_true", "every_one"), "check if all values in a list are true", "return all({a})", "flags"),
+    Kind(
+        ("longer_than", "is_long", "has_more_items"),
+        "check if a list has more than {k} items",
+        "return len({a}) > {k}",
+        "list",
+        (1, 2),
+    ),
+    Kind(
+        ("count_true", "yes_count", "number_true"),
+        "count the true values in a list",
+        _loop("0", "result += 1", "x"),
+        "flags",
+    ),
+    Kind(
+        ("all_true", "everything_true", "every_one"),
+        "check if all values in a list are true",
+        "return all({a})",
+        "flags",
+    ),
     Kind(("any_true", "one_true", "at_least_one"), "check if any value in a list is true", "return any({a})", "flags"),
-    Kind(("invert_all", "flip_flags", "negate_all"), "turn every true value in a list into false and the other way round", "return [not x for x in {a}]", "flags"),
+    Kind(
+        ("invert_all", "flip_flags", "negate_all"),
+        "turn every true value in a list into false and the other way round",
+        "return [not x for x in {a}]",
+        "flags",
+    ),
     Kind(("add_number", "plus", "increase"), "add {k} to a number", "return {a} + {k}", "int", (1, 2, 3, 4, 5)),
     Kind(("multiply_number", "times", "multiply"), "multiply a number by {k}", "return {a} * {k}", "int", (2, 3, 4, 5)),
-    Kind(("is_larger", "is_above", "exceeds"), "check if a number is larger than {k}", "return {a} > {k}", "int", (2, 3, 4, 5, 6)),
+    Kind(
+        ("is_larger", "is_above", "exceeds"),
+        "check if a number is larger than {k}",
+        "return {a} > {k}",
+        "int",
+        (2, 3, 4, 5, 6),
+    ),
     Kind(("is_even", "check_even", "even"), "check if a number is even", "return {a} % 2 == 0", "int"),
     Kind(("is_odd", "check_odd", "odd"), "check if a number is odd", "return {a} % 2 == 1", "int"),
-    Kind(("at_most", "limit", "clip_high"), "return a number, but never more than {k}", "if {a} > {k}:\n    return {k}\nreturn {a}", "int", (3, 4, 5, 6)),
-    Kind(("count_up", "numbers_to", "make_range"), "return the list of numbers from 1 up to a number", "return list(range(1, {a} + 1))", "size"),
-    Kind(("repeat_value", "make_list", "fill"), "return a list with a number of copies of {k}", "return [{k}] * {a}", "size", (0, 1, 5)),
+    Kind(
+        ("at_most", "limit", "clip_high"),
+        "return a number, but never more than {k}",
+        "if {a} > {k}:\n    return {k}\nreturn {a}",
+        "int",
+        (3, 4, 5, 6),
+    ),
+    Kind(
+        ("count_up", "numbers_to", "make_range"),
+        "return the list of numbers from 1 up to a number",
+        "return list(range(1, {a} + 1))",
+        "size",
+    ),
+    Kind(
+        ("repeat_value", "make_list", "fill"),
+        "return a list with a number of copies of {k}",
+        "return [{k}] * {a}",
+        "size",
+        (0, 1, 5),
+    ),
     Kind(("add_two", "add_pair", "sum_of_two"), "add two numbers", "return {a} + {b}", "pair"),
-    Kind(("larger_of", "max_of_two", "pick_larger"), "return the larger of two numbers", "if {a} > {b}:\n    return {a}\nreturn {b}", "pair"),
-    Kind(("smaller_of", "min_of_two", "pick_smaller"), "return the smaller of two numbers", "if {a} < {b}:\n    return {a}\nreturn {b}", "pair"),
+    Kind(
+        ("larger_of", "max_of_two", "pick_larger"),
+        "return the larger of two numbers",
+        "if {a} > {b}:\n    return {a}\nreturn {b}",
+        "pair",
+    ),
+    Kind(
+        ("smaller_of", "min_of_two", "pick_smaller"),
+        "return the smaller of two numbers",
+        "if {a} < {b}:\n    return {a}\nreturn {b}",
+        "pair",
+    ),
     Kind(("are_equal", "same_value", "is_same"), "check if two numbers are equal", "return {a} == {b}", "pair"),
     Kind(("as_list", "make_pair", "pack"), "put two numbers into a list", "return [{a}, {b}]", "pair"),
 )
@@ -99,9 +250,12 @@ CASES: dict[str, tuple[tuple[Any, ...], ...]] = {
     "pair": ((1, 2), (2, 1), (3, 3), (4, 2), (2, 5), (5, 1), (0, 4), (3, 6)),
 }
 ARGUMENTS = {
-    "full": ("items", "numbers", "values", "data"), "list": ("items", "numbers", "values", "data"),
-    "flags": ("flags", "values", "answers", "checks"), "int": ("n", "number", "value", "amount"),
-    "size": ("n", "size", "count", "length"), "pair": ("a", "left", "one", "p"),
+    "full": ("items", "numbers", "values", "data"),
+    "list": ("items", "numbers", "values", "data"),
+    "flags": ("flags", "values", "answers", "checks"),
+    "int": ("n", "number", "value", "amount"),
+    "size": ("n", "size", "count", "length"),
+    "pair": ("a", "left", "one", "p"),
 }
 SECOND = {"a": "b", "left": "right", "one": "two", "p": "q"}
 
@@ -118,11 +272,17 @@ RENAMES = ("Call it `{name}` instead.", "Please rename the function to `{name}`.
 ARGUMENT_CHANGES = ("Use `{args}` as the input name.", "Now name the input `{args}`.")
 CONSTANT_CHANGES = ("Now with {k} instead of {old}.", "Change the {old} to {k}.", "And the same for {k}?")
 MORE_TESTS = ("Show it again with other tests.", "Give me different asserts.", "Can you test it with other values?")
-OPENINGS = ("Here is the function:", "Here is `{name}` with tests:", "This function should do it:", "You can write it like this:", "Sure:")
+OPENINGS = (
+    "Here is the function:",
+    "Here is `{name}` with tests:",
+    "This function should do it:",
+    "You can write it like this:",
+    "Sure:",
+)
 CLOSINGS = ("The asserts show how it works.", "All asserts pass.", "It takes `{args}` and the tests show the result.")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _reference(kind: Kind, k: int) -> Callable[..., Any]:
     """The kind's own function, for the values in the asserts."""
     body = kind.body.format(a="a", b="b", k=k).replace("\n", "\n    ")
@@ -137,8 +297,10 @@ def _answer(rng: random.Random, kind: Kind, name: str, arg: str, k: int, style: 
     args = f"{arg}, {second}" if second else arg
     lines = kind.body.format(a=arg, b=second, k=k).split("\n")
     does = capital(kind.does.format(k=k))
-    tests = [f"assert {name}({', '.join(map(repr, case))}) == {function(*case)!r}"
-             for case in rng.sample(CASES[kind.takes], 2 if style.brief else rng.choice((2, 2, 3)))]
+    tests = [
+        f"assert {name}({', '.join(map(repr, case))}) == {function(*case)!r}"
+        for case in rng.sample(CASES[kind.takes], 2 if style.brief else rng.choice((2, 2, 3)))
+    ]
     code = "\n".join([f"def {name}({args}):", f'    """{does}."""', *(f"    {line}" for line in lines), "", *tests])
     block = f"```python\n{code}\n```"
     hidden = [[list(case), function(*case)] for case in CASES[kind.takes]]
@@ -187,7 +349,21 @@ def _is_tame(tree: ast.Module) -> bool:
     if not all(isinstance(node, (ast.FunctionDef, ast.Assert)) for node in tree.body):
         return False
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Import, ast.ImportFrom, ast.Pow, ast.LShift, ast.Lambda, ast.Global, ast.Try, ast.ClassDef, ast.Attribute, ast.While)):
+        if isinstance(
+            node,
+            (
+                ast.Import,
+                ast.ImportFrom,
+                ast.Pow,
+                ast.LShift,
+                ast.Lambda,
+                ast.Global,
+                ast.Try,
+                ast.ClassDef,
+                ast.Attribute,
+                ast.While,
+            ),
+        ):
             return False
         if isinstance(node, ast.Name) and node.id.startswith("_"):
             return False

@@ -55,16 +55,36 @@ KEYS = (
 )
 INTROS = ("Here is the text:", "Here you go:", "Sure, here it is:", "The new text:", "", "", "", "")
 WRAPS = ("{ask}\n\n{text}", "{text}\n\n{ask}", "{ask}\n\nText: {text}", "Please help me with a text. {ask}\n\n{text}")
-AGAIN = ("Now go back to the original text. {ask}", "With the original text: {ask}", "One more thing for the original text. {ask}")
+AGAIN = (
+    "Now go back to the original text. {ask}",
+    "With the original text: {ask}",
+    "One more thing for the original text. {ask}",
+)
 
-RENAME = ("Replace the name {old} with {new}.", "Rewrite the text with {new} instead of {old}.", "Change every {old} to {new}.")
-BULLETS = ("Put each sentence into a bullet point.", "Turn the text into a list of bullet points.", "Write the text as bullet points.")
+RENAME = (
+    "Replace the name {old} with {new}.",
+    "Rewrite the text with {new} instead of {old}.",
+    "Change every {old} to {new}.",
+)
+BULLETS = (
+    "Put each sentence into a bullet point.",
+    "Turn the text into a list of bullet points.",
+    "Write the text as bullet points.",
+)
 NUMBERED = ("Number the sentences.", "Turn the text into a numbered list.", "Write each sentence as a numbered line.")
 FIRST = ("Repeat only the first sentence.", "Give me the first sentence.", "Copy the first sentence of the text.")
 LAST = ("Repeat only the last sentence.", "Give me the last sentence.", "Copy the last sentence of the text.")
-SUMMARY = ("Summarise the text in one sentence.", "What is the main point? Answer with one sentence of the text.", "Give the key sentence of the text.")
+SUMMARY = (
+    "Summarise the text in one sentence.",
+    "What is the main point? Answer with one sentence of the text.",
+    "Give the key sentence of the text.",
+)
 DROP = ("Leave out the first sentence.", "Remove the first sentence and keep the rest.")
-CAPITALS = ("Correct the capital letters.", "Fix the capitalisation of this text.", "This text has no capital letters. Correct it.")
+CAPITALS = (
+    "Correct the capital letters.",
+    "Fix the capitalisation of this text.",
+    "This text has no capital letters. Correct it.",
+)
 
 
 @dataclass(frozen=True)
@@ -85,10 +105,20 @@ def _passage(rng: random.Random) -> Passage:
     food, food2 = rng.sample(FOODS, 2)
     product = rng.choice(PRODUCTS)
     slots = {
-        "name": who.name, "she": who.she, "She": capital(who.she), "city": rng.choice(CITIES),
-        "job": with_article(rng.choice(JOBS)), "day": rng.choice(DAYS), "place": rng.choice(PLACES),
-        "colour": rng.choice(COLOURS), "product": product, "product_a": with_article(product), "food": food,
-        "food2": food2, "animal": rng.choice(ANIMALS), "fruit": rng.choice(FRUITS),
+        "name": who.name,
+        "she": who.she,
+        "She": capital(who.she),
+        "city": rng.choice(CITIES),
+        "job": with_article(rng.choice(JOBS)),
+        "day": rng.choice(DAYS),
+        "place": rng.choice(PLACES),
+        "colour": rng.choice(COLOURS),
+        "product": product,
+        "product_a": with_article(product),
+        "food": food,
+        "food2": food2,
+        "animal": rng.choice(ANIMALS),
+        "fruit": rng.choice(FRUITS),
     }
     forms = [rng.choice(OPENERS), *rng.sample(MIDDLES, rng.randint(1, 3))]
     forms.insert(rng.randint(1, len(forms)), rng.choice(KEYS))
@@ -135,7 +165,11 @@ def _exchange(rng: random.Random, passage: Passage, form: str, kind: str, style:
     return Exchange(form.format(ask=ask, text=shown), f"{intro}\n{edited}" if intro else edited, edited)
 
 
-FIRST_KINDS = ("rename",) * 5 + ("bullets",) * 3 + ("numbered", "numbered", "drop", "drop", "first", "last", "summary", "summary", "capitals", "capitals")
+FIRST_KINDS = (
+    ("rename",) * 5
+    + ("bullets",) * 3
+    + ("numbered", "numbered", "drop", "drop", "first", "last", "summary", "summary", "capitals", "capitals")
+)
 NEXT_KINDS = ("rename", "rename", "bullets", "numbered", "drop", "first", "last", "summary")
 
 

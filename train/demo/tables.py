@@ -35,39 +35,106 @@ def _numbers(rng: random.Random, low: int, high: int, count: int) -> list[str]:
 
 
 THEMES = (
-    ("person", "name", lambda r, n: names(r, n), (
-        ("age", lambda r, n: _numbers(r, 18, 70, n)), ("city", lambda r, n: r.sample(CITIES, n)),
-        ("job", lambda r, n: r.sample(JOBS, n)), ("room", lambda r, n: _numbers(r, 1, 40, n)))),
-    ("product", "product", lambda r, n: r.sample(PRODUCTS, n), (
-        ("price", lambda r, n: _numbers(r, 5, 99, n)), ("stock", lambda r, n: _numbers(r, 1, 60, n)),
-        ("colour", lambda r, n: r.sample(COLOURS, n)))),
-    ("team", "team", lambda r, n: r.sample(CITIES, n), (
-        ("rank", lambda r, n: _numbers(r, 1, 30, n)), ("score", lambda r, n: _numbers(r, 10, 99, n)),
-        ("coach", lambda r, n: r.sample(SURNAMES, n)))),
-    ("trip", "city", lambda r, n: r.sample(CITIES, n), (
-        ("day", lambda r, n: r.sample(DAYS, n)), ("cost", lambda r, n: _numbers(r, 20, 99, n)),
-        ("guide", lambda r, n: names(r, n)), ("distance", lambda r, n: _numbers(r, 2, 60, n)))),
+    (
+        "person",
+        "name",
+        lambda r, n: names(r, n),
+        (
+            ("age", lambda r, n: _numbers(r, 18, 70, n)),
+            ("city", lambda r, n: r.sample(CITIES, n)),
+            ("job", lambda r, n: r.sample(JOBS, n)),
+            ("room", lambda r, n: _numbers(r, 1, 40, n)),
+        ),
+    ),
+    (
+        "product",
+        "product",
+        lambda r, n: r.sample(PRODUCTS, n),
+        (
+            ("price", lambda r, n: _numbers(r, 5, 99, n)),
+            ("stock", lambda r, n: _numbers(r, 1, 60, n)),
+            ("colour", lambda r, n: r.sample(COLOURS, n)),
+        ),
+    ),
+    (
+        "team",
+        "team",
+        lambda r, n: r.sample(CITIES, n),
+        (
+            ("rank", lambda r, n: _numbers(r, 1, 30, n)),
+            ("score", lambda r, n: _numbers(r, 10, 99, n)),
+            ("coach", lambda r, n: r.sample(SURNAMES, n)),
+        ),
+    ),
+    (
+        "trip",
+        "city",
+        lambda r, n: r.sample(CITIES, n),
+        (
+            ("day", lambda r, n: r.sample(DAYS, n)),
+            ("cost", lambda r, n: _numbers(r, 20, 99, n)),
+            ("guide", lambda r, n: names(r, n)),
+            ("distance", lambda r, n: _numbers(r, 2, 60, n)),
+        ),
+    ),
 )
 NUMERIC = {"age", "price", "stock", "rank", "score", "cost", "distance"}
 
-ASKS = ("{table}\n\n{question}", "Here is a table:\n\n{table}\n\n{question}", "Look at this table.\n\n{table}\n\n{question}",
-        "{question}\n\n{table}", "Use the table to answer.\n\n{table}\n\n{question}")
-CELL_ASKS = ("What is the {col} of {row}?", "Which {col} does {row} have?", "Tell me the {col} for {row}.",
-             "Look up the {col} of {row}.")
-CELL_SAYS = ("The {col} of {row} is **{v}**.", "In the row for {row}, the {col} is **{v}**.", "For {row}, the {col} is **{v}**.",
-             "The table shows {row} with {col} **{v}**.")
-ROW_ASKS = ("Which {noun} has {col} {v}?", "Find the {noun} with {col} {v}.", "In which row is the {col} {v}?",
-            "Who or what has {v} as {col}?")
-ROW_SAYS = ("The {noun} with {col} {v} is **{row}**.", "The {col} {v} stands in the row of **{row}**.", "{col_up} {v} belongs to **{row}**.")
-LIST_ASKS = ("List all values in the {col} column.", "What are the entries under {col}?", "Name every {col} in the table.")
-LIST_SAYS = ("The {col} column has: **{v}**.", "These are the entries under {col}: **{v}**.", "From top to bottom: **{v}**.")
-MORE_ASKS = ("Which has the higher {col}, {row} or {other}?", "Compare the {col} of {row} and {other}. Which is higher?",
-             "Is the {col} higher for {row} or for {other}?")
-LESS_ASKS = ("Which has the lower {col}, {row} or {other}?", "Compare the {col} of {row} and {other}. Which is lower?",
-             "Is the {col} lower for {row} or for {other}?")
-COMPARE_SAYS = ("The {col} of {row} is {x} and the {col} of {other} is {y}. {big} is more than {small}, so the {word} one is **{best}**.",
-                "{row} has {col} {x}. {other} has {col} {y}. Since {big} is more than {small}, the answer is **{best}**.",
-                "{row}: {x}, {other}: {y}. {big} is more than {small}. The {word} {col} belongs to **{best}**.")
+ASKS = (
+    "{table}\n\n{question}",
+    "Here is a table:\n\n{table}\n\n{question}",
+    "Look at this table.\n\n{table}\n\n{question}",
+    "{question}\n\n{table}",
+    "Use the table to answer.\n\n{table}\n\n{question}",
+)
+CELL_ASKS = (
+    "What is the {col} of {row}?",
+    "Which {col} does {row} have?",
+    "Tell me the {col} for {row}.",
+    "Look up the {col} of {row}.",
+)
+CELL_SAYS = (
+    "The {col} of {row} is **{v}**.",
+    "In the row for {row}, the {col} is **{v}**.",
+    "For {row}, the {col} is **{v}**.",
+    "The table shows {row} with {col} **{v}**.",
+)
+ROW_ASKS = (
+    "Which {noun} has {col} {v}?",
+    "Find the {noun} with {col} {v}.",
+    "In which row is the {col} {v}?",
+    "Who or what has {v} as {col}?",
+)
+ROW_SAYS = (
+    "The {noun} with {col} {v} is **{row}**.",
+    "The {col} {v} stands in the row of **{row}**.",
+    "{col_up} {v} belongs to **{row}**.",
+)
+LIST_ASKS = (
+    "List all values in the {col} column.",
+    "What are the entries under {col}?",
+    "Name every {col} in the table.",
+)
+LIST_SAYS = (
+    "The {col} column has: **{v}**.",
+    "These are the entries under {col}: **{v}**.",
+    "From top to bottom: **{v}**.",
+)
+MORE_ASKS = (
+    "Which has the higher {col}, {row} or {other}?",
+    "Compare the {col} of {row} and {other}. Which is higher?",
+    "Is the {col} higher for {row} or for {other}?",
+)
+LESS_ASKS = (
+    "Which has the lower {col}, {row} or {other}?",
+    "Compare the {col} of {row} and {other}. Which is lower?",
+    "Is the {col} lower for {row} or for {other}?",
+)
+COMPARE_SAYS = (
+    "The {col} of {row} is {x} and the {col} of {other} is {y}. {big} is more than {small}, so the {word} one is **{best}**.",
+    "{row} has {col} {x}. {other} has {col} {y}. Since {big} is more than {small}, the answer is **{best}**.",
+    "{row}: {x}, {other}: {y}. {big} is more than {small}. The {word} {col} belongs to **{best}**.",
+)
 FOLLOW = ("{question}", "And another one: {question}", "Thanks. {question}", "From the same table: {question}")
 CONTEXT = ("I looked at the {col} column. ", "Let me check the table. ", "", "", "There are {n} rows in the table. ")
 
@@ -91,15 +158,20 @@ def _compare(rng: random.Random, table: Table, col: str) -> tuple[str, str, str]
     first = (int(x) > int(y)) == higher
     big, small = (x, y) if int(x) > int(y) else (y, x)
     best = row if first else other
-    said = rng.choice(COMPARE_SAYS).format(col=col, row=row, other=other, x=x, y=y, big=big, small=small, best=best,
-                                           word="higher" if higher else "lower")
+    said = rng.choice(COMPARE_SAYS).format(
+        col=col, row=row, other=other, x=x, y=y, big=big, small=small, best=best, word="higher" if higher else "lower"
+    )
     return rng.choice(MORE_ASKS if higher else LESS_ASKS).format(col=col, row=row, other=other), said, best
 
 
 def _question(rng: random.Random, table: Table) -> tuple[str, str, str, str, int | None]:
     """A question, its answer, the bold part, the column asked about and the row, if one."""
     col = rng.choice(list(table.columns)[1:])
-    kind = rng.choice(("cell", "cell", "row", "list", "compare", "compare") if col in NUMERIC else ("cell", "cell", "row", "row", "list"))
+    kind = rng.choice(
+        ("cell", "cell", "row", "list", "compare", "compare")
+        if col in NUMERIC
+        else ("cell", "cell", "row", "row", "list")
+    )
     if kind == "compare":
         return *_compare(rng, table, col), col, None
     at = rng.randrange(len(table.columns[col]))

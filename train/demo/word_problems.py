@@ -41,77 +41,151 @@ RECIPES = {
 }
 
 STORIES = (
-    Story("a+mn", "{name} starts with {a} {items}. {She} buys {m} bags of {n} {items}.",
-          "How many {items} does {she} have now?",
-          ("the bags hold", "with the first {items}"), "{name} has {r} {items} now.",
-          {"m": "{she} buys {m} bags", "a": "{she} starts with {a} {items}"}),
-    Story("a+mn-c", "{name} has {a} {items}. {She} gets {m} boxes with {n} {items} each and then gives {c} away.",
-          "How many {items} are left?",
-          ("the boxes hold", "all together", "after giving {c} away"), "{name} has {r} {items} left.",
-          {"c": "{she} gives {c} away", "m": "{she} gets {m} boxes"}),
-    Story("mn-c", "A shop has {m} shelves with {n} {items} on each. {name} buys {c} of the {items}.",
-          "How many {items} stay in the shop?",
-          ("on the shelves", "after the sale"), "The shop keeps {r} {items}.",
-          {"c": "{name} buys {c}", "m": "the shop has {m} shelves"}),
-    Story("mn+c", "{name} fills {m} baskets with {n} {items} each. {She} has {c} more {items} at home.",
-          "How many {items} is that in total?",
-          ("in the baskets", "with those at home"), "That makes {r} {items}.",
-          {"c": "{she} has {c} more at home", "m": "{she} fills {m} baskets"}),
-    Story("a+b-c", "{name} finds {a} {items} in the morning and {b} in the evening. On the way home {she} loses {c}.",
-          "How many {items} does {she} bring home?",
-          ("found that day", "without the lost ones"), "{name} brings home {r} {items}.",
-          {"c": "{she} loses {c}", "b": "{she} finds {b} in the evening"}),
-    Story("a-b-c", "There are {a} {items} on the table. {name} takes {b} and {friend} takes {c}.",
-          "How many {items} remain on the table?",
-          ("after {name}", "after {friend}"), "There are {r} {items} on the table.",
-          {"c": "{friend} takes {c}", "b": "{name} takes {b}"}),
-    Story("mn+km", "At the {place}, {name} buys {m} bags of {n} {items} and {friend} buys {k} bags of {c}.",
-          "How many {items} do they have together?",
-          ("{name} has", "{friend} has", "together"), "They have {r} {items}.",
-          {"c": "the bags of {friend} hold {c}", "m": "{name} buys {m} bags"}),
-    Story("mn-b+c", "{name} packs {m} boxes of {n} {items}. {She} sells {b} {items} and later finds {c} more.",
-          "How many {items} does {name} have in the end?",
-          ("in the boxes", "after the sale", "with the ones found"), "In the end {name} has {r} {items}.",
-          {"c": "{she} finds {c} more", "b": "{she} sells {b}"}),
-    Story("mn+c", "A ticket to the {place} costs {n} dollars. {name} buys {m} tickets and a map for {c} dollars.",
-          "How many dollars does {she} pay?",
-          ("the tickets", "with the map"), "{name} pays {r} dollars.",
-          {"c": "the map costs {c} dollars", "m": "{she} buys {m} tickets"}),
-    Story("a-b-c", "{name} has {a} dollars. At the {place} {she} spends {b} dollars on food and {c} dollars on a bus.",
-          "How many dollars are left?",
-          ("after the food", "after the bus"), "{name} has {r} dollars left.",
-          {"c": "the bus costs {c} dollars", "b": "the food costs {b} dollars"}),
-    Story("a+mn", "{name} has read {a} pages. For {m} days {she} reads {n} pages a day.",
-          "How many pages has {she} read in all?",
-          ("in {m} days", "with the first pages"), "{name} has read {r} pages.",
-          {"m": "{she} reads for {m} days", "a": "{she} had read {a} pages before"}),
-    Story("a+b-c", "A bus leaves the {place} with {a} people. Then {b} people get on and {c} get off.",
-          "How many people are on the bus?",
-          ("after {b} get on", "after {c} get off"), "The bus carries {r} people.",
-          {"c": "{c} people get off", "b": "{b} people get on"}),
-    Story("mn-c", "{name} plants {m} rows of {n} trees near the {place}. A storm breaks {c} of them.",
-          "How many trees still stand?",
-          ("planted", "after the storm"), "There are {r} trees standing.",
-          {"c": "the storm breaks {c}", "m": "{she} plants {m} rows"}),
-    Story("a+mn-c", "{name} saved {a} dollars. {She} works {m} hours for {n} dollars an hour and pays {c} dollars for lunch.",
-          "How many dollars does {she} have?",
-          ("the work pays", "with the savings", "after lunch"), "{name} has {r} dollars.",
-          {"c": "lunch costs {c} dollars", "m": "{she} works {m} hours"}),
-    Story("mn-b+c", "A class has {m} groups of {n} children. Today {b} children are ill and {c} guests come to visit.",
-          "How many children are in the room?",
-          ("in the class", "without the ill ones", "with the guests"), "There are {r} children in the room.",
-          {"c": "{c} guests come", "b": "{b} children are ill"}),
-    Story("mn+km", "{name} runs {n} miles a day for {m} days, then {c} miles a day for {k} days.",
-          "How many miles does {she} run?",
-          ("the first days", "the other days", "together"), "{name} runs {r} miles.",
-          {"c": "{she} later runs {c} miles a day", "n": "{she} first runs {n} miles a day"}),
+    Story(
+        "a+mn",
+        "{name} starts with {a} {items}. {She} buys {m} bags of {n} {items}.",
+        "How many {items} does {she} have now?",
+        ("the bags hold", "with the first {items}"),
+        "{name} has {r} {items} now.",
+        {"m": "{she} buys {m} bags", "a": "{she} starts with {a} {items}"},
+    ),
+    Story(
+        "a+mn-c",
+        "{name} has {a} {items}. {She} gets {m} boxes with {n} {items} each and then gives {c} away.",
+        "How many {items} are left?",
+        ("the boxes hold", "all together", "after giving {c} away"),
+        "{name} has {r} {items} left.",
+        {"c": "{she} gives {c} away", "m": "{she} gets {m} boxes"},
+    ),
+    Story(
+        "mn-c",
+        "A shop has {m} shelves with {n} {items} on each. {name} buys {c} of the {items}.",
+        "How many {items} stay in the shop?",
+        ("on the shelves", "after the sale"),
+        "The shop keeps {r} {items}.",
+        {"c": "{name} buys {c}", "m": "the shop has {m} shelves"},
+    ),
+    Story(
+        "mn+c",
+        "{name} fills {m} baskets with {n} {items} each. {She} has {c} more {items} at home.",
+        "How many {items} is that in total?",
+        ("in the baskets", "with those at home"),
+        "That makes {r} {items}.",
+        {"c": "{she} has {c} more at home", "m": "{she} fills {m} baskets"},
+    ),
+    Story(
+        "a+b-c",
+        "{name} finds {a} {items} in the morning and {b} in the evening. On the way home {she} loses {c}.",
+        "How many {items} does {she} bring home?",
+        ("found that day", "without the lost ones"),
+        "{name} brings home {r} {items}.",
+        {"c": "{she} loses {c}", "b": "{she} finds {b} in the evening"},
+    ),
+    Story(
+        "a-b-c",
+        "There are {a} {items} on the table. {name} takes {b} and {friend} takes {c}.",
+        "How many {items} remain on the table?",
+        ("after {name}", "after {friend}"),
+        "There are {r} {items} on the table.",
+        {"c": "{friend} takes {c}", "b": "{name} takes {b}"},
+    ),
+    Story(
+        "mn+km",
+        "At the {place}, {name} buys {m} bags of {n} {items} and {friend} buys {k} bags of {c}.",
+        "How many {items} do they have together?",
+        ("{name} has", "{friend} has", "together"),
+        "They have {r} {items}.",
+        {"c": "the bags of {friend} hold {c}", "m": "{name} buys {m} bags"},
+    ),
+    Story(
+        "mn-b+c",
+        "{name} packs {m} boxes of {n} {items}. {She} sells {b} {items} and later finds {c} more.",
+        "How many {items} does {name} have in the end?",
+        ("in the boxes", "after the sale", "with the ones found"),
+        "In the end {name} has {r} {items}.",
+        {"c": "{she} finds {c} more", "b": "{she} sells {b}"},
+    ),
+    Story(
+        "mn+c",
+        "A ticket to the {place} costs {n} dollars. {name} buys {m} tickets and a map for {c} dollars.",
+        "How many dollars does {she} pay?",
+        ("the tickets", "with the map"),
+        "{name} pays {r} dollars.",
+        {"c": "the map costs {c} dollars", "m": "{she} buys {m} tickets"},
+    ),
+    Story(
+        "a-b-c",
+        "{name} has {a} dollars. At the {place} {she} spends {b} dollars on food and {c} dollars on a bus.",
+        "How many dollars are left?",
+        ("after the food", "after the bus"),
+        "{name} has {r} dollars left.",
+        {"c": "the bus costs {c} dollars", "b": "the food costs {b} dollars"},
+    ),
+    Story(
+        "a+mn",
+        "{name} has read {a} pages. For {m} days {she} reads {n} pages a day.",
+        "How many pages has {she} read in all?",
+        ("in {m} days", "with the first pages"),
+        "{name} has read {r} pages.",
+        {"m": "{she} reads for {m} days", "a": "{she} had read {a} pages before"},
+    ),
+    Story(
+        "a+b-c",
+        "A bus leaves the {place} with {a} people. Then {b} people get on and {c} get off.",
+        "How many people are on the bus?",
+        ("after {b} get on", "after {c} get off"),
+        "The bus carries {r} people.",
+        {"c": "{c} people get off", "b": "{b} people get on"},
+    ),
+    Story(
+        "mn-c",
+        "{name} plants {m} rows of {n} trees near the {place}. A storm breaks {c} of them.",
+        "How many trees still stand?",
+        ("planted", "after the storm"),
+        "There are {r} trees standing.",
+        {"c": "the storm breaks {c}", "m": "{she} plants {m} rows"},
+    ),
+    Story(
+        "a+mn-c",
+        "{name} saved {a} dollars. {She} works {m} hours for {n} dollars an hour and pays {c} dollars for lunch.",
+        "How many dollars does {she} have?",
+        ("the work pays", "with the savings", "after lunch"),
+        "{name} has {r} dollars.",
+        {"c": "lunch costs {c} dollars", "m": "{she} works {m} hours"},
+    ),
+    Story(
+        "mn-b+c",
+        "A class has {m} groups of {n} children. Today {b} children are ill and {c} guests come to visit.",
+        "How many children are in the room?",
+        ("in the class", "without the ill ones", "with the guests"),
+        "There are {r} children in the room.",
+        {"c": "{c} guests come", "b": "{b} children are ill"},
+    ),
+    Story(
+        "mn+km",
+        "{name} runs {n} miles a day for {m} days, then {c} miles a day for {k} days.",
+        "How many miles does {she} run?",
+        ("the first days", "the other days", "together"),
+        "{name} runs {r} miles.",
+        {"c": "{she} later runs {c} miles a day", "n": "{she} first runs {n} miles a day"},
+    ),
 )
 
-ASKS = ("{story} {question}", "{story} {question}", "Please solve this: {story} {question}",
-        "{story} {question} Show the steps.", "Here is a problem. {story} {question}",
-        "{question} {story}", "Help me with this one: {story} {question}")
-CHANGES = ("What if {change}?", "And if {change} instead?", "Now suppose {change}. {question}",
-           "What changes if {change}?")
+ASKS = (
+    "{story} {question}",
+    "{story} {question}",
+    "Please solve this: {story} {question}",
+    "{story} {question} Show the steps.",
+    "Here is a problem. {story} {question}",
+    "{question} {story}",
+    "Help me with this one: {story} {question}",
+)
+CHANGES = (
+    "What if {change}?",
+    "And if {change} instead?",
+    "Now suppose {change}. {question}",
+    "What changes if {change}?",
+)
 OPENINGS = ("Let us work it out. ", "Let us see. ", "We go in steps. ", "", "", "")
 FINALS = ("The answer is {r}.", "So the answer is {r}.", "Thus the answer is {r}.")
 RANGES = {"m": (2, 5), "k": (2, 4), "n": (2, 9), "a": (6, 20), "b": (2, 9), "c": (2, 9)}
@@ -164,7 +238,9 @@ def _one_changed(rng: random.Random, recipe: str, numbers: Numbers, changes: lis
     raise ValueError(f"no number of {recipe} can change: {numbers}")
 
 
-def _answer(rng: random.Random, story: Story, slots: dict[str, object], numbers: Numbers, style: Style) -> tuple[str, int]:
+def _answer(
+    rng: random.Random, story: Story, slots: dict[str, object], numbers: Numbers, style: Style
+) -> tuple[str, int]:
     steps = _steps(story.recipe, numbers)
     slots = {**slots, **numbers, "r": steps[-1][1]}
     final = rng.choice(FINALS).format(**slots)
@@ -184,8 +260,14 @@ def _answer(rng: random.Random, story: Story, slots: dict[str, object], numbers:
 
 def _slots(rng: random.Random) -> dict[str, object]:
     who: Person = person(rng)
-    return {"name": who.name, "she": who.she, "She": capital(who.she), "friend": who.other(rng),
-            "items": rng.choice(COUNTABLES), "place": rng.choice(PLACES)}
+    return {
+        "name": who.name,
+        "she": who.she,
+        "She": capital(who.she),
+        "friend": who.other(rng),
+        "items": rng.choice(COUNTABLES),
+        "place": rng.choice(PLACES),
+    }
 
 
 def start(rng: random.Random, style: Style) -> Thread:

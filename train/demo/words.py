@@ -38,9 +38,7 @@ PRODUCTS = (
 ).split()
 COLOURS = "red blue green black white yellow brown grey pink gold purple silver".split()
 DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-MONTHS = (
-    "January February March April May June July August September October November December"
-).split()
+MONTHS = ("January February March April May June July August September October November December").split()
 PLACES = "market park library museum station school garden bakery harbour theatre office beach".split()
 FRUITS = "apple pear plum lemon orange peach cherry banana grape mango".split()
 ANIMALS = "dog cat horse rabbit parrot goat duck donkey hen pony".split()
