@@ -292,8 +292,9 @@ class LLM:
                 )
             elif not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < vocab_size:
                 faults.append(f"prompt {i} has token ids outside 0..{vocab_size - 1}; is the tokenizer the model's?")
-            if max(each.stop_token_ids, default=0) >= vocab_size:
-                faults.append(f"prompt {i}: stop_token_ids {list(each.stop_token_ids)} go beyond 0..{vocab_size - 1}")
+            if max(each.stop_token_ids or (), default=0) >= vocab_size:
+                stops = list(each.stop_token_ids or ())
+                faults.append(f"prompt {i}: stop_token_ids {stops} go beyond 0..{vocab_size - 1}")
             if each.stop and self._tokenizer is None:
                 faults.append(f"prompt {i} asks for stop strings, which need a tokenizer; pass LLM(tokenizer=...)")
         if faults:
