@@ -108,6 +108,10 @@ class Drafter(nn.Module):
         """Starting weights; `lm_head`: take the vocabulary projection from the target's rows."""
         return self
 
+    def freeze(self) -> Drafter:
+        """For drafting only, until `train()` or a change of dtype or device: a family may fuse what it computes."""
+        return self.eval().requires_grad_(False)
+
     # -------------------------------------------------------------- the contract
 
     def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:

@@ -147,7 +147,7 @@ def load_drafter(path_or_id: str | Path, target: FrozenTarget, *, dtype: torch.d
     config = read_drafter_config(folder, target.num_layers)
     drafter = family_class(config.family)(config).attach(target)
     load_weights(drafter, folder)
-    return drafter.to(device=target.device, dtype=dtype or target.dtype).eval().requires_grad_(False)
+    return drafter.to(device=target.device, dtype=dtype or target.dtype).freeze()
 
 
 def load_weights(drafter: Drafter, folder: Path) -> None:

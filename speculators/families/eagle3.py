@@ -15,12 +15,23 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.models.llama.configuration_llama import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
 from speculators.attention import unrolled_attention
 from speculators.config import DrafterConfig
 from speculators.drafter import Drafter, DraftStep, valid_terms
+from speculators.errors import ConfigError
 from speculators.target import FrozenTarget, TargetFeatures
+
+
+class RMSNorm(nn.RMSNorm):
+    """Root-mean-square norm in one call; a drafter's step is short enough for the number of calls to matter."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__(width, eps=eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class Eagle3Attention(nn.Module):
@@ -39,21 +50,51 @@ class Eagle3Attention(nn.Module):
         self.v_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
         if config.qk_norm:
-            self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
-            self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.qk_norm = config.qk_norm
+        self.fused: Tensor | None = None  # [h·d + 2·g·d, inputs] while frozen for drafting
 
     def project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, inputs] -> query [B, h, T, d], key and value [B, g, T, d], rotated."""
         B, T, _ = x.shape
-        q = self.q_proj(x).view(B, T, self.heads, self.head_dim)
-        k = self.k_proj(x).view(B, T, self.kv_heads, self.head_dim)
-        v = self.v_proj(x).view(B, T, self.kv_heads, self.head_dim)
+        if self.fused is None:
+            parts = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+        else:
+            D = self.head_dim
+            parts = nn.functional.linear(x, self.fused).split(
+                [self.heads * D, self.kv_heads * D, self.kv_heads * D], -1
+            )
+        q, k, v = (part.view(B, T, -1, self.head_dim) for part in parts)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *rotary)
+        cos, sin = rotary
+        qk = torch.cat([q, k], dim=2).transpose(1, 2)  # [B, h + g, T, d]: one rotation for both
+        qk = qk * cos[:, None] + rotate_half(qk) * sin[:, None]
+        q, k = qk.split([self.heads, self.kv_heads], dim=1)
         v = v.transpose(1, 2)
         return q.to(v.dtype), k.to(v.dtype), v
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) · up(x)), gate and up as one product while frozen."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        if config.hidden_act not in ACT2FN:
+            raise ConfigError(f"drafter: hidden_act {config.hidden_act!r} is not one of transformers' activations")
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act = ACT2FN[config.hidden_act]
+        self.fused: Tensor | None = None  # [2·I, H]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fused is None:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        else:
+            gate, up = nn.functional.linear(x, self.fused).chunk(2, dim=-1)
+        return self.down_proj(self.act(gate) * up)
 
 
 class Eagle3Layer(nn.Module):
@@ -63,12 +104,12 @@ class Eagle3Layer(nn.Module):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.first, self.norm_before_residual = first, config.norm_before_residual
-        self.input_layernorm = LlamaRMSNorm(width, eps=eps)
+        self.input_layernorm = RMSNorm(width, eps=eps)
         if first:
-            self.hidden_norm = LlamaRMSNorm(width, eps=eps)
+            self.hidden_norm = RMSNorm(width, eps=eps)
         self.self_attn = Eagle3Attention(config, 2 * width if first else width)
-        self.post_attention_layernorm = LlamaRMSNorm(width, eps=eps)
-        self.mlp = LlamaMLP(_llama_config(config))
+        self.post_attention_layernorm = RMSNorm(width, eps=eps)
+        self.mlp = GatedMLP(config)
 
     def forward(self, embeds: Tensor, state: Tensor, rotary: tuple[Tensor, Tensor], attend: Callable) -> Tensor:
         """embeds, state [B, T, H] -> the layer's output before any final norm [B, T, H]."""
@@ -95,17 +136,18 @@ class Eagle3(Drafter):
         self.fc = nn.Linear(taps * config.target_hidden_size, width, bias=False)
         eps = config.rms_norm_eps
         if config.norm_before_fc:
-            self.input_norm = LlamaRMSNorm(taps * config.target_hidden_size, eps=eps)
+            self.input_norm = RMSNorm(taps * config.target_hidden_size, eps=eps)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(LlamaRMSNorm(config.target_hidden_size, eps=eps) for _ in range(taps))
+            self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden_size, eps=eps) for _ in range(taps))
         self.layers = nn.ModuleList(Eagle3Layer(config, first=i == 0) for i in range(config.num_layers))
-        self.norm = LlamaRMSNorm(width, eps=eps)
+        self.norm = RMSNorm(width, eps=eps)
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, width)
         if config.reduced_vocabulary:
             self.register_buffer("target_ids", torch.arange(config.draft_vocab_size))
         self.rotary_emb = LlamaRotaryEmbedding(config=_llama_config(config))
+        self._rotary_table: tuple[Tensor, Tensor] | None = None  # [positions, d], made when drafting begins
 
     @property
     def draft_to_target(self) -> Tensor | None:
@@ -137,6 +179,29 @@ class Eagle3(Drafter):
                 self.embed_tokens.weight.copy_(target.embed_tokens.weight)
         return self
 
+    @torch.no_grad()
+    def freeze(self) -> Eagle3:
+        """See `Drafter.freeze`: projections of one input become one product, a step being mostly calls."""
+        super().freeze()
+        for layer in self.layers:
+            a, m = layer.self_attn, layer.mlp
+            a.fused = torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight])
+            m.fused = torch.cat([m.gate_proj.weight, m.up_proj.weight])
+        return self
+
+    def _thaw(self) -> None:
+        for layer in self.layers:
+            layer.self_attn.fused = layer.mlp.fused = None
+
+    def train(self, mode: bool = True) -> Eagle3:
+        if mode:
+            self._thaw()
+        return super().train(mode)
+
+    def _apply(self, fn: Callable, *args, **kwargs) -> Eagle3:
+        self._thaw()  # weights move or change type: copies of them would not
+        return super()._apply(fn, *args, **kwargs)
+
     # -------------------------------------------------------------- shared by training and drafting
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -154,10 +219,9 @@ class Eagle3(Drafter):
             taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
         return self.fc(taps)
 
-    def _run(self, embeds: Tensor, state: Tensor, position_ids: Tensor, attends: Sequence[Callable]) -> Tensor:
+    def _run(self, embeds: Tensor, state: Tensor, rotary: tuple[Tensor, Tensor], attends: Sequence[Callable]) -> Tensor:
         """All layers -> the state that is fed back and, after `norm` unless it is already normed, read by the head."""
         embeds = embeds.to(state.dtype)
-        rotary = self.rotary_emb(embeds, position_ids)
         for layer, attend in zip(self.layers, attends):
             state = layer(embeds, state, rotary, attend)
         return self.norm(state) if self.config.norm_output else state
@@ -192,7 +256,8 @@ class Eagle3(Drafter):
                 state = state.gather(1, slots[..., None].expand(-1, -1, state.shape[-1]))
             tokens = ids.gather(1, (slots + 1 + depth) % T)  # x_{t+1+depth}; what wraps is never valid
             attends = [self._unrolled(i, depth, causal, own[i], slots, segments) for i in range(len(self.layers))]
-            state = self._run(self.embed(tokens), state, positions.gather(1, slots) + depth, attends)
+            rotary = self.rotary_emb(state, positions.gather(1, slots) + depth)
+            state = self._run(self.embed(tokens), state, rotary, attends)
             terms = valid[depth].gather(1, slots)
             anchors = (slots + T * torch.arange(B, device=ids.device)[:, None])[terms]
             yield DraftStep(
@@ -277,7 +342,23 @@ class Eagle3(Drafter):
 
             return inner
 
-        return self._run(self.embed(token_ids), state, position_ids, [attend(i) for i in range(len(self.layers))])
+        rotary = self._rotary_at(position_ids, cache.capacity, state)
+        return self._run(self.embed(token_ids), state, rotary, [attend(i) for i in range(len(self.layers))])
+
+    def _rotary_at(self, position_ids: Tensor, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [b, M, d] of positions below `length`, looked up where they depend on nothing else."""
+        if self.rotary_emb.rope_type in ("dynamic", "longrope"):  # these change with the length of the text
+            return self.rotary_emb(like, position_ids)
+        table = self._rotary_table
+        if (
+            table is None
+            or table[0].shape[0] < length
+            or table[0].dtype != like.dtype
+            or table[0].device != like.device
+        ):
+            cos, sin = self.rotary_emb(like, torch.arange(length, device=like.device)[None])
+            table = self._rotary_table = (cos[0], sin[0])
+        return table[0][position_ids], table[1][position_ids]
 
 
 def _slots_in_use(wanted: Tensor) -> Tensor:
@@ -291,8 +372,6 @@ def _slots_in_use(wanted: Tensor) -> Tensor:
 
 def _llama_config(config: DrafterConfig) -> LlamaConfig:
     """What transformers' Llama modules read of a head's configuration."""
-    if config.hidden_act not in ACT2FN:
-        raise ValueError(f"hidden_act {config.hidden_act!r} is not one of transformers' activations")
     return LlamaConfig(
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,

@@ -87,6 +87,8 @@ def test_unroll_equals_draft(tiny_model, variant, architecture):
     features = target.features(**batch)
     with torch.no_grad():
         steps = list(drafter.unroll(features, depths))
+        logits = [drafter.head(step.hidden) for step in steps]
+    drafter.freeze()  # as the runtime drafts
     assert [s.depth for s in steps] == list(range(depths))
     offset = 0
     for length in (9, 6):
@@ -98,7 +100,7 @@ def test_unroll_equals_draft(tiny_model, variant, architecture):
                 where = (step.anchor_index == offset + anchor).nonzero().flatten()
                 assert len(where) == (anchor + step.depth + 2 < length)  # a term exists where its token does
                 if len(where):
-                    expected = drafter.head(step.hidden[where])[0].softmax(-1)
+                    expected = logits[step.depth][where][0].softmax(-1)
                     torch.testing.assert_close(got[step.depth].softmax(-1), expected, atol=1e-5, rtol=1e-4)
                     assert step.target_index[where] == offset + anchor + step.depth + 1
         offset += length
@@ -136,6 +138,9 @@ def test_export_reloads_to_the_same_outputs(tiny_model, tmp_path, variant):
     assert again.config == drafter.config
     features = target.features(**packed([9, 6]))
     with torch.no_grad():
+        for a, b in zip(drafter.unroll(features, 3), again.unroll(features, 3)):
+            torch.testing.assert_close(drafter.head(a.hidden), again.head(b.hidden), atol=1e-5, rtol=1e-4)
+        again.train()  # products of its own for each projection again: now the very same numbers
         for a, b in zip(drafter.unroll(features, 3), again.unroll(features, 3)):
             assert torch.equal(drafter.head(a.hidden), again.head(b.hidden))
     assert not list(tmp_path.glob(".head*"))  # nothing temporary stays
