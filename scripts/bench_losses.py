@@ -4,8 +4,8 @@ Each variant runs in a fresh process, so that none inherits another's memory; th
 beyond its inputs and weights. The drafter's head is trainable, the target's frozen. Prints a table and writes
 nothing.
 
-    python scripts/bench_losses.py                        # 151,936 tokens of vocabulary, 2,048 positions, 7
-    depths python scripts/bench_losses.py --tokens 512 --threads 1 --dtype bfloat16
+    python scripts/bench_losses.py     # vocabulary 151,936, 2,048 positions, 7 depths, width 1,024
+    python scripts/bench_losses.py --tokens 512 --dtype bfloat16
 """
 
 from __future__ import annotations

@@ -222,6 +222,10 @@ class Trainer:
             raise KeyboardInterrupt
         self.stop_signal = number
 
+    def _stopping(self) -> bool:
+        """Whether any process was asked to stop: all leave after the same step, so that none waits for one gone."""
+        return float(self._sum(torch.tensor([float(self.stop_signal is not None)]))) > 0
+
     def _due(self, every: int | None) -> bool:
         """Every `every` steps (None: ten times a run), and at the end of the budget."""
         if self.share_done() >= 1:
@@ -245,13 +249,13 @@ class Trainer:
         self.state.history.append(record)
         self.accelerator.log(_flat(record), step=self.state.step)
         save = self._due(t.save_every) if t.save_every else evaluated or self._due(None)
-        if (save or self.stop_signal is not None) and self.accelerator.is_main_process:
+        stopping = self._stopping()
+        if (save or stopping) and self.accelerator.is_main_process:
             checkpoint.save(self.folder, self.drafter, self.optimizer, self.state, t.keep_last)
-        if self.stop_signal is not None:
+        if stopping:
             raise Interrupted(
-                f"stopped by signal {self.stop_signal} after step {self.state.step}; the checkpoint is in "
-                f"{self.folder}; "
-                "run the same command again to continue"
+                f"stopped by {f'signal {self.stop_signal}' if self.stop_signal else 'another process'} after step "
+                f"{self.state.step}; the checkpoint is in {self.folder}; run the same command again to continue"
             )
 
 

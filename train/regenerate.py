@@ -2,7 +2,9 @@
 
 Every example becomes a prompt (all before its last response) and the target continues it at the recipe's sampling
 settings. Finished responses are appended to a JSONL file named after everything they depend on, so a killed run
-continues where it was and a changed target, template or setting starts afresh.
+continues where it was and a changed target, template or setting starts afresh. They are written a chunk at a time and
+a chunk counts only whole: the batches after a kill are those there would have been, and so are the responses, also
+where low precision makes a token depend on the shape of its batch.
 Knows nothing of drafters, losses or packing.
 """
 
@@ -21,6 +23,7 @@ from train.recipe_data import RegenerateSection
 from train.sources import Example
 
 Progress = Callable[[int, int], None]  # done, total
+CHUNK_END = "{}"
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,8 @@ def regenerate(
             inputs = [{"prompt_token_ids": list(prompts[i])} for i in chunk]
             for i, output in zip(chunk, llm.generate(inputs, params, use_tqdm=False)):
                 known[keys[i]] = list(output.outputs[0].token_ids)
-                file.write(json.dumps({"key": keys[i], "token_ids": known[keys[i]]}) + "\n")
+            lines = [json.dumps({"key": keys[i], "token_ids": known[keys[i]]}) for i in chunk]
+            file.write("\n".join([*lines, CHUNK_END]) + "\n")
             file.flush()
             done += len(chunk)
             if progress is not None:
@@ -124,16 +128,13 @@ def _key(prompt: tuple[int, ...], temperature: float, index: int) -> str:
 
 
 def _read(path: Path) -> dict[str, list[int]]:
-    """What an earlier run wrote; a line torn by a kill is passed over."""
-    found: dict[str, list[int]] = {}
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                entry = json.loads(line)
-                found[entry["key"]] = entry["token_ids"]
-            except (json.JSONDecodeError, KeyError, TypeError):
-                continue
-        if not path.read_bytes().endswith(b"\n") and path.stat().st_size:
-            with path.open("a") as file:
-                file.write("\n")
-    return found
+    """The whole chunks that an earlier run wrote; one torn by a kill is cut off the file."""
+    if not path.exists():
+        return {}
+    text = path.read_text(encoding="utf-8")
+    end = text.rfind(CHUNK_END + "\n")
+    whole = text[: end + len(CHUNK_END) + 1] if end >= 0 else ""
+    if len(whole) < len(text):
+        path.write_text(whole, encoding="utf-8")
+    entries = [json.loads(line) for line in whole.splitlines() if line != CHUNK_END]
+    return {entry["key"]: entry["token_ids"] for entry in entries}
