@@ -1,0 +1,60 @@
+"""The target that the repository carries is what its card says: small, deep, able, and drafted for without loss."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from inference import LLM, SamplingParams
+from train import demo
+
+TARGET = Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "target"
+
+
+@pytest.fixture(scope="module")
+def llm():
+    drafting = {"method": "ngram", "num_speculative_tokens": 4}
+    return LLM(str(TARGET), dtype="float32", speculative_config=drafting, max_num_seqs=8)
+
+
+def test_small_deep_narrow_and_bfloat16():
+    config = json.loads((TARGET / "config.json").read_text())
+    assert config["model_type"] == "qwen3" and config["num_hidden_layers"] >= 16 and config["hidden_size"] <= 256
+    assert 4096 <= config["vocab_size"] <= 8192
+    assert sum(path.stat().st_size for path in TARGET.iterdir()) < 30e6
+    with safe_open(TARGET / "model.safetensors", "pt") as file:
+        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
+
+
+def test_the_template_marks_what_the_assistant_says(llm):
+    for conversation in demo.conversations("test", 12, seed=3):
+        out = llm.get_tokenizer().apply_chat_template(
+            conversation.messages, return_assistant_tokens_mask=True, return_dict=True
+        )
+        said = [token for token, mark in zip(out["input_ids"], out["assistant_masks"]) if mark]
+        answers = [m["content"] for m in conversation.messages if m["role"] == "assistant"]
+        assert llm.get_tokenizer().decode(said) == "".join(f"{answer}<|im_end|>" for answer in answers)
+
+
+def test_answers_are_right_end_and_are_the_same_with_drafts(llm):
+    """Prompts that neither training nor the card has seen. The card's rates are of more prompts; this is a floor."""
+    asked = list(demo.prompts("test", 60, seed=77, workloads=demo.CHECKABLE))
+    params = SamplingParams(temperature=0, max_tokens=320)
+    chats = [messages for messages, _ in asked]
+    drafted = llm.chat(chats, params, use_tqdm=False)
+    plain = llm.chat(chats, params, use_tqdm=False, speculate=False)
+    assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in plain]
+    assert sum(o.outputs[0].finish_reason == "stop" for o in plain) >= 58
+    right = [demo.check(conversation, o.outputs[0].text) for (_, conversation), o in zip(asked, plain)]
+    assert sum(right) >= 51  # 85 %
+
+
+def test_the_card_reports_what_is_asked_of_the_target():
+    rows = re.findall(r"^\| (\w+) \| .* \| (\d+)% \| (\d+)% \|$", (TARGET / "README.md").read_text(), re.MULTILINE)
+    rates = {name: int(right) for name, right, _ in rows}
+    assert set(rates) == set(demo.WORKLOADS)
+    assert all(rates[name] >= 90 for name in demo.CHECKABLE)
