@@ -27,6 +27,7 @@ app = typer.Typer(add_completion=False, help=__doc__, no_args_is_help=True, pret
 console = Console()
 VOCAB = 4096
 LAYERS = 16
+SHOWN = (3, 1, 1, 2, 3, 1)  # how often conversations of each workload are drawn: more often what is harder to learn
 CODE_WEIGHT = 0.15  # of a token of source code, which is far less predictable than an answer and would drown it
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>", "<|mask|>"]
 # Digits stand alone, so that arithmetic is over digits; words keep their leading space.
@@ -134,7 +135,7 @@ class Batches:
     `at(step, rank, world)` is a pure function of its arguments, so a resumed run sees what it would have seen.
     """
 
-    def __init__(self, path: Path, tokens: int, code_share: float, copy_share: float = 0.0):
+    def __init__(self, path: Path, tokens: int, code_share: float, drill_share: float = 0.0):
         file = np.load(path)
         self.ids, self.weights, ends = (
             file["ids"].astype(np.int64),
@@ -146,8 +147,9 @@ class Batches:
         self.talks, self.tokens, self.code_share = int(file["talks"]), tokens, code_share
         lengths = self.spans[:, 1] - self.spans[:, 0]
         order = np.argsort(lengths, kind="stable")
-        self.by_length = [order[order < self.talks], order[order >= self.talks]]
-        self.lengths, self.copy_share = lengths, copy_share
+        talks = order[order < self.talks]  # workloads take turns
+        self.by_length = [np.repeat(talks, np.array(SHOWN)[talks % len(SHOWN)]), order[order >= self.talks]]
+        self.lengths, self.drill_share, self.tokenizer = lengths, drill_share, None
 
     def _copy_drill(self, length: int, rng: np.random.Generator):
         """Rows of unrelated tokens of which spans come again in any order: only looking back predicts them.
@@ -167,15 +169,35 @@ class Batches:
                 at += size
         return torch.from_numpy(x), torch.from_numpy(w)
 
+    def _sums_drill(self, rng: np.random.Generator):
+        """Rows of equations and comparisons such as the workloads need, of which only the results count."""
+        from transformers import AutoTokenizer
+
+        if self.tokenizer is None:
+            self.tokenizer = AutoTokenizer.from_pretrained(TARGET)
+        rows = self.tokens // 120
+        x, w = np.full((rows, 120), 3, np.int64), np.zeros((rows, 120), np.float32)
+        for i in range(rows):
+            at = 0
+            while True:
+                told, result = _sum(rng)
+                a, b = (self.tokenizer(text)["input_ids"] for text in (told, result))
+                end = at + len(a) + len(b)
+                if end > 120:
+                    break
+                x[i, at:end], w[i, at + len(a) : end] = [*a, *b], 1.0
+                at = end
+        return torch.from_numpy(x), torch.from_numpy(w)
+
     def at(self, step: int, rank: int, world: int):
         shared, rng = np.random.default_rng([step, 7]), np.random.default_rng([step, rank, 7])
-        if shared.random() < self.copy_share:  # all ranks draw rows of like length: none waits for another
-            return self._copy_drill(int(shared.integers(24, 120)), rng)
+        if shared.random() < self.drill_share:  # all ranks draw rows of like length: none waits for another
+            return self._sums_drill(rng) if step % 3 else self._copy_drill(int(shared.integers(24, 120)), rng)
         pool = self.by_length[int(shared.random() < self.code_share)]
         centre = int(shared.integers(len(pool)))
         length = int(self.lengths[pool[centre]])
         rows = max(self.tokens // max(length, 1), 1)
-        near = pool[max(0, centre - 8 * rows) : centre + 8 * rows + 1]
+        near = np.unique(pool[max(0, centre - 16 * rows) : centre + 16 * rows + 1])
         picked = rng.choice(near, size=min(rows, len(near)), replace=False)
         width = int(self.lengths[picked].max())
         x, w = np.full((len(picked), width), 3, np.int64), np.zeros((len(picked), width), np.float32)
@@ -183,6 +205,22 @@ class Batches:
             a, b = self.spans[doc]
             x[i, : b - a], w[i, : b - a] = self.ids[a:b], self.weights[a:b]
         return torch.from_numpy(x), torch.from_numpy(w)
+
+
+def _sum(rng: np.random.Generator) -> tuple[str, str]:
+    """A task of the size that occurs in the workloads, and what completes it."""
+    kind = rng.integers(4)
+    a, b = (int(n) for n in rng.integers(1, 60, 2))
+    if kind == 0:
+        m, n = (int(n) for n in rng.integers(2, 10, 2))
+        return f"{m} * {n} =", f" {m * n}. "
+    if kind == 1:
+        a, b = max(a, b) + int(rng.integers(0, 12)), min(a, b)
+        return f"{a} - {b} =", f" {a - b}. "
+    if kind == 2:
+        return f"{a} + {b} =", f" {a + b}. "
+    a, b = (int(n) for n in rng.choice(np.arange(1, 100), 2, replace=False))
+    return f"{a}, {b}:", f" {max(a, b)} is more than {min(a, b)}. "
 
 
 # ---------------------------------------------------------------- training
@@ -325,9 +363,9 @@ def train(
     lr: float = 0.02,
     adam_lr: float = 3e-3,
     code_share: float = 0.25,
-    copy_share: float = 0.1,
+    drill_share: float = 0.15,
     first_layers: int = 6,
-    grow_at: float = 0.5,
+    grow_at: float = 0.74,
     decay_from: float = 0.2,
     save_every: int = 50,
     out: Path = WORK / "checkpoint.pt",
@@ -354,7 +392,7 @@ def train(
             optimizer.load_state_dict(saved)
         step, spent, warm_from = state["step"], state["spent"], state["warm_from"]
     batches, held_out = (
-        Batches(WORK / "train.npz", tokens, code_share, copy_share),
+        Batches(WORK / "train.npz", tokens, code_share, drill_share),
         Batches(WORK / "validation.npz", tokens, 0),
     )
     shown = 0.0
@@ -364,7 +402,7 @@ def train(
         if share >= grow_at and len(model.model.layers) < LAYERS:
             model = grow(model)
             optimizers, warm_from = make_optimizers(model, lr, adam_lr), step
-        batches.copy_share = copy_share if len(model.model.layers) < LAYERS else copy_share / 3
+        batches.drill_share = drill_share if len(model.model.layers) < LAYERS else drill_share / 2
         scale = min(1.0, (step - warm_from + 1) / 60) * min(1.0, (1 - share) / (1 - decay_from))
         for optimizer, peak in zip(optimizers, peaks):
             optimizer.param_groups[0]["lr"] = peak * max(scale, 1e-3)
