@@ -1,0 +1,48 @@
+"""Write the figures of an acceptance report into the README's table of results, by the keys its rows name.
+
+    python scripts/readme_results.py                    # runs/quickstart/eagle3/acceptance.json -> README.md
+
+Rows whose last cell is a key of `summary` are filled, `t<T>` standing for the temperature of the column; all else
+stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from inference.report import load_report
+
+ROOT = Path(__file__).resolve().parents[1]
+ROW = re.compile(r"^\| (?P<name>[^|]+) \|[^|]*\|[^|]*\| `(?P<key>[a-z_<>T.]+)` \|$", re.MULTILINE)
+
+
+def fill(text: str, summary: dict[str, float]) -> str:
+    """The README with the figures of `summary`; KeyError if a row names none."""
+
+    def cell(key: str) -> str:
+        value = summary[key]
+        return f"{value:.0f}" if float(value).is_integer() or value >= 100 else f"{value:.2f}"
+
+    def row(match: re.Match[str]) -> str:
+        key = match["key"]
+        cells = [cell(key.replace("<T>", str(t))) for t in (0, 1)] if "<T>" in key else [cell(key), ""]
+        return f"| {match['name']} | {' | '.join(cells)} | `{key}` |".replace("|  |", "| |")
+
+    return ROW.sub(row, text)
+
+
+def main(
+    report: Annotated[Path, typer.Argument(help="acceptance.json of a run.")] = ROOT
+    / "runs/quickstart/eagle3/acceptance.json",
+    readme: Annotated[Path, typer.Option(help="The file to write into.")] = ROOT / "README.md",
+) -> None:
+    """Fill the table of results."""
+    readme.write_text(fill(readme.read_text(encoding="utf-8"), load_report(report).summary), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,26 @@
+"""The README's table of results names figures that reports have, and takes them from a report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from inference.report import SUMMARY_KEYS
+from scripts.readme_results import ROW, fill
+
+README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+def test_every_row_names_a_figure_of_the_summary():
+    keys = [match["key"] for match in ROW.finditer(README)]
+    assert len(keys) >= 7 and set(keys) <= set(SUMMARY_KEYS)
+
+
+def test_rows_are_filled_by_key_and_nothing_else_changes():
+    summary = {key.replace("<T>", str(t)): 2.5 + t for key in SUMMARY_KEYS for t in (0, 1)}
+    filled = fill(README, summary)
+    assert "| acceptance length τ, measured | 2.50 | 3.50 | `t<T>.acceptance_length` |" in filled
+    assert fill(filled, summary) == filled and len(filled.splitlines()) == len(README.splitlines())
+    with pytest.raises(KeyError):
+        fill(README, {})
