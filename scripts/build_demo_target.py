@@ -27,7 +27,7 @@ app = typer.Typer(add_completion=False, help=__doc__, no_args_is_help=True, pret
 console = Console()
 VOCAB = 4096
 LAYERS = 16
-SHOWN = (3, 1, 1, 2, 3, 1)  # how often conversations of each workload are drawn: more often what is harder to learn
+SHOWN = (2, 1, 1, 4, 6, 1)  # how often conversations of each workload are drawn: more often what is harder to learn
 CODE_WEIGHT = 0.15  # of a token of source code, which is far less predictable than an answer and would drown it
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>", "<|mask|>"]
 # Digits stand alone, so that arithmetic is over digits; words keep their leading space.
@@ -365,7 +365,7 @@ def train(
     code_share: float = 0.25,
     drill_share: float = 0.15,
     first_layers: int = 6,
-    grow_at: float = 0.8,
+    grow_at: float = 0.86,
     decay_from: float = 0.2,
     save_every: int = 50,
     out: Path = WORK / "checkpoint.pt",
