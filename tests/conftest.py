@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -71,3 +72,14 @@ def tiny_model():
 def any_architecture(request) -> str:
     """Every architecture in turn."""
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def _accelerate_afresh():
+    """accelerate keeps its state, the precision too, for the life of a process; a test shall not inherit another's."""
+    yield
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
