@@ -169,6 +169,7 @@ class Eagle3(Drafter):
         if width == self.config.hidden_size:
             self.fc.weight.mul_(0.1)
             self.fc.weight[:, -width:] += torch.eye(width)
+            self.fc.weight.div_(self._tap_scale(target).to(self.fc.weight))
             if lm_head:
                 rows = target.lm_head.weight.float()
                 ids = self.draft_to_target
@@ -178,6 +179,20 @@ class Eagle3(Drafter):
             if self.config.own_embeddings:
                 self.embed_tokens.weight.copy_(target.embed_tokens.weight)
         return self
+
+    def _tap_scale(self, target: FrozenTarget) -> Tensor:
+        """[n·H] typical size of each tap's values, seen on a few tokens; 1 where a norm comes first or none is tapped.
+
+        A residual stream may be of any size (tens, in deep targets). The final norm does not mind, but a layer whose
+        output is added to it would have to grow to that size before it counted for anything.
+        """
+        taps, config = len(self.config.tap_layers), self.config
+        scale = torch.ones(taps, 1, device=target.device)
+        if not (config.norm_before_fc or config.fc_norm) and tuple(target.tap_layers) == tuple(config.tap_layers):
+            ids = torch.arange(64, device=target.device)[None] * 7919 % target.vocab_size
+            seen = target(ids)[0].float().view(-1, taps, config.target_hidden_size)  # [64, n, H]
+            scale = seen.square().mean(-1).sqrt().median(0).values[:, None].clamp(min=1e-6)  # [n, 1]
+        return scale.expand(taps, config.target_hidden_size).reshape(-1)
 
     @torch.no_grad()
     def freeze(self) -> Eagle3:
