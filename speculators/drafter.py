@@ -70,6 +70,7 @@ class Drafter(nn.Module):
 
     reads_taps: ClassVar[bool] = False
     reads_last_hidden: ClassVar[bool] = False
+    start_terms: int = 0  # terms of features that `initialise_from` wants to be fitted to
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -104,8 +105,11 @@ class Drafter(nn.Module):
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.parameters() if p.requires_grad]
 
-    def initialise_from(self, target: FrozenTarget, *, lm_head: bool = True) -> Drafter:
-        """Starting weights; `lm_head`: take the vocabulary projection from the target's rows."""
+    def initialise_from(
+        self, target: FrozenTarget, *, lm_head: bool = True, features: Sequence[TargetFeatures] | None = None
+    ) -> Drafter:
+        """Starting weights. `lm_head`: take the vocabulary projection from the target's rows; `features`: what the
+        target computed on some training rows, to fit the start to."""
         return self
 
     def freeze(self) -> Drafter:

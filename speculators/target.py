@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
+from speculators.grouped_attention import decoding, worthwhile
 from speculators.target_probe import (
     ATTENTION,
     FULL,
@@ -218,13 +219,14 @@ class FrozenTarget(nn.Module):
     def _run(self, input_ids, position_ids, mask, query_slots, past, past_key_values) -> tuple[Tensor | None, Tensor]:
         self._collected = {}
         try:
-            output = self._parts.decoder(
-                input_ids=input_ids,
-                attention_mask=self._masks(mask, query_slots, past, input_ids.shape[1]),
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                use_cache=past_key_values is not None,
-            )
+            with decoding(self.config, worthwhile(self._device, past_key_values)):
+                output = self._parts.decoder(
+                    input_ids=input_ids,
+                    attention_mask=self._masks(mask, query_slots, past, input_ids.shape[1]),
+                    position_ids=position_ids,
+                    past_key_values=past_key_values,
+                    use_cache=past_key_values is not None,
+                )
             taps = torch.cat([self._collected[i] for i in self.tap_layers], dim=-1) if self._handles else None
         finally:
             self._collected = None

@@ -90,7 +90,7 @@ def settings_of(recipe: Recipe) -> EvaluationSettings:
         prompts_per_workload=e.prompts_per_workload,
         repeats=e.repeats,
         batch_size=e.batch_size,
-        timed_prompts=max(usual.timed_prompts, e.batch_size),
+        timed_prompts=max(e.timed_prompts, e.batch_size),
         transformers_repeats=usual.transformers_repeats if e.baseline_transformers else 0,
         lossless_prompts=usual.lossless_prompts if e.lossless_check else 0,
         seed=e.seed,

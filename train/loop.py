@@ -1,8 +1,8 @@
 """The one training loop; every family runs through it.
 
 Per optimizer step: batches -> frozen target's features -> the drafter's unroll -> one chunked objective over all
-depths -> gradients summed over processes -> clip -> AdamW. The loss is sum_k w_k L_k / sum_k w_k with L_k a mean over
-every valid term of depth k in the whole step: all processes and all accumulated batches.
+depths -> gradients summed over processes -> clip -> optimizer. The loss is sum_k w_k L_k / sum_k w_k with L_k a mean
+over every valid term of depth k in the whole step: all processes and all accumulated batches.
 Knows no family, no divergence and no file format; which rows come when is a function of the step alone, so a run that
 was killed continues to the same weights.
 """
@@ -23,10 +23,12 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from speculators.drafter import Drafter
-from speculators.target import FrozenTarget
+from speculators.target import FrozenTarget, TargetFeatures
 from train import checkpoint
-from train.data import PackedRow, collate
+from train.data import PackedRow
+from train.features import RowFeatures
 from train.losses import chunked_objective
+from train.optimizers import make_optimizer
 from train.recipe import Recipe
 from train.step_metrics import expected_acceptance_length_in_loop
 
@@ -51,16 +53,15 @@ class Trainer:
         folder: Path,
         fingerprint: str = "",
         evaluate: Evaluate | None = None,
+        features: RowFeatures | None = None,
         pad_token_id: int = 0,
     ) -> None:
         self.recipe, self.target, self.drafter, self.rows = recipe, target, drafter.to(accelerator.device), rows
         self.accelerator, self.folder, self.fingerprint, self.evaluate = accelerator, folder, fingerprint, evaluate
-        self.pad_token_id = pad_token_id
         t = self.recipe.training
+        self.features = features or RowFeatures(target, rows, pad_token_id=pad_token_id)
         self.parameters = drafter.trainable_parameters()
-        self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=t.learning_rate, betas=tuple(t.betas), weight_decay=t.weight_decay
-        )
+        self.optimizer = make_optimizer(drafter, t)
         self.micro = t.gradient_accumulation_steps
         self.rows_per_step = t.batch_size * accelerator.num_processes * self.micro
         self.total_steps = t.steps or (math.ceil(len(rows) * t.epochs / self.rows_per_step) if t.epochs else None)
@@ -111,18 +112,19 @@ class Trainer:
     def step(self, share: float) -> dict[str, Any]:
         """One optimizer step; returns what it measured."""
         self.drafter.train()
-        batches = [self.batch(self.state.step, i) for i in range(self.micro)]
+        chosen = [self.chosen(self.state.step, i) for i in range(self.micro)]
+        batches = [self.features.batch(rows) for rows in chosen]
         # [K] valid terms of each depth in the whole step, known before any loss is computed
         counts = self._sum(
             sum(self.drafter.count_terms(SimpleNamespace(**b), len(self.depth_weights)) for b in batches)
         )
         row_weights = (self.depth_weights.to(counts.device) / counts.clamp(min=1)).float()
-        measured = [self._micro_step(batch, row_weights) for batch in batches]
+        measured = [self._micro_step(self.features.of(*each), row_weights) for each in zip(chosen, batches)]
         self._sum_gradients()
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.recipe.training.max_grad_norm)
         rate = self.learning_rate(share)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = group["peak_lr"] * rate / self.recipe.training.learning_rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.state.step += 1
@@ -140,9 +142,8 @@ class Trainer:
             "terms": int(counts.sum()),
         }
 
-    def _micro_step(self, batch: dict[str, Tensor], row_weights: Tensor) -> dict[str, Any]:
+    def _micro_step(self, features: TargetFeatures, row_weights: Tensor) -> dict[str, Any]:
         """Forward and backward of one batch; gradients add up in the parameters."""
-        features = self.target.features(**batch)
         with self.accelerator.autocast():
             steps = list(self.drafter.unroll(features, len(row_weights)))
             hidden = torch.cat([s.hidden for s in steps])  # [N, D] of all depths
@@ -182,13 +183,11 @@ class Trainer:
 
     # -------------------------------------------------------------- data
 
-    def batch(self, step: int, micro: int) -> dict[str, Tensor]:
+    def chosen(self, step: int, micro: int) -> list[int]:
         """This process's rows of one micro-step: a function of the step alone."""
         t, a = self.recipe.training, self.accelerator
         first = step * self.rows_per_step + (micro * a.num_processes + a.process_index) * t.batch_size
-        chosen = [self.rows[self._row_at(first + i)] for i in range(t.batch_size)]
-        batch = collate(chosen, pad_token_id=self.pad_token_id)
-        return {name: tensor.to(a.device) for name, tensor in batch.items()}
+        return [self._row_at(first + i) for i in range(t.batch_size)]
 
     def _row_at(self, position: int) -> int:
         """The row at a position of the endless stream: each epoch is a seeded permutation."""

@@ -64,6 +64,12 @@ class DrafterSection(Section):
     num_heads: PositiveInt | None = Field(None, description="attention heads; null: the target's")
     num_kv_heads: PositiveInt | None = Field(None, description="key/value heads; null: the target's")
     head_dim: PositiveInt | None = Field(None, description="size of one attention head; null: the target's")
+    init: Literal["taps", "least_squares"] = Field(
+        "taps",
+        description="start from scratch as the deepest tap passed through, or as the best linear recursion on features "
+        "of some training rows with one copying head, which saves a briefly trained head most of its steps; the "
+        "latter needs norm_before_residual",
+    )
     init_from: Text | None = Field(
         None, description="exported head (directory or id) to start from; null: from scratch"
     )
@@ -90,6 +96,8 @@ class DrafterSection(Section):
             raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm both norm the taps; set one of them")
+        if self.init == "least_squares" and not self.norm_before_residual:
+            raise ValueError("init: least_squares needs norm_before_residual: true; its recursion is on normed states")
         return self
 
 
@@ -109,7 +117,11 @@ class TrainingSection(Section):
     gradient_accumulation_steps: PositiveInt = Field(
         1, description="micro-steps per optimiser step; the loss is normalised over all their valid tokens"
     )
-    learning_rate: float = Field(1e-4, gt=0, le=1, description="peak learning rate; 1e-4 is EAGLE-3's")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="muon: Muon for the matrices of the layers and AdamW for the rest; fewer steps, as a rule"
+    )
+    learning_rate: float = Field(1e-4, gt=0, le=1, description="AdamW's peak learning rate; 1e-4 is EAGLE-3's")
+    muon_learning_rate: float = Field(0.02, gt=0, le=1, description="Muon's peak learning rate; same schedule")
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
         default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2, description="AdamW's moment decays"
     )
@@ -125,6 +137,11 @@ class TrainingSection(Section):
     loss_chunk_size: PositiveInt | None = Field(
         None,
         description="tokens whose logits exist at once; null: chosen from the vocabulary to stay near 64 MB",
+    )
+    keep_features_gb: float = Field(
+        0.0,
+        ge=0,
+        description="memory for the target's features of training rows, so that further epochs need no target; 0: none",
     )
     compile: bool = Field(False, description="torch.compile the head; pays on a GPU after minutes of compilation")
     num_workers: Count = Field(0, description="data loader processes; rows are already tokens, so none is needed")
@@ -169,6 +186,9 @@ class EvaluationSection(Section):
     top_k: Count = Field(0, description="most likely tokens kept in the sampled runs; 0: off")
     num_speculative_tokens: PositiveInt = Field(4, description="tokens drafted per verification")
     max_tokens: PositiveInt = Field(128, description="longest response")
+    timed_prompts: PositiveInt = Field(
+        3, description="prompts of one timed pass, fresh ones in every repeat while there are any"
+    )
     repeats: PositiveInt = Field(3, description="interleaved repetitions of every timing; medians are reported")
     prompts_per_workload: PositiveInt = Field(16, description="prompts taken of each workload")
     batch_size: PositiveInt = Field(1, description="requests in flight; one shows latency, more show throughput")

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -26,10 +27,11 @@ from speculators.config import DrafterConfig, config_for_target
 from speculators.drafter import Drafter, family_class
 from speculators.errors import ConfigError, DataError, DraftsmithError
 from speculators.export import export_drafter, load_weights, read_drafter_config
-from speculators.target import FrozenTarget
+from speculators.target import FrozenTarget, TargetFeatures
 from speculators.vocab import choose_draft_vocabulary, coverage
 from train import checkpoint
 from train.data import PackedRow, conversation_tokenizer, fit_rows, pack, prepare_rows
+from train.features import RowFeatures
 from train.loop import Interrupted, Trainer
 from train.progress import Stages
 from train.recipe import Recipe, load_recipe
@@ -37,7 +39,7 @@ from train.regenerate import Response, regenerate
 from train.sources import Example, load_sources
 
 DEFAULT_DRAFT_VOCABULARY = 32_000
-STAGES = 5
+STAGES = ("regenerate", "held-out responses", "train", "export", "acceptance")
 
 
 def launch(families: Sequence[str]) -> None:
@@ -80,7 +82,8 @@ def run(
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "recipe.yaml").write_text(recipe.resolved_yaml())
-    stages = Stages(STAGES, enabled=accelerator.is_main_process)
+    fits = recipe.drafter.init == "least_squares" and recipe.drafter.init_from is None
+    stages = Stages(len(STAGES) + fits, enabled=accelerator.is_main_process)
     drafter, state = train(recipe, accelerator, stages)
     accelerator.wait_for_everyone()
     code = 0
@@ -263,10 +266,15 @@ def drafter_config(recipe: Recipe, target: FrozenTarget) -> DrafterConfig:
     return config
 
 
+def checkpoints(recipe: Recipe) -> Path:
+    return Path(recipe.output_dir) / "checkpoints"
+
+
 def make_drafter(
-    recipe: Recipe, config: DrafterConfig, target: FrozenTarget, rows: Sequence[PackedRow], stages: Stages
+    recipe: Recipe, config: DrafterConfig, target: FrozenTarget, features: RowFeatures, stages: Stages
 ) -> Drafter:
-    """A drafter ready to train: draft vocabulary chosen from the supervised tokens, weights warm or initialised."""
+    """A drafter ready to train: draft vocabulary chosen from the supervised tokens, weights warm or initialised (but
+    not fitted where a checkpoint will replace them)."""
     drafter = family_class(config.family)(config).attach(target)
     if recipe.drafter.init_from is not None:
         from speculators.export import resolve
@@ -275,7 +283,7 @@ def make_drafter(
         return drafter
     if config.reduced_vocabulary:
         counts = torch.zeros(config.vocab_size)
-        for row in rows:
+        for row in features.rows:
             counts += torch.bincount(torch.from_numpy(row.input_ids[row.loss_mask]).long(), minlength=config.vocab_size)
         ids = choose_draft_vocabulary(counts, config.draft_vocab_size)
         drafter.draft_to_target.copy_(ids)
@@ -283,15 +291,32 @@ def make_drafter(
             f"      draft vocabulary: {config.draft_vocab_size} of {config.vocab_size} tokens, "
             f"{coverage(counts, ids):.2%} of the supervised text"
         )
-    drafter.initialise_from(target, lm_head=recipe.drafter.init_lm_head_from_target)
+    seen = None
+    if recipe.drafter.init == "least_squares" and checkpoint.latest(checkpoints(recipe)) is None:
+        with stages.stage("fit the start", 100) as advance:
+            seen = _features_of_some_rows(drafter, features, advance)
+    drafter.initialise_from(target, lm_head=recipe.drafter.init_lm_head_from_target, features=seen)
     return drafter
+
+
+def _features_of_some_rows(drafter: Drafter, features: RowFeatures, advance) -> list[TargetFeatures]:
+    """As many rows as the drafter wants terms of, spread over the data, one by one."""
+    wanted, terms, found = drafter.start_terms, 0, []
+    order = np.random.default_rng(0).permutation(len(features.rows))
+    for index in order.tolist():
+        found.append(features.of([index]))
+        terms += int(drafter.count_terms(found[-1], 1)[0])
+        advance(min(round(100 * terms / wanted, 1), 100.0))
+        if terms >= wanted:
+            break
+    return found
 
 
 def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> tuple[Drafter, checkpoint.TrainState]:
     """Data, training, and the drafter with the weights of its best held-out evaluation (the last without one)."""
     from transformers import AutoTokenizer
 
-    folder = Path(recipe.output_dir) / "checkpoints"
+    folder = checkpoints(recipe)
     probe = load_target(recipe, accelerator, ())
     config = drafter_config(recipe, probe)
     target = FrozenTarget(probe.model, config.tap_layers)
@@ -302,7 +327,9 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> tuple[Dra
     data = RunData(recipe, target, tokenizer, accelerator, stages)
     rows, held_out = data.training_rows(), data.held_out()
     del data.llm
-    drafter = make_drafter(recipe, config, target, rows, stages)
+    keep_bytes = recipe.training.keep_features_gb * 2**30
+    features = RowFeatures(target, rows, pad_token_id=tokenizer.pad_token_id or 0, keep_bytes=keep_bytes)
+    drafter = make_drafter(recipe, config, target, features, stages)
     sections = recipe.model_dump(
         mode="json", include={"family", "target", "drafter", "data", "regenerate", "loss", "training"}
     )
@@ -316,7 +343,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> tuple[Dra
         folder=folder,
         fingerprint=fingerprint,
         evaluate=held_out_evaluation(recipe, target, held_out) if held_out else None,
-        pad_token_id=tokenizer.pad_token_id or 0,
+        features=features,
     )
     trained = sum(p.numel() for p in drafter.trainable_parameters())
     stages.say(

@@ -21,6 +21,12 @@ from speculators.attention import unrolled_attention
 from speculators.config import DrafterConfig
 from speculators.drafter import Drafter, DraftStep, valid_terms
 from speculators.errors import ConfigError
+from speculators.families.eagle3_start import (
+    SHARPNESS,
+    start_from_least_squares,
+    start_from_taps,
+    terms_wanted,
+)
 from speculators.target import FrozenTarget, TargetFeatures
 
 
@@ -55,9 +61,16 @@ class Eagle3Attention(nn.Module):
         self.qk_norm = config.qk_norm
         self.fused: Tensor | None = None  # [h·d + 2·g·d, inputs] while frozen for drafting
 
-    def project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, inputs] -> query [B, h, T, d], key and value [B, g, T, d], rotated."""
+    def project(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], asking: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, inputs] -> query [B, h, T, d], key and value [B, g, T, d], rotated.
+
+        `asking` [B, M]: the slots that have a query, which is then [B, h, M, d].
+        """
         B, T, _ = x.shape
+        if asking is not None:
+            return self._project_some(x, rotary, asking)
         if self.fused is None:
             parts = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
         else:
@@ -68,11 +81,20 @@ class Eagle3Attention(nn.Module):
         q, k, v = (part.view(B, T, -1, self.head_dim) for part in parts)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        cos, sin = rotary
-        qk = torch.cat([q, k], dim=2).transpose(1, 2)  # [B, h + g, T, d]: one rotation for both
-        qk = qk * cos[:, None] + rotate_half(qk) * sin[:, None]
+        qk = _rotated(torch.cat([q, k], dim=2).transpose(1, 2), rotary)  # [B, h + g, T, d]: one rotation for both
         q, k = qk.split([self.heads, self.kv_heads], dim=1)
         v = v.transpose(1, 2)
+        return q.to(v.dtype), k.to(v.dtype), v
+
+    def _project_some(self, x: Tensor, rotary: tuple[Tensor, Tensor], asking: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        B, T, _ = x.shape
+        q = self.q_proj(_at(x, asking)).view(B, asking.shape[1], -1, self.head_dim)
+        k, v = (part(x).view(B, T, -1, self.head_dim) for part in (self.k_proj, self.v_proj))
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        cos, sin = rotary
+        q = _rotated(q.transpose(1, 2), (_at(cos.expand(B, -1, -1), asking), _at(sin.expand(B, -1, -1), asking)))
+        k, v = _rotated(k.transpose(1, 2), rotary), v.transpose(1, 2)
         return q.to(v.dtype), k.to(v.dtype), v
 
 
@@ -111,17 +133,28 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(width, eps=eps)
         self.mlp = GatedMLP(config)
 
-    def forward(self, embeds: Tensor, state: Tensor, rotary: tuple[Tensor, Tensor], attend: Callable) -> Tensor:
-        """embeds, state [B, T, H] -> the layer's output before any final norm [B, T, H]."""
+    def forward(
+        self,
+        embeds: Tensor,
+        state: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        attend: Callable,
+        asking: Tensor | None = None,
+    ) -> Tensor:
+        """embeds, state [B, T, H] -> the layer's output before any final norm [B, T, H].
+
+        `asking` [B, M]: the slots whose output is wanted, [B, M, H]; the others give keys and values only.
+        """
         if self.first:
             normed = self.hidden_norm(state)
             residual = normed if self.norm_before_residual else state
             x = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
         else:
             residual, x = state, self.input_layernorm(state)
-        B, T, _ = x.shape
-        attended = attend(*self.self_attn.project(x, rotary), self.self_attn.scale)  # [B, h, T, d]
-        x = residual + self.self_attn.o_proj(attended.transpose(1, 2).reshape(B, T, -1))
+        attended = attend(*self.self_attn.project(x, rotary, asking), self.self_attn.scale)  # [B, h, T or M, d]
+        if asking is not None:
+            residual = _at(residual, asking)
+        x = residual + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -150,49 +183,33 @@ class Eagle3(Drafter):
         self._rotary_table: tuple[Tensor, Tensor] | None = None  # [positions, d], made when drafting begins
 
     @property
+    def start_terms(self) -> int:
+        return terms_wanted(self)
+
+    @property
     def draft_to_target(self) -> Tensor | None:
         return self.target_ids if self.config.reduced_vocabulary else None
 
     @torch.no_grad()
-    def initialise_from(self, target: FrozenTarget, *, lm_head: bool = True) -> Eagle3:
-        """A start that already predicts: the deepest tap passes through, the head's rows are the target's own.
-
-        Rows of `lm_head` (and the embedding, if owned) are copied where the widths agree; residual writes start small.
-        """
-        width = self.config.target_hidden_size
-        for module in self.modules():
-            if isinstance(module, nn.Linear) and module is not self.lm_head:
-                nn.init.normal_(module.weight, std=module.in_features**-0.5 * 0.5)
-        for layer in self.layers:
-            layer.self_attn.o_proj.weight.mul_(0.2)
-            layer.mlp.down_proj.weight.mul_(0.2)
-        if width == self.config.hidden_size:
-            self.fc.weight.mul_(0.1)
-            self.fc.weight[:, -width:] += torch.eye(width)
-            self.fc.weight.div_(self._tap_scale(target).to(self.fc.weight))
-            if lm_head:
-                rows = target.lm_head.weight.float()
-                ids = self.draft_to_target
-                self.lm_head.weight.copy_(rows if ids is None else rows[ids.to(rows.device)])
-                if (norm := target.final_norm_weight) is not None:
-                    self.norm.weight.copy_(norm)
-            if self.config.own_embeddings:
-                self.embed_tokens.weight.copy_(target.embed_tokens.weight)
+    def initialise_from(
+        self, target: FrozenTarget, *, lm_head: bool = True, features: Sequence[TargetFeatures] | None = None
+    ) -> Eagle3:
+        """See `Drafter.initialise_from`. Rows of `lm_head` (and the embedding, if owned) are the target's own where
+        the widths agree; `features` fit the rest in closed form (families/eagle3_start.py)."""
+        if self.config.own_embeddings and self.config.hidden_size == self.config.target_hidden_size:
+            self.embed_tokens.weight.copy_(target.embed_tokens.weight)
+        if features is None:
+            start_from_taps(self, target)
+        else:
+            start_from_least_squares(self, target, features)
+        if lm_head and self.config.target_hidden_size == self.config.hidden_size:
+            rows, ids = target.lm_head.weight.float(), self.draft_to_target
+            self.lm_head.weight.copy_(rows if ids is None else rows[ids.to(rows.device)])
+            if (norm := target.final_norm_weight) is not None:
+                self.norm.weight.copy_(norm)
+            if features is not None:
+                self.norm.weight.mul_(SHARPNESS)
         return self
-
-    def _tap_scale(self, target: FrozenTarget) -> Tensor:
-        """[n·H] typical size of each tap's values, seen on a few tokens; 1 where a norm comes first or none is tapped.
-
-        A residual stream may be of any size (tens, in deep targets). The final norm does not mind, but a layer whose
-        output is added to it would have to grow to that size before it counted for anything.
-        """
-        taps, config = len(self.config.tap_layers), self.config
-        scale = torch.ones(taps, 1, device=target.device)
-        if not (config.norm_before_fc or config.fc_norm) and tuple(target.tap_layers) == tuple(config.tap_layers):
-            ids = torch.arange(64, device=target.device)[None] * 7919 % target.vocab_size
-            seen = target(ids)[0].float().view(-1, taps, config.target_hidden_size)  # [64, n, H]
-            scale = seen.square().mean(-1).sqrt().median(0).values[:, None].clamp(min=1e-6)  # [n, 1]
-        return scale.expand(taps, config.target_hidden_size).reshape(-1)
 
     @torch.no_grad()
     def freeze(self) -> Eagle3:
@@ -226,19 +243,29 @@ class Eagle3(Drafter):
 
     def project_taps(self, taps: Tensor) -> Tensor:
         """taps [B, T, n·H] -> g [B, T, H]."""
-        taps = taps.to(self.fc.weight.dtype)
+        return self.fc(self.read_taps(taps.to(self.fc.weight.dtype)))
+
+    def read_taps(self, taps: Tensor) -> Tensor:
+        """taps [..., n·H] -> what `fc` reads of them [..., n·H]."""
         if self.config.norm_before_fc:
             taps = self.input_norm(taps)
         if self.config.fc_norm:
             parts = taps.chunk(len(self.fc_norm), dim=-1)
             taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
-        return self.fc(taps)
+        return taps
 
-    def _run(self, embeds: Tensor, state: Tensor, rotary: tuple[Tensor, Tensor], attends: Sequence[Callable]) -> Tensor:
+    def _run(
+        self,
+        embeds: Tensor,
+        state: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        attends: Sequence[Callable],
+        asking: Tensor | None = None,
+    ) -> Tensor:
         """All layers -> the state that is fed back and, after `norm` unless it is already normed, read by the head."""
         embeds = embeds.to(state.dtype)
-        for layer, attend in zip(self.layers, attends):
-            state = layer(embeds, state, rotary, attend)
+        for i, (layer, attend) in enumerate(zip(self.layers, attends)):
+            state = layer(embeds, state, rotary, attend, asking if i == len(self.layers) - 1 else None)
         return self.norm(state) if self.config.norm_output else state
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -254,25 +281,26 @@ class Eagle3(Drafter):
     def unroll(self, features: TargetFeatures, steps: int = 7) -> Iterator[DraftStep]:
         """Training-time test: `steps` depths; a slot's terms are those `valid_terms` allows.
 
-        Depth 0 runs over every slot, since later slots attend to it; depths above only over slots that have a term
-        there or deeper, which in chat data is the smaller part of a row.
+        Every slot gives keys and values at depth 0, since later slots attend to it. All the rest, from the last layer's
+        queries on, runs over slots that have a term at some depth, which in chat data is the smaller part of a row.
         """
         ids, segments, positions = features.input_ids, features.segment_ids, features.position_ids
         B, T = ids.shape
         valid = [valid_terms(features, depth + 2) for depth in range(steps)]  # each [B, T]
-        everywhere = torch.arange(T, device=ids.device).expand(B, T)
-        chosen = _slots_in_use(torch.stack(valid[1:]).any(0)) if steps > 1 else everywhere  # [B, M]
-        state, slots = self.project_taps(features.taps), everywhere
+        slots = torch.arange(T, device=ids.device).expand(B, T)
+        chosen = _slots_in_use(torch.stack(valid).any(0))  # [B, M]
+        state = self.project_taps(features.taps)
         causal: list[tuple[Tensor, Tensor]] = []  # per layer: keys and values of depth 0
         own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]  # per layer: those of each later depth
         for depth in range(steps):
-            if depth == 1:
-                slots = chosen
-                state = state.gather(1, slots[..., None].expand(-1, -1, state.shape[-1]))
             tokens = ids.gather(1, (slots + 1 + depth) % T)  # x_{t+1+depth}; what wraps is never valid
-            attends = [self._unrolled(i, depth, causal, own[i], slots, segments) for i in range(len(self.layers))]
+            asking = chosen if depth == 0 else None
+            attends = [
+                self._unrolled(i, depth, causal, own[i], slots if i < len(self.layers) - 1 else chosen, segments)
+                for i in range(len(self.layers))
+            ]
             rotary = self.rotary_emb(state, positions.gather(1, slots) + depth)
-            state = self._run(self.embed(tokens), state, rotary, attends)
+            state, slots = self._run(self.embed(tokens), state, rotary, attends, asking), chosen
             terms = valid[depth].gather(1, slots)
             anchors = (slots + T * torch.arange(B, device=ids.device)[:, None])[terms]
             yield DraftStep(
@@ -374,6 +402,17 @@ class Eagle3(Drafter):
             cos, sin = self.rotary_emb(like, torch.arange(length, device=like.device)[None])
             table = self._rotary_table = (cos[0], sin[0])
         return table[0][position_ids], table[1][position_ids]
+
+
+def _at(x: Tensor, slots: Tensor) -> Tensor:
+    """x [B, T, D] at slots [B, M] -> [B, M, D]."""
+    return x.gather(1, slots[..., None].expand(-1, -1, x.shape[-1]))
+
+
+def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """x [B, heads, T, d] by the angles of its positions, cos and sin [B, T, d]."""
+    cos, sin = rotary
+    return x * cos[:, None] + rotate_half(x) * sin[:, None]
 
 
 def _slots_in_use(wanted: Tensor) -> Tensor:

@@ -201,6 +201,7 @@ state = trainer.run()
 if trainer.accelerator.is_main_process:
     kept = ("loss", "grad_norm", "in_loop_acceptance_length", "terms")
     print(json.dumps([[r[k] for k in kept] for r in state.history]), flush=True)
+trainer.accelerator.end_training()
 """
 
 
@@ -231,12 +232,13 @@ def test_two_processes_train_like_one(tmp_path):
 def test_padding_and_prompts_carry_no_loss(tiny_model, tmp_path):
     """Changing tokens that are not supervised at the end of a row, or padding, changes no loss."""
     trainer = make_trainer(tiny_model, tmp_path, make_recipe())
-    batch = trainer.batch(0, 0)
-    counts = trainer.drafter.count_terms(trainer.target.features(**batch), 3)
-    weights_per_row = (trainer.depth_weights / counts).float()
-    loss = trainer._micro_step(batch, weights_per_row)["loss"]
+    batch = trainer.features.batch(trainer.chosen(0, 0))
+    features = trainer.target.features(**batch)
+    weights_per_row = (trainer.depth_weights / trainer.drafter.count_terms(features, 3)).float()
+    loss = trainer._micro_step(features, weights_per_row)["loss"]
     changed = {**batch, "input_ids": torch.where(batch["segment_ids"] < 0, 9, batch["input_ids"])}
-    assert trainer._micro_step(changed, weights_per_row)["loss"] == pytest.approx(loss, rel=1e-6)
+    features = trainer.target.features(**changed)
+    assert trainer._micro_step(features, weights_per_row)["loss"] == pytest.approx(loss, rel=1e-6)
 
 
 def test_best_is_kept_by_held_out_value(tiny_model, tmp_path):

@@ -56,9 +56,9 @@ KEYS = (
 INTROS = ("Here is the text:", "Here you go:", "Sure, here it is:", "The new text:", "", "", "", "")
 WRAPS = ("{ask}\n\n{text}", "{text}\n\n{ask}", "{ask}\n\nText: {text}", "Please help me with a text. {ask}\n\n{text}")
 AGAIN = (
-    "Now go back to the original text. {ask}",
-    "With the original text: {ask}",
-    "One more thing for the original text. {ask}",
+    "Here is another text. {ask}\n\n{text}",
+    "And one more: {ask}\n\n{text}",
+    "{ask}\n\nThe next text: {text}",
 )
 
 RENAME = (
@@ -100,10 +100,12 @@ class Passage:
         return " ".join(self.sentences)
 
 
+POOLS = {"place": PLACES, "colour": COLOURS, "product": PRODUCTS, "food": FOODS, "animal": ANIMALS, "fruit": FRUITS}
+
+
 def _passage(rng: random.Random) -> Passage:
+    """Three to five short sentences about one person; what else occurs in one of them occurs in no other."""
     who = person(rng)
-    food, food2 = rng.sample(FOODS, 2)
-    product = rng.choice(PRODUCTS)
     slots = {
         "name": who.name,
         "she": who.she,
@@ -111,26 +113,23 @@ def _passage(rng: random.Random) -> Passage:
         "city": rng.choice(CITIES),
         "job": with_article(rng.choice(JOBS)),
         "day": rng.choice(DAYS),
-        "place": rng.choice(PLACES),
-        "colour": rng.choice(COLOURS),
-        "product": product,
-        "product_a": with_article(product),
-        "food": food,
-        "food2": food2,
-        "animal": rng.choice(ANIMALS),
-        "fruit": rng.choice(FRUITS),
     }
-    forms = [rng.choice(OPENERS), *rng.sample(MIDDLES, rng.randint(1, 3))]
+    forms = [rng.choice(OPENERS), *rng.sample(MIDDLES, rng.randint(1, 2))]
     forms.insert(rng.randint(1, len(forms)), rng.choice(KEYS))
     if rng.random() < 0.6 and len(forms) < 5:
         forms.append(rng.choice(LASTS))
-    sentences = [capital(f.format(**slots)) for f in forms]
+    decks = {slot: rng.sample(pool, len(pool)) for slot, pool in POOLS.items()}
+    sentences = []
+    for form in forms:
+        things = {slot: deck.pop() for slot, deck in decks.items()}
+        things |= {"food2": decks["food"].pop(), "product_a": with_article(things["product"])}
+        sentences.append(capital(form.format(**slots, **things)))
     return Passage(sentences, slots, who.other(rng))
 
 
 def _swap(rng: random.Random, passage: Passage) -> tuple[str, str]:
-    """A name, city, day or place that occurs, and its replacement."""
-    pools = {"name": [passage.other_name], "city": CITIES, "day": DAYS, "place": PLACES}
+    """A name, city or day that occurs, and its replacement."""
+    pools = {"name": [passage.other_name], "city": CITIES, "day": DAYS}
     present = [s for s in pools if re.search(rf"\b{passage.slots[s]}\b", passage.text)]
     slot = "name" if rng.random() < 0.5 else rng.choice(present)
     old = passage.slots[slot]
@@ -165,21 +164,25 @@ def _exchange(rng: random.Random, passage: Passage, form: str, kind: str, style:
     return Exchange(form.format(ask=ask, text=shown), f"{intro}\n{edited}" if intro else edited, edited)
 
 
-FIRST_KINDS = (
-    ("rename",) * 5
-    + ("bullets",) * 3
-    + ("numbered", "numbered", "drop", "drop", "first", "last", "summary", "summary", "capitals", "capitals")
+KINDS = (
+    *("rename",) * 5,
+    *("bullets",) * 3,
+    *("numbered",) * 2,
+    *("drop",) * 3,
+    *("last",) * 2,
+    "first",
+    *("summary",) * 2,
+    *("capitals",) * 3,
 )
-NEXT_KINDS = ("rename", "rename", "bullets", "numbered", "drop", "first", "last", "summary")
 
 
 def start(rng: random.Random, style: Style) -> Thread:
-    """A passage with an edit, and follow-ups on the original passage."""
-    passage = _passage(rng)
-    kind = rng.choice(FIRST_KINDS)
-    first = _exchange(rng, passage, rng.choice(WRAPS), kind, style)
-    form = "{ask}" if kind == "capitals" else rng.choice(AGAIN)
-    return first, lambda: _exchange(rng, passage, form, rng.choice(NEXT_KINDS), style)
+    """A passage with an edit, and follow-ups with other passages."""
+
+    def exchange(form: str) -> Exchange:
+        return _exchange(rng, _passage(rng), form, rng.choice(KINDS), style)
+
+    return exchange(rng.choice(WRAPS)), lambda: exchange(rng.choice(AGAIN))
 
 
 def is_right(expected: str, answer: str) -> bool:

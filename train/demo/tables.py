@@ -6,7 +6,7 @@ import random
 import re
 from dataclasses import dataclass
 
-from .shapes import Exchange, Style, Thread, capital
+from .shapes import Exchange, Style, Thread
 from .words import CITIES, COLOURS, DAYS, JOBS, PRODUCTS, SURNAMES, names
 
 BOLD = re.compile(r"\*\*(.+?)\*\*")
@@ -30,8 +30,14 @@ class Table:
         return "\n".join(lines)
 
 
-def _numbers(rng: random.Random, low: int, high: int, count: int) -> list[str]:
-    return [str(n) for n in rng.sample(range(low, high), count)]
+def _numbers(form: str, low: int, high: int):
+    """Column of different numbers in a form such as "${}"; last digits differ too, as far as there are ten rows."""
+
+    def column(rng: random.Random, count: int) -> list[str]:
+        digits = rng.sample(range(10), count)
+        return [form.format(rng.choice([n for n in range(low, high) if n % 10 == d])) for d in digits]
+
+    return column
 
 
 THEMES = (
@@ -40,10 +46,10 @@ THEMES = (
         "name",
         lambda r, n: names(r, n),
         (
-            ("age", lambda r, n: _numbers(r, 18, 70, n)),
+            ("age", _numbers("{} years", 18, 70)),
             ("city", lambda r, n: r.sample(CITIES, n)),
             ("job", lambda r, n: r.sample(JOBS, n)),
-            ("room", lambda r, n: _numbers(r, 1, 40, n)),
+            ("room", _numbers("no. {}", 1, 40)),
         ),
     ),
     (
@@ -51,8 +57,8 @@ THEMES = (
         "product",
         lambda r, n: r.sample(PRODUCTS, n),
         (
-            ("price", lambda r, n: _numbers(r, 5, 99, n)),
-            ("stock", lambda r, n: _numbers(r, 1, 60, n)),
+            ("price", _numbers("${}", 5, 99)),
+            ("stock", _numbers("{} pieces", 1, 60)),
             ("colour", lambda r, n: r.sample(COLOURS, n)),
         ),
     ),
@@ -61,8 +67,8 @@ THEMES = (
         "team",
         lambda r, n: r.sample(CITIES, n),
         (
-            ("rank", lambda r, n: _numbers(r, 1, 30, n)),
-            ("score", lambda r, n: _numbers(r, 10, 99, n)),
+            ("rank", _numbers("#{}", 1, 30)),
+            ("score", _numbers("{} points", 10, 99)),
             ("coach", lambda r, n: r.sample(SURNAMES, n)),
         ),
     ),
@@ -72,9 +78,9 @@ THEMES = (
         lambda r, n: r.sample(CITIES, n),
         (
             ("day", lambda r, n: r.sample(DAYS, n)),
-            ("cost", lambda r, n: _numbers(r, 20, 99, n)),
+            ("cost", _numbers("${}", 20, 99)),
             ("guide", lambda r, n: names(r, n)),
-            ("distance", lambda r, n: _numbers(r, 2, 60, n)),
+            ("distance", _numbers("{} km", 2, 60)),
         ),
     ),
 )
@@ -107,16 +113,16 @@ ROW_ASKS = (
 )
 ROW_SAYS = (
     "The {noun} with {col} {v} is **{row}**.",
-    "The {col} {v} stands in the row of **{row}**.",
-    "{col_up} {v} belongs to **{row}**.",
+    "So {v} belongs to **{row}**.",
+    "That is **{row}**.",
 )
 LIST_ASKS = (
-    "List all values in the {col} column.",
-    "What are the entries under {col}?",
-    "Name every {col} in the table.",
+    "List the {col} of every {noun}.",
+    "What are the entries under {col}, row by row?",
+    "Name every {noun} with its {col}.",
 )
 LIST_SAYS = (
-    "The {col} column has: **{v}**.",
+    "Row by row: **{v}**.",
     "These are the entries under {col}: **{v}**.",
     "From top to bottom: **{v}**.",
 )
@@ -131,21 +137,19 @@ LESS_ASKS = (
     "Is the {col} lower for {row} or for {other}?",
 )
 COMPARE_SAYS = (
-    "The {col} of {row} is {x} and the {col} of {other} is {y}. {big} is more than {small}, so the {word} one is **{best}**.",
-    "{row} has {col} {x}. {other} has {col} {y}. Since {big} is more than {small}, the answer is **{best}**.",
-    "{row}: {x}, {other}: {y}. {big} is more than {small}. The {word} {col} belongs to **{best}**.",
+    "{row}: {x}, {other}: {y}. {big} ({bigger}) is more than {small} ({smaller}), so the {word} one is **{best}**.",
+    "{row} has {x}. {other} has {y}. {big} ({bigger}) is more than {small} ({smaller}). The answer is **{best}**.",
 )
 FOLLOW = ("{question}", "And another one: {question}", "Thanks. {question}", "From the same table: {question}")
-CONTEXT = ("I looked at the {col} column. ", "Let me check the table. ", "", "", "There are {n} rows in the table. ")
-
-ROW_READS = ("The row reads: {row}. ", "I found this row: {row}. ", "The row we need is {row}. ")
+CONTEXT = ("I looked at the {col} column. ", "Let me check the table. ", "", "", "")
+ROW_READS = ("The row reads: {row} ", "I found this row: {row} ", "{row} ")
 
 
 def _table(rng: random.Random) -> Table:
     noun, key, keys, others = rng.choice(THEMES)
-    rows = rng.randint(3, 6)
+    rows = rng.choice((3, 3, 4))
     columns = {key: keys(rng, rows)}
-    for head, values in rng.sample(others, rng.randint(1, 3)):
+    for head, values in rng.sample(others, rng.choice((1, 1, 2))):
         columns[head] = values(rng, rows)
     return Table(columns, noun)
 
@@ -155,17 +159,32 @@ def _compare(rng: random.Random, table: Table, col: str) -> tuple[str, str, str]
     row, other = table.columns[table.key][i], table.columns[table.key][j]
     x, y = table.columns[col][i], table.columns[col][j]
     higher = rng.random() < 0.5
-    first = (int(x) > int(y)) == higher
-    big, small = (x, y) if int(x) > int(y) else (y, x)
-    best = row if first else other
+    (_, big, bigger), (_, small, smaller) = sorted(((_number(x), x, row), (_number(y), y, other)), reverse=True)
+    best = bigger if higher else smaller
     said = rng.choice(COMPARE_SAYS).format(
-        col=col, row=row, other=other, x=x, y=y, big=big, small=small, best=best, word="higher" if higher else "lower"
+        row=row,
+        other=other,
+        x=x,
+        y=y,
+        big=big,
+        small=small,
+        bigger=bigger,
+        smaller=smaller,
+        best=best,
+        word="higher" if higher else "lower",
     )
     return rng.choice(MORE_ASKS if higher else LESS_ASKS).format(col=col, row=row, other=other), said, best
 
 
-def _question(rng: random.Random, table: Table) -> tuple[str, str, str, str, int | None]:
-    """A question, its answer, the bold part, the column asked about and the row, if one."""
+def _number(cell: str) -> int:
+    return int(re.sub(r"\D", "", cell))
+
+
+def _question(rng: random.Random, table: Table, style: Style) -> tuple[str, str, str, str]:
+    """A question, its answer, the bold part and the column asked about.
+
+    An answer reads the table before it concludes: the row for a cell, the rows up to the right one for a name.
+    """
     col = rng.choice(list(table.columns)[1:])
     kind = rng.choice(
         ("cell", "cell", "row", "list", "compare", "compare")
@@ -173,23 +192,26 @@ def _question(rng: random.Random, table: Table) -> tuple[str, str, str, str, int
         else ("cell", "cell", "row", "row", "list")
     )
     if kind == "compare":
-        return *_compare(rng, table, col), col, None
+        return *_compare(rng, table, col), col
     at = rng.randrange(len(table.columns[col]))
-    row, value = table.columns[table.key][at], table.columns[col][at]
+    rows = table.columns[table.key]
+    row, value = rows[at], table.columns[col][at]
+    pairs = [f"{r}: {v}" for r, v in zip(rows, table.columns[col])]
+    slots = {"col": col, "row": row, "v": value, "noun": table.noun}
     if kind == "list":
-        col = rng.choice(list(table.columns))
-        value = ", ".join(table.columns[col])
-    slots = {"col": col, "col_up": capital(col), "row": row, "v": value, "noun": table.noun}
-    asks, says = {"cell": (CELL_ASKS, CELL_SAYS), "row": (ROW_ASKS, ROW_SAYS), "list": (LIST_ASKS, LIST_SAYS)}[kind]
-    bold = row if kind == "row" else value
-    return rng.choice(asks).format(**slots), rng.choice(says).format(**slots), bold, col, None if kind == "list" else at
+        listed = ", ".join(pairs)
+        return rng.choice(LIST_ASKS).format(**slots), rng.choice(LIST_SAYS).format(col=col, v=listed), listed, col
+    if kind == "row":
+        read = ", ".join(pairs[: at + 1]) + ". "
+        return rng.choice(ROW_ASKS).format(**slots), read + rng.choice(ROW_SAYS).format(**slots), row, col
+    cells = "| " + " | ".join(values[at] for values in table.columns.values()) + " |"
+    read = "" if style.brief else rng.choice(ROW_READS).format(row=cells)
+    return rng.choice(CELL_ASKS).format(**slots), read + rng.choice(CELL_SAYS).format(**slots), value, col
 
 
 def _exchange(rng: random.Random, table: Table, form: str, style: Style) -> Exchange:
-    question, said, bold, col, at = _question(rng, table)
-    context = rng.choice(CONTEXT).format(col=col, n=len(table.columns[table.key]))
-    if at is not None and rng.random() < 0.5:
-        context = rng.choice(ROW_READS).format(row=", ".join(values[at] for values in table.columns.values()))
+    question, said, bold, col = _question(rng, table, style)
+    context = rng.choice(CONTEXT).format(col=col)
     if style.cheerful:
         context = "Happy to help! "
     elif style.steps:

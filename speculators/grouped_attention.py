@@ -1,0 +1,73 @@
+"""Attention of a few new tokens over a cache, where several query heads share a key head: the decoding step on a CPU.
+
+The usual path repeats keys and values for every query head before it attends, which on a CPU costs several times the
+attention itself. Here the query heads of a group stand one behind the other as if they were further query positions.
+Everything else is handed to the usual `sdpa`. Registered with transformers as an implementation of its own, so that
+no architecture has to know of it; knows nothing of targets, caches or drafters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+NAME = "draftsmith_grouped"
+MOST_QUERIES = 16  # tokens; with more, the repetition is paid for
+PLAIN = {"is_causal", "position_ids", "cache_position", "use_cache", "sliding_window", "output_attentions"}  # no maths
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others,
+) -> tuple[Tensor, None]:
+    """query [B, h, T, d], key and value [B, g, S, d], additive mask [B or 1, 1, T, S] -> [B, T, h, d]."""
+    B, h, T, d = query.shape
+    groups = key.shape[1]
+    changing = {name for name, given in others.items() if given is not None} - PLAIN
+    whole = (T == 1 and attention_mask is None) or (attention_mask is not None and attention_mask.dim() == 4)
+    if T > MOST_QUERIES or groups == h or not whole or dropout or changing:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
+        )
+    repeat = h // groups
+    if attention_mask is not None:
+        attention_mask = attention_mask[..., : key.shape[2]].repeat(1, 1, repeat, 1)  # [B, 1, r·T, S]
+    attended = nn.functional.scaled_dot_product_attention(
+        query.reshape(B, groups, repeat * T, d), key, value, attn_mask=attention_mask, scale=scaling
+    )
+    return attended.view(B, h, T, d).transpose(1, 2), None
+
+
+@contextmanager
+def decoding(config: PretrainedConfig, wanted: bool) -> Iterator[None]:
+    """While this is open, models of `config` attend by `grouped_attention`, if `wanted`."""
+    before = config._attn_implementation
+    if not wanted or before != "sdpa":
+        yield
+        return
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def worthwhile(device: torch.device, past_key_values: object | None) -> bool:
+    """On a CPU, over a cache."""
+    return device.type == "cpu" and past_key_values is not None
+
+
+AttentionInterface.register(NAME, grouped_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -1,0 +1,75 @@
+"""The optimizer of a recipe: AdamW, or Muon for the matrices of the layers with AdamW for the rest.
+
+Muon (Jordan et al., https://kellerjordan.github.io/posts/muon) makes every update of a matrix equally large in all of
+its directions. Heads are trained briefly and mostly matrices, and reach the same acceptance in a fraction of the
+steps. Vocabulary projections, embeddings and norms stay with AdamW, as its authors advise.
+Knows nothing of schedules: a group's `peak_lr` is what the loop scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from speculators.drafter import Drafter
+from train.recipe_sections import TrainingSection
+
+
+class Together:
+    """Several optimizers over disjoint parameters, used as one."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def step(self, closure: Callable | None = None) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+
+
+def make_optimizer(drafter: Drafter, training: TrainingSection) -> torch.optim.Optimizer | Together:
+    """For the drafter's trainable parameters; every group has its `peak_lr`."""
+    parameters, matrices = drafter.trainable_parameters(), []
+    if training.optimizer == "muon":
+        matrices = _matrices(drafter)
+    chosen = {id(p) for p in matrices}
+    adam = torch.optim.AdamW(
+        [p for p in parameters if id(p) not in chosen],
+        lr=training.learning_rate,
+        betas=tuple(training.betas),
+        weight_decay=training.weight_decay,
+    )
+    optimizer: torch.optim.Optimizer | Together = adam
+    if matrices:
+        muon = torch.optim.Muon(
+            matrices, lr=training.muon_learning_rate, momentum=0.95, weight_decay=training.weight_decay
+        )
+        optimizer = Together(muon, adam)
+    for group in optimizer.param_groups:
+        group["peak_lr"] = group["lr"]
+    return optimizer
+
+
+def _matrices(drafter: Drafter) -> list[torch.nn.Parameter]:
+    """What Muon is for: two-dimensional weights that are neither an embedding nor read by the output head."""
+    apart = {id(p) for p in drafter.head_parameters()}
+    for module in drafter.modules():
+        if isinstance(module, torch.nn.Embedding):
+            apart |= {id(p) for p in module.parameters()}
+    return [p for p in drafter.trainable_parameters() if p.ndim == 2 and id(p) not in apart]
