@@ -190,11 +190,13 @@ def _memory(plan: DryRun) -> dict[str, int]:
     scores = (
         0 if T > RECOMPUTE_FROM else config.num_attention_heads * T * (4 + width)
     )  # per token; longer rows recompute
+    kept = int(recipe.training.keep_features_gb * 2**30)
     chunk = recipe.training.loss_chunk_size or default_chunk_size(target.vocab_size, torch.device("cpu"))
     return {
         "target's weights": target.num_parameters * target.dtype.itemsize,
-        "drafter: weights, gradients, AdamW": plan.trainable * ADAM_BYTES,
+        f"drafter: weights, gradients, {recipe.training.optimizer}": plan.trainable * ADAM_BYTES,
         f"features of {B} x {T} tokens": B * T * plan.feature_bytes,
+        **({"features kept between epochs, at most": kept} if kept else {}),
         "masks of packed rows": B * T * T * (1 + 2 * target.dtype.itemsize),
         f"activations of {K} depths": B * T * K * (per_token + scores * config.num_layers),
         f"one loss chunk of {chunk} tokens": chunk * 4 * (4 * target.vocab_size + 2 * config.draft_vocab_size),

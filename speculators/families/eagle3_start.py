@@ -104,8 +104,7 @@ def start_from_least_squares(head: Eagle3, target: FrozenTarget, features: Seque
     _attend_to_own_slot(head, groups - copying)
     _write_linear(first.self_attn, torch.cat([B, G]), groups - copying)
     if copying:
-        identity = _ridge(_unit(taps @ P), embeds[0])  # [H, H]: a state's own token
-        _copy(head, target, identity, scale, groups - 1)
+        _copy(head, target, _own_token(head, features), scale, groups - 1)
     if config.qk_norm:  # sizes of queries and keys are the norms' alone
         for norm in (first.self_attn.q_norm, first.self_attn.k_norm):
             norm.weight.fill_(math.sqrt(OWN_SLOT_SCORE / math.sqrt(config.head_dim)))
@@ -163,6 +162,16 @@ def _recursion(
         best = _ridge(taps, states[1] - embeds[1] @ B)  # [F, H]
         P = torch.linalg.solve(G @ G.T + 0.1 * torch.eye(H, device=G.device), (best @ G.T + 0.1 * direct).T).T
     return P / (taps @ P).square().mean().sqrt(), step
+
+
+def _own_token(head: Eagle3, features: Sequence[TargetFeatures]) -> Tensor:
+    """[H, H]: reads from a normed state s_t the normed embedding of x_t; fitted to all text, prompts included."""
+    states, embeds = [], []
+    for f in features:
+        text = f.segment_ids >= 0
+        states.append(_unit(head.project_taps(f.taps[text]).float()))
+        embeds.append(_unit(head.embed(f.input_ids[text]).float()))
+    return _ridge(torch.cat(states), torch.cat(embeds))
 
 
 def _attend_to_own_slot(head: Eagle3, groups: int) -> None:
