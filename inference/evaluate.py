@@ -56,12 +56,12 @@ class EvaluationSettings:
     num_speculative_tokens: int = 4
     max_tokens: int = 128
     prompts_per_workload: int = 16
-    rows: int = 8
+    rows: int = 16
     timed_prompts: int = 3
     repeats: int = 3
     transformers_repeats: int = 1
     batch_size: int = 1
-    cost_trials: int = 15
+    cost_trials: int = 10
     lossless_prompts: int = 4
     seed: int = 0
 

@@ -77,6 +77,7 @@ def train(
     adam_lr: float = 3e-3,
     code_share: float = 0.25,
     drill_share: float = 0.15,
+    table_share: float = 0.0,
     first_layers: int = 6,
     grow_at: float = 0.86,
     decay_from: float = 0.2,
@@ -111,7 +112,7 @@ def train(
             optimizer.load_state_dict(saved)
         step, spent, warm_from = state["step"], state["spent"], state["warm_from"]
     batches, held_out = (
-        Batches(WORK / "train.npz", tokens, code_share, drill_share),
+        Batches(WORK / "train.npz", tokens, code_share, drill_share, table_share),
         Batches(WORK / "validation.npz", tokens, 0),
     )
     shown = 0.0

@@ -124,7 +124,9 @@ class Batches:
     `at(step, rank, world)` is a pure function of its arguments, so a resumed run sees what it would have seen.
     """
 
-    def __init__(self, path: Path, tokens: int, code_share: float, drill_share: float = 0.0):
+    def __init__(
+        self, path: Path, tokens: int, code_share: float, drill_share: float = 0.0, table_share: float = 0.0
+    ):
         file = np.load(path)
         self.ids, self.weights, ends = (
             file["ids"].astype(np.int64),
@@ -138,6 +140,9 @@ class Batches:
         order = np.argsort(lengths, kind="stable")
         self.by_length = [order[order < self.talks], order[order >= self.talks]]
         self.lengths, self.drill_share, self.tokenizer = lengths, drill_share, None
+        self.table_share = table_share  # of the steps, on tables alone: they are learnt last
+        before = sum(list(CONVERSATIONS.values())[: list(CONVERSATIONS).index("table")])
+        self.tables = order[(order >= before) & (order < before + CONVERSATIONS["table"])]
 
     def _copy_drill(self, length: int, rng: np.random.Generator):
         """Rows of unrelated tokens of which spans come again in any order: only looking back predicts them.
@@ -187,6 +192,8 @@ class Batches:
         if shared.random() < self.drill_share:  # all ranks draw rows of like length: none waits for another
             return self._drill(step, shared, rng)
         pool = self.by_length[int(shared.random() < self.code_share)]
+        if self.table_share and shared.random() < self.table_share:
+            pool = self.tables
         centre = int(shared.integers(len(pool)))
         length = int(self.lengths[pool[centre]])
         rows = max(self.tokens // max(length, 1), 1)

@@ -151,7 +151,8 @@ class RunData:
             (weights_sha256(local_folder(recipe.target.model)) + text_sha256(tokenizer.chat_template or "")).encode()
         ).hexdigest()
         self.responses_folder = Path(recipe.regenerate.cache_dir or Path(recipe.output_dir) / "responses")
-        self.llm = LLM(model=target, tokenizer=tokenizer, max_num_seqs=recipe.regenerate.batch_size)
+        batch = recipe.regenerate.batch_size
+        self.llm = LLM(target, tokenizer, max_num_seqs=batch, max_num_batched_tokens=max(512, 32 * batch))
 
     def training_rows(self) -> list[PackedRow]:
         """Packed rows of the training sources, their responses rewritten by the target unless the recipe says no."""

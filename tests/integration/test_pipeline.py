@@ -63,6 +63,20 @@ def recipe(tiny_target, tmp_path):
 
 
 @pytest.mark.integration
+def test_a_fitted_start_muon_and_kept_features(recipe, tmp_path, capsys):
+    """The quickstart's way: a stage more, and the same command again trains nothing twice."""
+    fitted = ["drafter.init=least_squares", "drafter.norm_before_residual=true", "drafter.num_kv_heads=4"]
+    fitted += ["training.optimizer=muon", "training.keep_features_gb=0.1"]
+    assert run(recipe, fitted) == 0
+    assert "[3/6] fit the start" in capsys.readouterr().out
+    assert read_drafter_config(tmp_path / "run" / "export").norm_before_residual
+    weights = (tmp_path / "run" / "export" / "model.safetensors").read_bytes()
+    assert run(recipe, fitted) == 0
+    assert "fit the start" not in capsys.readouterr().out
+    assert (tmp_path / "run" / "export" / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.integration
 def test_recipe_to_report_and_again(recipe, tmp_path, capsys):
     out = tmp_path / "run"
     assert run(recipe) == 0
