@@ -23,10 +23,10 @@ SCHEMA_VERSION: Literal["1.0"] = "1.0"
 SUMMARY_KEYS = {  # t<T> stands for t0, t1, t0.7, ...
     "lossless_mismatches": "prompts that differ from their reference by more than a tie, all checks added",
     "lossless_ties": "prompts whose first difference is a tie, all checks added",
-    "expected_measured_gap": "largest absolute `expected.relative_difference` over the temperatures",
+    "expected_measured_gap": "largest `t<T>.expected_measured_gap` over the temperatures",
     "t<T>.acceptance_length": "τ at temperature T (`t0`, `t1`, `t0.7`)",
     "t<T>.expected_acceptance_length": "τ that replay expects",
-    "t<T>.expected_measured_gap": "|measured − expected| ÷ expected",
+    "t<T>.expected_measured_gap": "|measured − expected| ÷ expected, replayed over the text that drafting wrote",
     "t<T>.tokens_per_second": "median with drafting",
     "t<T>.speedup_vs_autoregressive": "median over the interleaved pairs, same engine",
     "t<T>.speedup_vs_transformers": "the same against `transformers.generate`",

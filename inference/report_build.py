@@ -262,7 +262,7 @@ def summarise(cells: Iterable[Cell], method: str) -> dict[str, float]:
     if checks:
         summary["lossless_mismatches"] = sum(check.mismatches for check in checks)
         summary["lossless_ties"] = sum(check.ties for check in checks)
-    gaps = [abs(cell.expected.relative_difference) for cell in pooled if cell.expected]
+    gaps = [cell.expected.gap[0] for cell in pooled if cell.expected]
     if gaps:
         summary["expected_measured_gap"] = max(gaps)
     for cell in pooled:
@@ -270,7 +270,7 @@ def summarise(cells: Iterable[Cell], method: str) -> dict[str, float]:
         figures: dict[str, float | None] = {
             "acceptance_length": cell.acceptance_length,
             "expected_acceptance_length": cell.expected.acceptance_length if cell.expected else None,
-            "expected_measured_gap": abs(cell.expected.relative_difference) if cell.expected else None,
+            "expected_measured_gap": cell.expected.gap[0] if cell.expected else None,
             "tokens_per_second": throughput.speculative.median if throughput else None,
             "speedup_vs_autoregressive": _median(cell.speedup_vs_autoregressive),
             "speedup_vs_transformers": _median(cell.speedup_vs_transformers),

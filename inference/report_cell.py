@@ -131,6 +131,16 @@ class ExpectedAcceptance(Record):
         "runtime compute the same.",
     )
 
+    @property
+    def gap(self) -> tuple[float, float]:
+        """|measured − expected| ÷ expected and its standard error, over the same text if it was replayed.
+
+        Over independent text the figure is mostly the difference between two samples of text.
+        """
+        if self.own_text_relative_difference is None:
+            return abs(self.relative_difference), self.standard_error
+        return abs(self.own_text_relative_difference), self.own_text_standard_error or 0.0
+
 
 class OutputPositionBin(Record):
     """Acceptance of the rounds that start in one stretch of the output."""

@@ -156,10 +156,10 @@ def _lossless_card(report: AcceptanceReport) -> dict[str, Any]:
 def _gap_card(report: AcceptanceReport) -> dict[str, Any]:
     label, gap = "Expected vs measured", report.summary.get("expected_measured_gap")
     cells = [report.cell(ALL_WORKLOADS, temperature) for temperature in report.temperatures()]
-    errors = [cell.expected.standard_error for cell in cells if cell and cell.expected]
+    errors = [cell.expected.gap[1] for cell in cells if cell and cell.expected]
     if gap is None:
         return _card(label, "—", "", "not measured")
-    note = f"replay against runtime, worst temperature · standard error {_percent(max(errors), 1)}"
+    note = f"replay of the drafted text against runtime, worst temperature · standard error {_percent(max(errors), 1)}"
     return _card(label, f"{100 * gap:.1f}", "%", note)
 
 

@@ -124,9 +124,7 @@ class Batches:
     `at(step, rank, world)` is a pure function of its arguments, so a resumed run sees what it would have seen.
     """
 
-    def __init__(
-        self, path: Path, tokens: int, code_share: float, drill_share: float = 0.0, table_share: float = 0.0
-    ):
+    def __init__(self, path: Path, tokens: int, code_share: float, drill_share: float = 0.0, table_share: float = 0.0):
         file = np.load(path)
         self.ids, self.weights, ends = (
             file["ids"].astype(np.int64),

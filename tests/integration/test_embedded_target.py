@@ -50,21 +50,15 @@ def test_answers_are_right_end_and_are_the_same_with_drafts(llm):
     assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in plain]
     assert sum(o.outputs[0].finish_reason == "stop" for o in plain) >= 57
     right = [demo.check(conversation, o.outputs[0].text) for (_, conversation), o in zip(asked, plain)]
-    assert sum(right) >= 42  # 70 %
+    assert sum(right) >= 50  # of sixty
 
 
 def test_the_card_has_a_rate_for_every_workload():
     assert set(card_rates()) == set(demo.WORKLOADS)
 
 
-@pytest.mark.parametrize("workload", ["math", "python", "json"])
-def test_what_the_target_does_well(workload):
-    assert card_rates()[workload] >= 90
-
-
-@pytest.mark.xfail(strict=True, reason="needs longer training: 90 % are wanted where an answer can be checked")
-@pytest.mark.parametrize("workload", ["rewrite", "table"])
-def test_what_the_target_does_not_do_well_yet(workload):
+@pytest.mark.parametrize("workload", demo.CHECKABLE)
+def test_what_can_be_checked_is_mostly_right(workload):
     assert card_rates()[workload] >= 90
 
 
