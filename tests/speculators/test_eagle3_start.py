@@ -95,7 +95,7 @@ def test_the_last_group_of_heads_copies(target, features):
         D = drafter.config.head_dim
         drafter.layers[0].self_attn.o_proj.weight[:, -D:] = 0.0
         without = accepted_by_depth(target, drafter, again)
-    assert sum(with_copying) > sum(without) + 0.2, (with_copying, without)
+    assert all(w > o + 0.02 for w, o in zip(with_copying, without)), (with_copying, without)
 
 
 @pytest.mark.parametrize(
