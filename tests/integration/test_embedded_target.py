@@ -48,9 +48,9 @@ def test_answers_are_right_end_and_are_the_same_with_drafts(llm):
     drafted = llm.chat(chats, params, use_tqdm=False)
     plain = llm.chat(chats, params, use_tqdm=False, speculate=False)
     assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in plain]
-    assert sum(o.outputs[0].finish_reason == "stop" for o in plain) >= 57
+    assert sum(o.outputs[0].finish_reason == "stop" for o in plain) >= 58
     right = [demo.check(conversation, o.outputs[0].text) for (_, conversation), o in zip(asked, plain)]
-    assert sum(right) >= 50  # of sixty
+    assert sum(right) >= 51  # 85 %
 
 
 def test_the_card_has_a_rate_for_every_workload():
