@@ -21,6 +21,7 @@ from inference.lossless import compare_greedy
 from inference.measurement import CellMeasurement, RequestRounds, TimedRun
 from inference.metrics import acceptance_length
 from inference.outputs import RequestOutput
+from inference.replay import ReplayResult
 from inference.report import AcceptanceReport, Bound
 from inference.report_build import build_report
 from inference.report_cell import LosslessCheck
@@ -56,12 +57,12 @@ class EvaluationSettings:
     num_speculative_tokens: int = 4
     max_tokens: int = 128
     prompts_per_workload: int = 16
-    rows: int = 16
+    rows: int = 32
     timed_prompts: int = 3
     repeats: int = 3
     transformers_repeats: int = 1
     batch_size: int = 1
-    cost_trials: int = 10
+    cost_trials: int = 5
     lossless_prompts: int = 4
     seed: int = 0
 
@@ -150,7 +151,8 @@ class _Evaluation:
         chosen = {name: list(prompts[: settings.prompts_per_workload]) for name, prompts in workloads.items()}
         self.cells = [_Cell(name, t, prompts) for t in settings.temperatures for name, prompts in chosen.items()]
         self.progress, self.done = progress, 0.0
-        self.total = sum(sum(self._work(cell)) for cell in self.cells) + self._lossless_work()
+        timing = sum(self._timing_work(cell) for cell in self.cells)
+        self.total = self._acceptance_work(self.cells) + timing + self._lossless_work()
 
     def _runtime(self, **options: Any) -> LLM:
         speculative = {
@@ -164,9 +166,11 @@ class _Evaluation:
     def measure(self) -> list[CellMeasurement]:
         """Every cell."""
         self._warm_up()
-        for cell in self.cells:
-            self._accept(cell)
-            self._time(cell)
+        for temperature in dict.fromkeys(cell.temperature for cell in self.cells):
+            cells = [cell for cell in self.cells if cell.temperature == temperature]
+            self._accept(cells)
+            for cell in cells:
+                self._time(cell)
         if self.settings.lossless_prompts:
             self._check_float32()
         return [
@@ -185,36 +189,50 @@ class _Evaluation:
 
     # ------------------------------------------------------------------ acceptance
 
-    def _accept(self, cell: _Cell) -> None:
-        """Rounds with drafting; the target's own text without; what replay expects of that text."""
-        s, count = self.settings, len(cell.prompts)
-        with_drafts, without, _ = self._work(cell)
-        self._note(f"{cell.workload}, T={cell.temperature:g}: acceptance")
-        cell.on = self._generate(cell.prompts, s.sampling(cell.temperature, range(count)), True, s.rows)
-        self._advance(with_drafts)
-        independent = range(1_000, 1_000 + count)
-        cell.off = self._generate(cell.prompts, s.sampling(cell.temperature, independent), False, s.rows)
-        replayed = [
-            expected_acceptance(
-                self.target,
-                self.drafter,
-                [(output.prompt_token_ids, _tokens(output)) for output in outputs],
-                cell.temperature,
-                s.num_speculative_tokens,
-                top_p=s.top_p,
-                top_k=s.top_k,
+    def _accept(self, cells: Sequence[_Cell]) -> None:
+        """Rounds with drafting; the target's own text without; what replay expects of both texts. All cells at once,
+        so that the rows in flight stay full."""
+        temperature = cells[0].temperature
+        self._note(f"T={temperature:g}: acceptance")
+        self._write(cells, "on", True, 0)
+        self._advance(0.35 * self._acceptance_work(cells))
+        self._write(cells, "off", False, 1_000)
+        self._advance(0.35 * self._acceptance_work(cells))
+        for cell in cells:
+            off = self._expected(cell, cell.off)
+            same = [_tokens(a) == _tokens(b) for a, b in zip(cell.on, cell.off, strict=True)]
+            others = iter(self._expected(cell, [output for output, known in zip(cell.on, same) if not known]))
+            cell.measured |= dict(
+                requests=[RequestRounds.of(output, self.settings.num_speculative_tokens) for output in cell.on],
+                replay=off,
+                replay_paired=True,
+                replay_own_text=[result if known else next(others) for result, known in zip(off, same)],
             )
-            for outputs in (cell.off, cell.on)
-        ]
-        cell.measured |= dict(
-            requests=[RequestRounds.of(output, s.num_speculative_tokens) for output in cell.on],
-            replay=replayed[0],
-            replay_paired=True,
-            replay_own_text=replayed[1],
+            if temperature == 0:
+                cell.checks.append(self._compare(self.llm, cell.prompts, cell.off, cell.on))
+            self._advance(0.3 * self._acceptance_work([cell]))
+
+    def _write(self, cells: Sequence[_Cell], name: str, speculate: bool, first_seed: int) -> None:
+        """The responses to every prompt of every cell, as `cell.<name>`; seeds are counted per cell."""
+        s = self.settings
+        prompts = [prompt for cell in cells for prompt in cell.prompts]
+        seeds = [first_seed + i for cell in cells for i in range(len(cell.prompts))]
+        outputs = iter(self._generate(prompts, s.sampling(cells[0].temperature, seeds), speculate, s.rows))
+        for cell in cells:
+            setattr(cell, name, [next(outputs) for _ in cell.prompts])
+
+    def _expected(self, cell: _Cell, outputs: Sequence[RequestOutput]) -> list[ReplayResult]:
+        s = self.settings
+        texts = [(output.prompt_token_ids, _tokens(output)) for output in outputs]
+        return expected_acceptance(
+            self.target,
+            self.drafter,
+            texts,
+            cell.temperature,
+            s.num_speculative_tokens,
+            top_p=s.top_p,
+            top_k=s.top_k,
         )
-        if cell.temperature == 0:
-            cell.checks.append(self._compare(self.llm, cell.prompts, cell.off, cell.on))
-        self._advance(without)
 
     def _generate(
         self, prompts: Prompts, params: Sequence[SamplingParams], speculate: bool, batch: int
@@ -243,7 +261,7 @@ class _Evaluation:
                 runs[name].append(run)
             for name, values in parts.measure(s.cost_trials).items():
                 times.setdefault(name, []).extend(values)
-            self._advance(self._work(cell)[2] / s.repeats)
+            self._advance(self._timing_work(cell) / s.repeats)
         cell.measured |= dict(**runs, phase_seconds=phases, costs=costs_of(times, s.batch_size, parts.context))
 
     def _passes(self, cell: _Cell, repeat: int, phases: dict[str, float]) -> dict[str, Run]:
@@ -325,13 +343,16 @@ class _Evaluation:
 
     # ------------------------------------------------------------------ progress
 
-    def _work(self, cell: _Cell) -> tuple[float, float, float]:
-        """What acceptance with drafting, without, and the timing of a cell take, in single steps of the target."""
-        s, count = self.settings, len(cell.prompts)
-        waves = -(-count // s.rows) * s.max_tokens
-        timed = -(-min(s.timed_prompts, count) // s.batch_size) * s.max_tokens
+    # Work is counted in single steps of the target.
+
+    def _acceptance_work(self, cells: Sequence[_Cell]) -> float:
+        return 4.0 * sum(len(cell.prompts) for cell in cells) / self.settings.rows * self.settings.max_tokens
+
+    def _timing_work(self, cell: _Cell) -> float:
+        s = self.settings
+        timed = -(-min(s.timed_prompts, len(cell.prompts)) // s.batch_size) * s.max_tokens
         passes = 1.5 * s.repeats + 1.3 * min(s.transformers_repeats, s.repeats)
-        return waves, 1.7 * waves, passes * timed + 3 * s.cost_trials * s.repeats
+        return passes * timed + 3 * s.cost_trials * s.repeats
 
     def _lossless_work(self) -> float:
         s = self.settings

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from speculators.config import DrafterConfig
 from speculators.errors import ConfigError
+from speculators.frozen_linear import freeze_linears, thaw_linears
 from speculators.target import FrozenTarget, TargetFeatures
 
 # family name -> "module:class". Adding a family adds a line here.
@@ -114,7 +115,22 @@ class Drafter(nn.Module):
 
     def freeze(self) -> Drafter:
         """For drafting only, until `train()` or a change of dtype or device: a family may fuse what it computes."""
-        return self.eval().requires_grad_(False)
+        self.eval().requires_grad_(False)
+        freeze_linears(self)
+        return self
+
+    def thaw(self) -> None:
+        """Undoes what `freeze` made of the weights as they were."""
+        thaw_linears(self)
+
+    def train(self, mode: bool = True) -> Drafter:
+        if mode:
+            self.thaw()
+        return super().train(mode)
+
+    def _apply(self, fn: Callable, *args, **kwargs) -> Drafter:
+        self.thaw()  # weights move or change type: copies of them would not
+        return super()._apply(fn, *args, **kwargs)
 
     # -------------------------------------------------------------- the contract
 

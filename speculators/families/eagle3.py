@@ -27,6 +27,7 @@ from speculators.families.eagle3_start import (
     start_from_taps,
     terms_wanted,
 )
+from speculators.frozen_linear import FrozenLinear
 from speculators.target import FrozenTarget, TargetFeatures
 
 
@@ -59,7 +60,7 @@ class Eagle3Attention(nn.Module):
             self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.qk_norm = config.qk_norm
-        self.fused: Tensor | None = None  # [h·d + 2·g·d, inputs] while frozen for drafting
+        self.fused: FrozenLinear | None = None  # all three, while frozen for drafting
 
     def project(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], asking: Tensor | None = None
@@ -75,9 +76,7 @@ class Eagle3Attention(nn.Module):
             parts = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
         else:
             D = self.head_dim
-            parts = nn.functional.linear(x, self.fused).split(
-                [self.heads * D, self.kv_heads * D, self.kv_heads * D], -1
-            )
+            parts = self.fused(x).split([self.heads * D, self.kv_heads * D, self.kv_heads * D], -1)
         q, k, v = (part.view(B, T, -1, self.head_dim) for part in parts)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -109,13 +108,13 @@ class GatedMLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.act = ACT2FN[config.hidden_act]
-        self.fused: Tensor | None = None  # [2·I, H]
+        self.fused: FrozenLinear | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fused is None:
             gate, up = self.gate_proj(x), self.up_proj(x)
         else:
-            gate, up = nn.functional.linear(x, self.fused).chunk(2, dim=-1)
+            gate, up = self.fused(x).chunk(2, dim=-1)
         return self.down_proj(self.act(gate) * up)
 
 
@@ -217,22 +216,14 @@ class Eagle3(Drafter):
         super().freeze()
         for layer in self.layers:
             a, m = layer.self_attn, layer.mlp
-            a.fused = torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight])
-            m.fused = torch.cat([m.gate_proj.weight, m.up_proj.weight])
+            a.fused = FrozenLinear(a.q_proj, a.k_proj, a.v_proj)
+            m.fused = FrozenLinear(m.gate_proj, m.up_proj)
         return self
 
-    def _thaw(self) -> None:
+    def thaw(self) -> None:
+        super().thaw()
         for layer in self.layers:
             layer.self_attn.fused = layer.mlp.fused = None
-
-    def train(self, mode: bool = True) -> Eagle3:
-        if mode:
-            self._thaw()
-        return super().train(mode)
-
-    def _apply(self, fn: Callable, *args, **kwargs) -> Eagle3:
-        self._thaw()  # weights move or change type: copies of them would not
-        return super()._apply(fn, *args, **kwargs)
 
     # -------------------------------------------------------------- shared by training and drafting
 

@@ -1,0 +1,60 @@
+"""Linear layers that will not change again, made quick for one row at a time.
+
+Layers that read the same input become one product. On a CPU in bfloat16 the weight is laid out once as oneDNN's kernels
+want it, which halves a product of few rows with a weight that has left the cache. Costs a second copy of the weights:
+right for a drafter, which is small, and not for a target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+
+class FrozenLinear:
+    """[..., in] -> [..., the outputs of all `linears`, one behind the other]; they must have no bias, or be alone."""
+
+    def __init__(self, *linears: nn.Linear) -> None:
+        weights = [linear.weight.detach() for linear in linears]
+        self.bias = None if linears[0].bias is None else linears[0].bias.detach()
+        self.weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        self.packed = _pack(self.weight) if _packs(self.weight) else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)  # two dimensions: a strided batch of one would go through bmm, at four times the price
+        if self.packed is not None and rows.dtype == torch.bfloat16 and not torch.is_grad_enabled():
+            out = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
+        else:
+            out = nn.functional.linear(rows, self.weight, self.bias)
+        return out.unflatten(0, x.shape[:-1]) if x.dim() != 2 else out
+
+
+def freeze_linears(module: nn.Module) -> None:
+    """Every nn.Linear of `module` answers as a FrozenLinear, until `thaw_linears`."""
+    for linear in _linears(module):
+        linear.forward = FrozenLinear(linear)
+
+
+def thaw_linears(module: nn.Module) -> None:
+    """Undoes `freeze_linears`; nothing where it was not called."""
+    for linear in _linears(module):
+        linear.__dict__.pop("forward", None)
+
+
+def _linears(module: nn.Module) -> Iterator[nn.Linear]:
+    return (each for each in module.modules() if type(each) is nn.Linear)
+
+
+def _packs(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+        return False
+    ops = torch.ops.mkldnn
+    wanted = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
+    return all(hasattr(ops, name) for name in wanted) and ops._is_mkldnn_bf16_supported()
+
+
+def _pack(weight: Tensor) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
