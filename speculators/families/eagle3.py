@@ -87,7 +87,7 @@ class Eagle3Attention(nn.Module):
 
     def _project_some(self, x: Tensor, rotary: tuple[Tensor, Tensor], asking: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         B, T, _ = x.shape
-        q = self.q_proj(_at(x, asking)).view(B, asking.shape[1], -1, self.head_dim)
+        q = self.q_proj(_at(x, asking)).view(B, asking.shape[1], self.heads, self.head_dim)
         k, v = (part(x).view(B, T, -1, self.head_dim) for part in (self.k_proj, self.v_proj))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -153,6 +153,8 @@ class Eagle3Layer(nn.Module):
         attended = attend(*self.self_attn.project(x, rotary, asking), self.self_attn.scale)  # [B, h, T or M, d]
         if asking is not None:
             residual = _at(residual, asking)
+            if not asking.shape[1]:
+                return residual
         x = residual + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -333,11 +335,12 @@ class Eagle3(Drafter):
         sample: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """See `Drafter.draft`."""
-        states = self._extend(cache, start, stop, token_ids, self.project_taps(taps))
+        nobody = token_ids[:, :0]  # nothing is drafted: keys and values are all that is wanted
+        states = self._extend(cache, start, stop, token_ids, self.project_taps(taps), None if k else nobody)
         for row, count in enumerate(counts, start):
             cache.advance(row, count)
         if k == 0:
-            return token_ids[:, :0]
+            return nobody
         if token_ids.shape[1] == 1:
             state = states
         else:
@@ -354,8 +357,10 @@ class Eagle3(Drafter):
             cache.truncate(row, cache.lengths[row] - (k - 1))
         return torch.stack(drafted, dim=1)
 
-    def _extend(self, cache, start: int, stop: int, token_ids: Tensor, state: Tensor) -> Tensor:
-        """One pass over M new slots per row, written at each row's own length: states [b, M, H]."""
+    def _extend(
+        self, cache, start: int, stop: int, token_ids: Tensor, state: Tensor, asking: Tensor | None = None
+    ) -> Tensor:
+        """One pass over M new slots per row, written at each row's own length: states [b, M, H], or of `asking`."""
         M = token_ids.shape[1]
         position_ids = cache.position_ids(start, stop, M)
         mask, causal = cache.mask(start, stop, M), M > 1
@@ -364,6 +369,8 @@ class Eagle3(Drafter):
         def attend(layer: int) -> Callable:
             def inner(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
                 k, v = view.update(k, v, layer)
+                if not q.shape[2]:
+                    return q
                 return nn.functional.scaled_dot_product_attention(
                     q,
                     k,
@@ -377,7 +384,8 @@ class Eagle3(Drafter):
             return inner
 
         rotary = self._rotary_at(position_ids, cache.capacity, state)
-        return self._run(self.embed(token_ids), state, rotary, [attend(i) for i in range(len(self.layers))])
+        attends = [attend(i) for i in range(len(self.layers))]
+        return self._run(self.embed(token_ids), state, rotary, attends, asking)
 
     def _rotary_at(self, position_ids: Tensor, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [b, M, d] of positions below `length`, looked up where they depend on nothing else."""
