@@ -142,7 +142,7 @@ def _accept_tables(
         index = step.target_index[kept]
         table[step.depth, step.anchor_index[kept]] = accept_probabilities(
             step.hidden[kept],
-            drafter.head,
+            lambda hidden, depth=step.depth: drafter.head(hidden, depth),
             states[index],
             target.logits,
             ids[index + 1],

@@ -1,21 +1,19 @@
 """DrafterConfig: everything needed to rebuild a drafter with no recipe at hand.
 
-Saved beside the weights in training; exports translate it to and from the fields of each format (speculators/export).
-Knows nothing of training options (learning rates, unroll steps, losses).
+What every family has is here, and what every head of decoder layers has; a family adds its own fields in its file.
+Exports translate a config to and from the fields of each format (speculators/export). Knows nothing of training
+options (learning rates, unroll steps, losses).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from speculators.errors import ConfigError
 from speculators.target import FrozenTarget
-
-CONFIG_FILE = "drafter_config.json"
 
 
 def default_tap_layers(num_layers: int) -> list[int]:
@@ -38,7 +36,49 @@ class DrafterConfig(BaseModel):
     hidden_size: int = Field(ge=1)
     target_hidden_size: int = Field(ge=1)
     num_target_layers: int = Field(ge=1)
-    tap_layers: tuple[int, ...] = Field(description="hidden_states[i] of the target, ascending; 0 = embedding output")
+    tap_layers: tuple[int, ...] = Field((), description="hidden_states[i] of the target, ascending; 0 = embeddings")
+    own_embeddings: bool = Field(False, description="the head carries its own embedding table")
+    dtype: str = Field("float32", description="dtype of the exported weights")
+
+    @model_validator(mode="after")
+    def _vocabulary_and_taps(self) -> Self:
+        if self.draft_vocab_size > self.vocab_size:
+            raise ValueError(f"draft_vocab_size {self.draft_vocab_size} is larger than vocab_size {self.vocab_size}")
+        if list(self.tap_layers) != sorted(set(self.tap_layers)):
+            raise ValueError(f"tap_layers {list(self.tap_layers)} must be ascending and distinct")
+        if self.tap_layers and self.tap_layers[-1] > self.num_target_layers:
+            raise ValueError(f"tap_layers {list(self.tap_layers)}: the target has layers 0..{self.num_target_layers}")
+        return self
+
+    @property
+    def reduced_vocabulary(self) -> bool:
+        return self.draft_vocab_size < self.vocab_size
+
+    @classmethod
+    def for_target(cls, target: FrozenTarget, family: str) -> dict[str, Any]:
+        """The fields that are the target's, where nothing else is asked for."""
+        return dict(
+            family=family,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=target.vocab_size,
+            hidden_size=target.hidden_size,
+            target_hidden_size=target.hidden_size,
+            num_target_layers=target.num_layers,
+        )
+
+    def describe(self) -> str:
+        """The head in a few words."""
+        return f"{self.hidden_size} wide"
+
+    def activation_bytes(self, tokens: int, width: int, *, recompute: bool) -> int:
+        """About what one depth of an unroll keeps for its backward pass, per token of rows of `tokens` tokens, in
+        values of `width` bytes. `recompute`: attention scores are made again."""
+        return 8 * width * self.hidden_size
+
+
+class DecoderConfig(DrafterConfig):
+    """A head of decoder layers as Llama has them."""
+
     num_layers: int = Field(1, ge=1)
     intermediate_size: int = Field(ge=1)
     num_attention_heads: int = Field(ge=1)
@@ -49,53 +89,92 @@ class DrafterConfig(BaseModel):
     rope_parameters: dict[str, Any] = Field(description="transformers' rope_parameters: rope_type, rope_theta, scaling")
     max_position_embeddings: int = Field(ge=1)
     qk_norm: bool = Field(False, description="normalise queries and keys per head (the Qwen3 layer)")
-    norm_before_fc: bool = Field(False, description="EAGLE-3.1: RMS norm over the concatenated taps")
-    fc_norm: bool = Field(False, description="EAGLE-3.1: an RMS norm per tap")
-    norm_output: bool = Field(False, description="EAGLE-3.1: feed the normed state back")
-    norm_before_residual: bool = Field(False, description="the residual is the normed state")
-    own_embeddings: bool = Field(False, description="the head carries its own embedding table")
-    dtype: str = Field("float32", description="dtype of the exported weights")
+    attention_bias: bool = Field(False, description="queries, keys and values have a bias (the Qwen2 layer)")
 
     @model_validator(mode="after")
-    def _consistent(self) -> DrafterConfig:
-        if self.draft_vocab_size > self.vocab_size:
-            raise ValueError(f"draft_vocab_size {self.draft_vocab_size} is larger than vocab_size {self.vocab_size}")
+    def _shapes(self) -> Self:
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads {self.num_key_value_heads}"
             )
-        if list(self.tap_layers) != sorted(set(self.tap_layers)):
-            raise ValueError(f"tap_layers {list(self.tap_layers)} must be ascending and distinct")
-        if self.tap_layers and self.tap_layers[-1] > self.num_target_layers:
-            raise ValueError(f"tap_layers {list(self.tap_layers)}: the target has layers 0..{self.num_target_layers}")
         if self.hidden_size != self.target_hidden_size and not self.own_embeddings:
             raise ValueError(
                 f"hidden_size {self.hidden_size} differs from the target's {self.target_hidden_size}, so the target's "
                 "embedding cannot be shared; set own_embeddings"
             )
-        if self.norm_before_fc and self.fc_norm:
-            raise ValueError("norm_before_fc and fc_norm exclude one another")
         return self
 
-    @property
-    def reduced_vocabulary(self) -> bool:
-        return self.draft_vocab_size < self.vocab_size
-
-    def save(self, folder: Path) -> None:
-        (folder / CONFIG_FILE).write_text(self.model_dump_json(indent=2) + "\n")
-
     @classmethod
-    def load(cls, folder: Path) -> DrafterConfig:
-        return build_config(
-            str(folder / CONFIG_FILE), **cls.model_validate_json((folder / CONFIG_FILE).read_text()).model_dump()
+    def for_target(cls, target: FrozenTarget, family: str) -> dict[str, Any]:
+        c = target.config
+        heads = c.num_attention_heads
+        return super().for_target(target, family) | dict(
+            intermediate_size=c.intermediate_size,
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(c, "num_key_value_heads", None) or heads,
+            head_dim=getattr(c, "head_dim", None) or c.hidden_size // heads,
+            rms_norm_eps=getattr(c, "rms_norm_eps", None) or 1e-6,
+            rope_parameters=_rope_of(c),
+            max_position_embeddings=c.max_position_embeddings,
         )
 
+    def describe(self) -> str:
+        return (
+            f"{self.num_layers} x {self.hidden_size}, MLP {self.intermediate_size}, {self.num_attention_heads} heads "
+            f"of {self.head_dim} ({self.num_key_value_heads} key/value)"
+        )
 
-def build_config(where: str, **fields: Any) -> DrafterConfig:
-    """A DrafterConfig, or a ConfigError that names `where` and every field that is wrong."""
+    def activation_bytes(self, tokens: int, width: int, *, recompute: bool) -> int:
+        H, inner = self.hidden_size, self.intermediate_size
+        heads, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        layer = width * (10 * H + 2 * heads + 2 * kv + 3 * inner) + 4 * 4 * H  # norms run in float32
+        scores = 0 if recompute else self.num_attention_heads * tokens * (4 + width)
+        return self.num_layers * (layer + scores)
+
+    def llama_fields(self) -> dict[str, Any]:
+        """The fields of a Llama config.json that describe the layers."""
+        return {
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": self.hidden_act,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_parameters": self.rope_parameters,
+            "rope_theta": self.rope_parameters["rope_theta"],
+            "max_position_embeddings": self.max_position_embeddings,
+        }
+
+
+def decoder_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Undoes `DecoderConfig.llama_fields`, with the defaults of transformers for what is left out."""
+    rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    rope.setdefault("rope_theta", fields.get("rope_theta", 10000.0))
+    heads, width = fields["num_attention_heads"], fields["hidden_size"]
+    return dict(
+        hidden_size=width,
+        num_layers=fields.get("num_hidden_layers", 1),
+        intermediate_size=fields["intermediate_size"],
+        num_attention_heads=heads,
+        num_key_value_heads=fields.get("num_key_value_heads") or heads,
+        head_dim=fields.get("head_dim") or width // heads,
+        hidden_act=fields.get("hidden_act", "silu"),
+        rms_norm_eps=fields.get("rms_norm_eps", 1e-6),
+        rope_parameters=rope,
+        max_position_embeddings=fields.get("max_position_embeddings", 2048),
+    )
+
+
+def build_config(where: str, family: str, **fields: Any) -> DrafterConfig:
+    """The family's config, or a ConfigError that names `where` and every field that is wrong."""
+    from speculators.drafter import family_class  # here: a family's file imports this one
+
     try:
-        return DrafterConfig(**fields)
+        return family_class(family).config_class(family=family, **fields)
     except ValidationError as error:
         lines = [f"{'.'.join(str(p) for p in e['loc']) or 'drafter'}: {e['msg']}" for e in error.errors()]
         raise ConfigError(f"{where}: " + "; ".join(lines)) from error
@@ -105,25 +184,12 @@ def config_for_target(
     target: FrozenTarget, family: str, *, tap_layers: Sequence[int] | None = None, **overrides: Any
 ) -> DrafterConfig:
     """The default drafter of `family` for a target: sizes, rope, eps are the target's; `overrides` win."""
-    c = target.config
-    heads = c.num_attention_heads
-    kv_heads = getattr(c, "num_key_value_heads", None) or heads
-    fields: dict[str, Any] = dict(
-        family=family,
-        vocab_size=target.vocab_size,
-        draft_vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        target_hidden_size=target.hidden_size,
-        num_target_layers=target.num_layers,
-        tap_layers=tuple(sorted(tap_layers if tap_layers is not None else default_tap_layers(target.num_layers))),
-        intermediate_size=c.intermediate_size,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=getattr(c, "head_dim", None) or c.hidden_size // heads,
-        rms_norm_eps=getattr(c, "rms_norm_eps", None) or 1e-6,
-        rope_parameters=_rope_of(c),
-        max_position_embeddings=c.max_position_embeddings,
-    )
+    from speculators.drafter import family_class
+
+    cls = family_class(family)
+    fields = cls.config_class.for_target(target, family)
+    if cls.reads_taps:
+        fields["tap_layers"] = tuple(sorted(tap_layers or default_tap_layers(target.num_layers)))
     fields.update({k: v for k, v in overrides.items() if v is not None})
     return build_config(f"drafter for {target.name_or_path}", **fields)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from speculators.config import DrafterConfig
 from speculators.errors import ConfigError
 from speculators.frozen_linear import freeze_linears, thaw_linears
+from speculators.options import DrafterOptions
 from speculators.target import FrozenTarget, TargetFeatures
 
 # family name -> "module:class". Adding a family adds a line here.
@@ -69,9 +70,12 @@ class Drafter(nn.Module):
     The target's embedding and head are shared by reference through `attach` and are neither parameters nor saved.
     """
 
+    config_class: ClassVar[type[DrafterConfig]] = DrafterConfig
+    options: ClassVar[type[DrafterOptions]] = DrafterOptions  # the `drafter:` section of its recipes
+    defaults: ClassVar[dict[str, Any]] = {}  # published defaults of other sections: {"training": {...}, "loss": {...}}
     reads_taps: ClassVar[bool] = False
     reads_last_hidden: ClassVar[bool] = False
-    start_terms: int = 0  # terms of features that `initialise_from` wants to be fitted to
+    one_head: ClassVar[bool] = True  # `head` is the same at every depth
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -106,11 +110,20 @@ class Drafter(nn.Module):
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.parameters() if p.requires_grad]
 
+    @property
+    def max_depth(self) -> int | None:
+        """Tokens it can draft at most; None: any number."""
+        return None
+
+    def start_terms(self, options: Any) -> int:
+        """Terms of features that `initialise_from` wants to be fitted to."""
+        return 0
+
     def initialise_from(
-        self, target: FrozenTarget, *, lm_head: bool = True, features: Sequence[TargetFeatures] | None = None
+        self, target: FrozenTarget, options: Any = None, features: Sequence[TargetFeatures] | None = None
     ) -> Drafter:
-        """Starting weights. `lm_head`: take the vocabulary projection from the target's rows; `features`: what the
-        target computed on some training rows, to fit the start to."""
+        """Starting weights. `options`: the family's, None for their defaults; `features`: what the target computed on
+        some training rows, to fit the start to."""
         return self
 
     def freeze(self) -> Drafter:
@@ -138,17 +151,17 @@ class Drafter(nn.Module):
         """Training: every depth's states, teacher-forced tokens, own states fed back where the family does so."""
         raise NotImplementedError
 
-    def count_terms(self, batch, steps: int) -> Tensor:
+    def count_terms(self, batch: Any, steps: int) -> Tensor:
         """[steps] valid terms of each depth that `unroll` will yield for a batch (`segment_ids`, `loss_mask`)."""
-        raise NotImplementedError
+        return torch.stack([valid_terms(batch, depth + 2).sum() for depth in range(steps)])
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """[N, D] -> draft logits [N, V_draft]."""
+    def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
+        """[N, D] states of one depth -> draft logits [N, V_draft]."""
         raise NotImplementedError
 
     def head_parameters(self) -> Sequence[nn.Parameter]:
-        """The trainable parameters that `head` reads (the loss computes their gradient chunk by chunk)."""
-        raise NotImplementedError
+        """The trainable parameters that `head` reads."""
+        return []
 
     def draft(
         self,

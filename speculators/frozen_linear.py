@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 
 class FrozenLinear:
-    """[..., in] -> [..., the outputs of all `linears`, one behind the other]; they must have no bias, or be alone."""
+    """[..., in] -> [..., the outputs of all `linears`, one behind the other]; all of them have a bias, or none has."""
 
     def __init__(self, *linears: nn.Linear) -> None:
-        weights = [linear.weight.detach() for linear in linears]
-        self.bias = None if linears[0].bias is None else linears[0].bias.detach()
-        self.weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        self.weight = _joined([linear.weight.detach() for linear in linears])
+        self.bias = None if linears[0].bias is None else _joined([linear.bias.detach() for linear in linears])
         self.packed = _pack(self.weight) if _packs(self.weight) else None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -46,6 +45,10 @@ def thaw_linears(module: nn.Module) -> None:
 
 def _linears(module: nn.Module) -> Iterator[nn.Linear]:
     return (each for each in module.modules() if type(each) is nn.Linear)
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
 
 def _packs(weight: Tensor) -> bool:

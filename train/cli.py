@@ -52,12 +52,13 @@ Overrides = Annotated[
 @app.command()
 def schema(
     section: Annotated[str, typer.Argument(help="Only keys that begin with this, such as training.")] = "",
+    family: Annotated[str, typer.Option(help="Family whose keys and defaults are wanted.")] = "eagle3",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Every key of a recipe: what it takes, its default, and why."""
     from train.recipe import describe_schema
 
-    rows = [row for row in describe_schema() if row.name.startswith(section)]
+    rows = [row for row in describe_schema(family) if row.name.startswith(section)]
     if not rows:
         raise ConfigError(f"schema: no key begins with {section!r}; `draftsmith schema` alone prints them all")
     if as_json:

@@ -182,14 +182,7 @@ def _memory(plan: DryRun) -> dict[str, int]:
     recipe, config, target = plan.recipe, plan.drafter, plan.target
     B, T, K = recipe.training.batch_size, recipe.data.max_length, recipe.drafter.unroll_steps
     width = 2 if recipe.training.mixed_precision == "bf16" else 4
-    H, inner = config.hidden_size, config.intermediate_size
-    heads, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    per_token = config.num_layers * (
-        width * (10 * H + 2 * heads + 2 * kv + 3 * inner) + 4 * 4 * H
-    )  # norms run in float32
-    scores = (
-        0 if T > RECOMPUTE_FROM else config.num_attention_heads * T * (4 + width)
-    )  # per token; longer rows recompute
+    per_token = config.activation_bytes(T, width, recompute=T > RECOMPUTE_FROM)
     kept = int(recipe.training.keep_features_gb * 2**30)
     chunk = recipe.training.loss_chunk_size or default_chunk_size(target.vocab_size, torch.device("cpu"))
     return {
@@ -198,7 +191,7 @@ def _memory(plan: DryRun) -> dict[str, int]:
         f"features of {B} x {T} tokens": B * T * plan.feature_bytes,
         **({"features kept between epochs, at most": kept} if kept else {}),
         "masks of packed rows": B * T * T * (1 + 2 * target.dtype.itemsize),
-        f"activations of {K} depths": B * T * K * (per_token + scores * config.num_layers),
+        f"activations of {K} depths": B * T * K * per_token,
         f"one loss chunk of {chunk} tokens": chunk * 4 * (4 * target.vocab_size + 2 * config.draft_vocab_size),
     }
 
@@ -242,12 +235,6 @@ def _sections(plan: DryRun) -> list[tuple[str, Rows]]:
 
 def _model_rows(plan: DryRun) -> Rows:
     t, d, recipe = plan.target, plan.drafter, plan.recipe
-    switches = [
-        s for s in ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual", "qk_norm") if getattr(d, s)
-    ]
-    head = (
-        f"{d.num_layers} x {d.hidden_size}, MLP {d.intermediate_size}, {d.num_attention_heads} heads of {d.head_dim} "
-    )
     vocabulary = f"{d.draft_vocab_size:,} of the target's {d.vocab_size:,} tokens"
     return [
         (
@@ -255,13 +242,20 @@ def _model_rows(plan: DryRun) -> Rows:
             f"{t.name_or_path}: {t.config.model_type}, {t.num_layers} x {t.hidden_size}, vocabulary {t.vocab_size:,}",
         ),
         ("", f"{_count(t.num_parameters)} parameters, frozen, {str(t.dtype).removeprefix('torch.')}"),
-        ("tap layers", f"{list(d.tap_layers)} of 0..{t.num_layers} (0: embedding output, i: output of layer i-1)"),
-        ("drafter", head + f"({d.num_key_value_heads} key/value)" + (f"; {', '.join(switches)}" if switches else "")),
+        ("reads", _reads(plan)),
+        ("drafter", d.describe()),
         ("", f"{_count(plan.trainable)} trainable parameters, {plan.trainable / t.num_parameters:.1%} of the target's"),
         ("draft vocabulary", vocabulary if d.reduced_vocabulary else f"all {d.vocab_size:,} tokens"),
         ("starts from", recipe.drafter.init_from or "the target's own rows and norms, other weights random"),
         ("features", f"{_bytes(plan.feature_bytes)} per token, made online and never stored"),
     ]
+
+
+def _reads(plan: DryRun) -> str:
+    """Which of the target's states."""
+    taps, family = plan.drafter.tap_layers, family_class(plan.drafter.family)
+    parts = [f"taps {list(taps)} of 0..{plan.target.num_layers} (0: embedding output, i: output of layer i-1)"]
+    return "; ".join(parts * bool(taps) + ["the last hidden state"] * family.reads_last_hidden)
 
 
 def _data_rows(plan: DryRun) -> Rows:

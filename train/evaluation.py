@@ -21,7 +21,7 @@ from speculators.errors import CheckpointError, ConfigError
 from train import checkpoint
 from train.acceptance import EXPORT, PAGE, REPORT, accept, settings_of, workloads
 from train.progress import Stages
-from train.recipe import Recipe
+from train.recipe import Recipe, make_recipe
 
 BUILT_IN = [{"demo": {"split": "test", "count": 96}}, {"stdlib": {"split": "test", "count": 16}}]
 
@@ -46,7 +46,7 @@ def evaluate_folders(
     sources = [{"path": prompts}] if prompts else BUILT_IN
     keys = {"prompts": sources, "temperatures": list(temperatures), **evaluation}
     try:
-        recipe = Recipe.model_validate(
+        recipe = make_recipe(
             {"name": "evaluation", "target": {"model": model}, "data": {"train": sources}, "evaluation": keys}
         )
     except ValidationError as error:

@@ -22,7 +22,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from speculators.drafter import Drafter
+from speculators.drafter import Drafter, DraftStep
 from speculators.target import FrozenTarget, TargetFeatures
 from train import checkpoint
 from train.data import PackedRow
@@ -30,7 +30,7 @@ from train.features import RowFeatures
 from train.losses import chunked_objective
 from train.optimizers import make_optimizer
 from train.recipe import Recipe
-from train.step_metrics import expected_acceptance_length_in_loop
+from train.step_metrics import StepMetrics, expected_acceptance_length_in_loop
 
 Evaluate = Callable[[Drafter], dict[str, float]]  # held-out figures; "expected_acceptance_length" decides the best
 
@@ -65,7 +65,8 @@ class Trainer:
         self.micro = t.gradient_accumulation_steps
         self.rows_per_step = t.batch_size * accelerator.num_processes * self.micro
         self.total_steps = t.steps or (math.ceil(len(rows) * t.epochs / self.rows_per_step) if t.epochs else None)
-        decay = torch.tensor([recipe.drafter.step_decay**k for k in range(recipe.drafter.unroll_steps)])
+        depths = min(recipe.drafter.unroll_steps, drafter.max_depth or recipe.drafter.unroll_steps)
+        decay = torch.tensor([recipe.drafter.step_decay**k for k in range(depths)])
         self.depth_weights = decay / decay.sum()  # [K]
         self.state = checkpoint.TrainState(fingerprint=fingerprint)
         self.stop_signal: int | None = None
@@ -146,26 +147,34 @@ class Trainer:
         """Forward and backward of one batch; gradients add up in the parameters."""
         with self.accelerator.autocast():
             steps = list(self.drafter.unroll(features, len(row_weights)))
-            hidden = torch.cat([s.hidden for s in steps])  # [N, D] of all depths
-            index = torch.cat([s.target_index for s in steps])
-            weight = torch.cat([s.weight * row_weights[s.depth] for s in steps])
-            loss, metrics = chunked_objective(
-                hidden,
-                self.drafter.head,
-                features.last_hidden.flatten(0, 1),
-                self.target.logits,
-                weight,
-                labels=features.input_ids.flatten()[index + 1],
-                mix=self.recipe.loss,
-                draft_to_target=self.drafter.draft_to_target,
-                chunk_size=self.recipe.training.loss_chunk_size,
-                target_index=index,
-            )
+            together = [steps] if self.drafter.one_head else [[step] for step in steps]  # what one head reads
+            losses, parts = zip(*(self._objective(features, group, row_weights) for group in together))
+        loss = sum(losses)
         loss.backward()
-        parts = metrics.split([len(s.hidden) for s in steps])
+        parts = [part for group in parts for part in group]
         length = expected_acceptance_length_in_loop([p.alpha for p in parts], [s.anchor_index for s in steps])
         totals = [p.alpha_sum for p in parts] + [p.agreement_sum for p in parts] + [length]
         return {"loss": float(loss.detach()), "totals": torch.stack([torch.as_tensor(t).float().cpu() for t in totals])}
+
+    def _objective(
+        self, features: TargetFeatures, steps: Sequence[DraftStep], row_weights: Tensor
+    ) -> tuple[Tensor, list[StepMetrics]]:
+        """The loss over depths that share a head, and the metrics of each."""
+        depth = steps[0].depth
+        index = torch.cat([s.target_index for s in steps])  # [N] of all of these depths
+        loss, metrics = chunked_objective(
+            torch.cat([s.hidden for s in steps]),  # [N, D]
+            lambda hidden: self.drafter.head(hidden, depth),
+            features.last_hidden.flatten(0, 1),
+            self.target.logits,
+            torch.cat([s.weight * row_weights[s.depth] for s in steps]),
+            labels=features.input_ids.flatten()[index + 1],
+            mix=self.recipe.loss,
+            draft_to_target=self.drafter.draft_to_target,
+            chunk_size=self.recipe.training.loss_chunk_size,
+            target_index=index,
+        )
+        return loss, metrics.split([len(s.hidden) for s in steps])
 
     def learning_rate(self, share: float) -> float:
         """Linear warm-up over `warmup_ratio`, then cosine to zero or constant."""

@@ -12,20 +12,23 @@ import hashlib
 import json
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, create_model, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from speculators.drafter import FAMILIES, family_class
 from speculators.errors import ConfigError
+from speculators.options import DrafterOptions, Section, Text
 from train import recipe_yaml
-from train.recipe_data import DataSection, RegenerateSection, Section, Text
+from train.divergences import Mix
+from train.recipe_data import DataSection, RegenerateSection
 from train.recipe_sections import (
-    DrafterSection,
     EvaluationSection,
     ExportSection,
     Gate,
@@ -34,19 +37,24 @@ from train.recipe_sections import (
     split_gate,
 )
 
+DEFAULT_FAMILY = "eagle3"
+
 
 class Recipe(Section):
-    """Everything about one run."""
+    """Everything about one run. The recipe of a family is `recipe_class(family)`."""
+
+    family_defaults: ClassVar[Mapping[str, Any]] = {}
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*$",
         description="name of the run; its folder is runs/<name>",
     )
     output_dir: Text = Field("runs/<name>", description="where everything the run writes goes")
-    family: Text = Field("eagle3", description="kind of drafter, as registered in speculators.drafter.FAMILIES")
+    family: Text = Field(DEFAULT_FAMILY, description="kind of drafter, as registered in speculators.drafter.FAMILIES")
     target: TargetSection = Field(description="the frozen model to draft for")
-    drafter: DrafterSection = Field(
-        default_factory=lambda: DrafterSection.model_validate({}), description="the trained head"
+    drafter: DrafterOptions = Field(
+        default_factory=lambda: DrafterOptions.model_validate({}),
+        description="the trained head; its keys are the family's",
     )
     data: DataSection = Field(description="conversations to train and validate on")
     regenerate: RegenerateSection = Field(
@@ -78,6 +86,19 @@ class Recipe(Section):
 
     @model_validator(mode="before")
     @classmethod
+    def _published(cls, value: Any) -> Any:
+        """The family's defaults where the recipe says nothing; `loss` is one value."""
+        if isinstance(value, dict):
+            for name, default in cls.family_defaults.items():
+                given = value.get(name)
+                if given is None:
+                    value = {**value, name: default}
+                elif isinstance(given, dict) and name != "loss":
+                    value = {**value, name: {**default, **given}}
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
     def _output_dir(cls, value: Any) -> Any:
         if isinstance(value, dict) and value.get("output_dir") is None and isinstance(value.get("name"), str):
             value = {**value, "output_dir": f"runs/{value['name']}"}
@@ -86,10 +107,6 @@ class Recipe(Section):
     @field_validator("family")
     @classmethod
     def _registered(cls, name: str) -> str:
-        from speculators.drafter import (
-            FAMILIES,
-        )  # here, because it brings torch, which the schema does not need
-
         if name not in FAMILIES:
             raise ValueError(f"expected one of {', '.join(FAMILIES)}, got '{name}'")
         return name
@@ -106,8 +123,6 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Recipe:
-        from train.divergences import Mix  # here, for the same reason
-
         try:
             Mix.parse(self.loss)
         except ConfigError as error:
@@ -138,6 +153,34 @@ class Recipe(Section):
         return hashlib.sha256(canonical.encode()).hexdigest()
 
 
+@cache
+def recipe_class(family: str = DEFAULT_FAMILY) -> type[Recipe]:
+    """The recipe of a family: its own keys under `drafter`, and its published defaults elsewhere."""
+    if family not in FAMILIES:
+        return Recipe  # which refuses it by name
+    drafter = family_class(family)
+    options: Any = (
+        drafter.options,
+        Field(
+            default_factory=lambda: drafter.options.model_validate({}),
+            description=Recipe.model_fields["drafter"].description,
+        ),
+    )
+    made = create_model("Recipe", __base__=Recipe, drafter=options)
+    made.family_defaults = drafter.defaults
+    return made
+
+
+def make_recipe(tree: Mapping[str, Any]) -> Recipe:
+    """The recipe a mapping stands for. Raises pydantic's ValidationError."""
+    return recipe_class(_family_of(tree)).model_validate(tree)
+
+
+def _family_of(tree: Any) -> str:
+    family = tree.get("family", DEFAULT_FAMILY) if isinstance(tree, Mapping) else DEFAULT_FAMILY
+    return family if isinstance(family, str) else DEFAULT_FAMILY
+
+
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read, override and validate one recipe file. Raises ConfigError, whose text lists every mistake found.
 
@@ -147,13 +190,15 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     path = Path(path)
     tree = recipe_yaml.read(path)
     overridden: list[Location] = []
-    for override in overrides:
-        keys, value = recipe_yaml.parse_override(override)
-        overridden.append(_set(tree, _schema_path(tuple(keys)), value, override))
+    parsed = [(override, *recipe_yaml.parse_override(override)) for override in overrides]
+    families = [value for _, keys, value in parsed if tuple(keys) == ("family",)]
+    model = recipe_class(_family_of({"family": families[-1]} if families else tree))
+    for override, keys, value in parsed:
+        overridden.append(_set(tree, _schema_path(tuple(keys), model), value, override))
     try:
-        return Recipe.model_validate(tree)
+        return model.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_explain(error, str(path), overridden)) from None
+        raise ConfigError(_explain(error, str(path), overridden, model)) from None
 
 
 # --------------------------------------------------------------------------------------------- overrides
@@ -161,10 +206,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 Location = tuple[str | int, ...]
 
 
-def _schema_path(keys: tuple[str, ...]) -> Location:
+def _schema_path(keys: tuple[str, ...], model: type[Recipe]) -> Location:
     """Join the keys that are one key with dots in it: gates.t0.acceptance_length.min has three levels."""
     location: list[str | int] = []
-    node: Any = Recipe
+    node: Any = model
     while keys:
         if (value_model := _mapping_value(node)) is not None:
             tail = 1 if len(keys) > 1 and keys[-1] in value_model.model_fields else 0
@@ -203,13 +248,13 @@ def _set(tree: Any, location: Location, value: Any, override: str) -> Location:
 # --------------------------------------------------------------------------------------------- error texts
 
 
-def _explain(error: ValidationError, path: str, overridden: Sequence[Location]) -> str:
+def _explain(error: ValidationError, path: str, overridden: Sequence[Location], model: type[Recipe]) -> str:
     """All mistakes, a line per source: `recipes/x.yaml: drafter.num_layers: expected ..., got ...; ...`."""
     texts: dict[str, list[str]] = {}
     wide = ("value_error", "extra_forbidden")  # blame a whole section, whichever key in it was set
     for item in error.errors(include_url=False):
         dotted = ".".join(str(key) for key in item["loc"])
-        text = f"{dotted}: {_message(item)}" if dotted else _message(item)
+        text = f"{dotted}: {_message(item, model)}" if dotted else _message(item, model)
         at, _, _ = text.partition(":")  # checks across sections have no location, but name the key first
         caused = any(_concerns(at, ".".join(map(str, o)), item["type"] in wide) for o in overridden)
         texts.setdefault("command line" if caused else path, []).append(text)
@@ -221,25 +266,25 @@ def _concerns(at: str, override: str, within: bool) -> bool:
     return f"{at}.".startswith(f"{override}.") or (within and f"{override}.".startswith(f"{at}."))
 
 
-def _message(item: ErrorDetails) -> str:
+def _message(item: ErrorDetails, model: type[Recipe]) -> str:
     kind, location, value = item["type"], item["loc"], item["input"]
     if kind == "value_error":
         return str(item["ctx"]["error"])
     if kind == "extra_forbidden":
-        return f"unknown key{_suggestion(location)}"
-    info = _field_at(location)
+        return f"unknown key{_suggestion(location, model)}"
+    info = _field_at(location, model)
     if kind == "missing":
         return f"required, but missing: {info.description}" if info else "required, but missing"
     return f"expected {_describe(info) if info else item['msg']}, got {_short(value)}"
 
 
-def _suggestion(location: Location) -> str:
+def _suggestion(location: Location, recipe: type[Recipe]) -> str:
     """The nearest valid key here, else the same key in another section, else all keys valid here."""
-    model = _model_at(location[:-1])
+    model = _model_at(location[:-1], recipe)
     key, valid = str(location[-1]), list(model.model_fields) if model else []
     if near := difflib.get_close_matches(key, valid, n=1, cutoff=0.6):
         return f"; did you mean '{near[0]}'?"
-    names = [row.name for row in describe_schema()]
+    names = [row.name for row in _rows(recipe, "", {})]
     if elsewhere := [name for name in names if name.rsplit(".", 1)[-1] == key]:
         return f"; did you mean '{elsewhere[0]}'?"
     return f"; valid keys here: {', '.join(valid)}"
@@ -250,10 +295,10 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _field_at(location: Location) -> FieldInfo | Any:
+def _field_at(location: Location, model: type[Recipe]) -> FieldInfo | Any:
     """The field, or the type of a list item or mapping value, that a validation error points at."""
     found: Any = None
-    node: Any = Recipe
+    node: Any = model
     for key in location:
         if _is_model(node):
             found = node.model_fields.get(str(key))
@@ -265,10 +310,10 @@ def _field_at(location: Location) -> FieldInfo | Any:
     return found
 
 
-def _model_at(location: Location) -> type[BaseModel] | None:
+def _model_at(location: Location, model: type[Recipe]) -> type[BaseModel] | None:
     if not location:
-        return Recipe
-    info = _field_at(location)
+        return model
+    info = _field_at(location, model)
     node = _plain(info.annotation) if info else None
     return node if _is_model(node) else None
 
@@ -285,12 +330,26 @@ class SchemaRow(NamedTuple):
     description: str
 
 
-def describe_schema() -> list[SchemaRow]:
+def describe_schema(family: str = DEFAULT_FAMILY) -> list[SchemaRow]:
     """Every key in file order: dotted name (`[]` a list item, `<name>` any key), type, default, meaning.
 
-    A section that several keys share is spelled out at the first of them.
+    The keys under `drafter` and the published defaults are those of `family`. A section that several keys share is
+    spelled out at the first of them.
     """
-    return list(_rows(Recipe, "", {}))
+    if family not in FAMILIES:
+        raise ConfigError(f"unknown family {family!r}; expected one of {', '.join(FAMILIES)}")
+    rows = _rows(recipe_class(family), "", {})
+    own = {".".join(keys): value for keys, value in _leaves(family_class(family).defaults)} | {"family": family}
+    return [row._replace(default=str(own[row.name])) if row.name in own else row for row in rows]
+
+
+def _leaves(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(keys, value) of a tree of defaults; `loss` is one value."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and key != "loss":
+            yield from _leaves(value, (*above, key))
+        else:
+            yield (*above, key), json.dumps(value)
 
 
 def _rows(model: type[BaseModel], prefix: str, seen: dict[type[BaseModel], str]) -> Iterator[SchemaRow]:

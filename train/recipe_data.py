@@ -1,25 +1,17 @@
 """The sections of a recipe that say what text is trained on: sources, rows, and regenerated responses.
 
-Also the base of every section. Must not know how sources are read (`train.sources`) nor how turns are masked.
+Must not know how sources are read (`train.sources`) nor how turns are masked.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-PositiveInt = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Text = Annotated[str, Field(min_length=1)]
+from speculators.options import Count, PositiveInt, Section, Text
+
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-
-
-class Section(BaseModel):
-    """Base of every section: unknown keys refused, nothing coerced (true is not 1), nothing changes later."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class DemoSource(Section):

@@ -1,7 +1,7 @@
 """The sections of a recipe: every key a user can write, what it means, and why its default is what it is.
 
-Only shapes and values live here (those about text in `train.recipe_data`). Reading files, overrides and error
-texts are in `train.recipe`. This module opens no file and loads no model.
+Only shapes and values live here: those about text are in `train.recipe_data`, those of a drafter in its family's
+file. Reading files, overrides and error texts are in `train.recipe`. This module opens no file and loads no model.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from train.recipe_data import Count, Dtype, PositiveInt, Section, Share, Source, Text
+from speculators.options import Count, PositiveInt, Section, Share, Text
+from train.recipe_data import Dtype, Source
 
 
 class TargetSection(Section):
@@ -31,74 +32,6 @@ class TargetSection(Section):
     attn_implementation: Literal["sdpa", "eager"] = Field(
         "sdpa", description="attention kernel of the target; packed rows need one that takes a mask"
     )
-
-
-class DrafterSection(Section):
-    """The trained head. Sizes left null are the target's own."""
-
-    num_layers: PositiveInt = Field(
-        1, description="decoder layers of the head; one is the published default and the cheapest to run"
-    )
-    tap_layers: list[Count] | None = Field(
-        None,
-        min_length=1,
-        description="target hidden states read by the head "
-        "(0: embedding output, i: output of layer i); null: [2, n//2, n-3] of "
-        "n layers",
-    )
-    draft_vocab_size: Annotated[int, Field(ge=2)] | None = Field(
-        None,
-        description="reduced vocabulary of the head; null: the 32,000 most frequent supervised tokens, "
-        "or the whole vocabulary if that is smaller",
-    )
-    unroll_steps: PositiveInt = Field(
-        7, description="depths unrolled on the head's own states in training (EAGLE-3's training-time test)"
-    )
-    step_decay: float = Field(0.8, gt=0, le=1, description="weight of depth k is step_decay**k before normalisation")
-    norm_before_fc: bool = Field(False, description="EAGLE-3.1: RMSNorm over the concatenated taps, before fc")
-    fc_norm: bool = Field(False, description="EAGLE-3.1: one RMSNorm per tap, before fc")
-    norm_output: bool = Field(False, description="EAGLE-3.1: feed the normed state back instead of the pre-norm one")
-    norm_before_residual: bool = Field(False, description="the residual carries the normed taps' projection")
-    qk_norm: bool = Field(False, description="RMSNorm on queries and keys, as in Qwen3 layers")
-    intermediate_size: PositiveInt | None = Field(None, description="width of the MLP; null: the target's")
-    num_heads: PositiveInt | None = Field(None, description="attention heads; null: the target's")
-    num_kv_heads: PositiveInt | None = Field(None, description="key/value heads; null: the target's")
-    head_dim: PositiveInt | None = Field(None, description="size of one attention head; null: the target's")
-    init: Literal["taps", "least_squares"] = Field(
-        "taps",
-        description="start from scratch as the deepest tap passed through, or as the best linear recursion on features "
-        "of some training rows with one copying head, which saves a briefly trained head most of its steps; the "
-        "latter needs norm_before_residual",
-    )
-    init_from: Text | None = Field(
-        None, description="exported head (directory or id) to start from; null: from scratch"
-    )
-    init_lm_head_from_target: bool = Field(
-        True,
-        description="start the head's vocabulary projection as the target's rows, which saves it learning them",
-    )
-    train_embeddings: bool = Field(
-        False, description="train a copy of the target's embeddings; off: share the frozen ones"
-    )
-
-    @field_validator("tap_layers")
-    @classmethod
-    def _sorted_unique(cls, taps: list[int] | None) -> list[int] | None:
-        if taps is not None and taps != sorted(set(taps)):
-            raise ValueError(
-                f"expected layer numbers in rising order, each once, got {taps}; write {sorted(set(taps))}"
-            )
-        return taps
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> DrafterSection:
-        if self.num_heads and self.num_kv_heads and self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
-        if self.norm_before_fc and self.fc_norm:
-            raise ValueError("norm_before_fc and fc_norm both norm the taps; set one of them")
-        if self.init == "least_squares" and not self.norm_before_residual:
-            raise ValueError("init: least_squares needs norm_before_residual: true; its recursion is on normed states")
-        return self
 
 
 class TrainingSection(Section):

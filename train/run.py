@@ -82,7 +82,7 @@ def run(
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "recipe.yaml").write_text(recipe.resolved_yaml())
-    fits = recipe.drafter.init == "least_squares" and recipe.drafter.init_from is None
+    fits = getattr(recipe.drafter, "init", None) == "least_squares" and recipe.drafter.init_from is None
     stages = Stages(len(STAGES) + fits, enabled=accelerator.is_main_process)
     drafter, state = train(recipe, accelerator, stages)
     accelerator.wait_for_everyone()
@@ -230,39 +230,22 @@ def _per_workload(examples: Sequence[Example], limit: int) -> list[Example]:
 
 def drafter_config(recipe: Recipe, target: FrozenTarget) -> DrafterConfig:
     """The recipe's drafter for this target; with `init_from`, that head's own, which the recipe may not contradict."""
-    d = recipe.drafter
-    wanted = {
-        "num_layers": d.num_layers,
-        "tap_layers": tuple(d.tap_layers) if d.tap_layers else None,
-        "norm_before_fc": d.norm_before_fc,
-        "fc_norm": d.fc_norm,
-        "norm_output": d.norm_output,
-        "norm_before_residual": d.norm_before_residual,
-        "qk_norm": d.qk_norm,
-        "intermediate_size": d.intermediate_size,
-        "num_attention_heads": d.num_heads,
-        "num_key_value_heads": d.num_kv_heads,
-        "head_dim": d.head_dim,
-        "own_embeddings": d.train_embeddings,
-        "draft_vocab_size": d.draft_vocab_size,
-    }
-    if d.init_from is None:
-        if wanted["draft_vocab_size"] is None:
+    options, fields = recipe.drafter, family_class(recipe.family).config_class.model_fields
+    wanted = options.shape(fields)
+    if options.init_from is None:
+        if "draft_vocab_size" in wanted and wanted["draft_vocab_size"] is None:
             wanted["draft_vocab_size"] = min(DEFAULT_DRAFT_VOCABULARY, target.vocab_size)
         return config_for_target(target, recipe.family, **wanted)
-    config = read_drafter_config(d.init_from, target.num_layers)
-    renamed = {
-        "num_heads": "num_attention_heads",
-        "num_kv_heads": "num_key_value_heads",
-        "train_embeddings": "own_embeddings",
-    }
-    for key in d.model_fields_set & (set(wanted) | set(renamed)):
-        field = renamed.get(key, key)
-        if wanted[field] is not None and wanted[field] != getattr(config, field):
+    config = read_drafter_config(options.init_from, target.num_layers)
+    if config.family != recipe.family:
+        raise ConfigError(
+            f"drafter.init_from: {options.init_from} is of family {config.family!r}, the recipe's is {recipe.family!r}"
+        )
+    for key in options.model_fields_set & set(wanted):
+        if wanted[key] is not None and wanted[key] != getattr(config, key):
             raise ConfigError(
-                f"drafter.{key}: the recipe says {wanted[field]}, but the head of drafter.init_from ({d.init_from}) "
-                f"has "
-                f"{getattr(config, field)}; leave {key} out or start from scratch"
+                f"drafter.{key}: the recipe says {wanted[key]}, but the head of drafter.init_from "
+                f"({options.init_from}) has {getattr(config, key)}; leave {key} out or start from scratch"
             )
     return config
 
@@ -292,17 +275,17 @@ def make_drafter(
             f"      draft vocabulary: {config.draft_vocab_size} of {config.vocab_size} tokens, "
             f"{coverage(counts, ids):.2%} of the supervised text"
         )
-    seen = None
-    if recipe.drafter.init == "least_squares" and checkpoint.latest(checkpoints(recipe)) is None:
+    seen, wanted = None, drafter.start_terms(recipe.drafter)
+    if wanted and checkpoint.latest(checkpoints(recipe)) is None:
         with stages.stage("fit the start", 100) as advance:
-            seen = _features_of_some_rows(drafter, features, advance)
-    drafter.initialise_from(target, lm_head=recipe.drafter.init_lm_head_from_target, features=seen)
+            seen = _features_of_some_rows(drafter, features, wanted, advance)
+    drafter.initialise_from(target, recipe.drafter, features=seen)
     return drafter
 
 
-def _features_of_some_rows(drafter: Drafter, features: RowFeatures, advance) -> list[TargetFeatures]:
-    """As many rows as the drafter wants terms of, spread over the data, one by one."""
-    wanted, terms, found = drafter.start_terms, 0, []
+def _features_of_some_rows(drafter: Drafter, features: RowFeatures, wanted: int, advance) -> list[TargetFeatures]:
+    """Rows with `wanted` terms, spread over the data, one by one."""
+    terms, found = 0, []
     order = np.random.default_rng(0).permutation(len(features.rows))
     for index in order.tolist():
         found.append(features.of([index]))

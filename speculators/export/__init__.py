@@ -1,8 +1,8 @@
 """Drafters as directories other engines load: written whole or not at all, read back strictly.
 
 `export_drafter` writes into a temporary sibling and renames it; `load_drafter` refuses a missing, unexpected or
-mis-shaped tensor (vLLM loads most of those silently and then accepts nothing). A format is one layout module with a
-table of names, shapes and config fields; this file knows files and folders, not families.
+mis-shaped tensor (vLLM loads most of those silently and then accepts nothing). A format is one `Layout` with a table
+of names, shapes and config fields; this file knows files and folders, not families.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,12 +21,14 @@ from safetensors.torch import save_file
 from speculators.config import DrafterConfig
 from speculators.drafter import Drafter, family_class
 from speculators.errors import CheckpointError
-from speculators.export import eagle3_layout
+from speculators.export.eagle3_layout import Eagle3Layout
+from speculators.export.layout import Layout
 from speculators.target import FrozenTarget
 from speculators.vocab import from_offsets, to_offsets
 
 WEIGHTS = "model.safetensors"
-LAYOUTS: dict[str, ModuleType] = {"eagle3": eagle3_layout}
+# One line a family; a folder that does not name its family belongs to the first that recognises it.
+LAYOUTS: dict[str, Layout] = {layout.family: layout for layout in (Eagle3Layout(),)}
 
 
 def export_drafter(
@@ -121,13 +122,14 @@ def read_drafter_config(path_or_id: str | Path, num_target_layers: int | None = 
         fields = json.loads((folder / "config.json").read_text())
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{folder}/config.json: not JSON: {error}") from error
-    return _layout_of(fields, str(folder)).from_config(fields, names, f"{folder}/config.json", num_target_layers)
+    layout = _layout_of(fields, names, str(folder))
+    return layout.from_config(fields, names, f"{folder}/config.json", num_target_layers)
 
 
-def _layout_of(fields: dict[str, Any], where: str) -> ModuleType:
+def _layout_of(fields: dict[str, Any], names: set[str], where: str) -> Layout:
     family = (fields.get("draftsmith") or {}).get("family")
-    if family is None and (fields.get("architectures") or [""])[0] in eagle3_layout.ARCHITECTURES:
-        family = "eagle3"
+    if family is None:
+        family = next((each.family for each in LAYOUTS.values() if each.recognises(fields, names)), None)
     if family not in LAYOUTS:
         raise CheckpointError(
             f"{where}: not a drafter this version reads (architectures {fields.get('architectures')}, "
@@ -153,20 +155,15 @@ def load_drafter(path_or_id: str | Path, target: FrozenTarget, *, dtype: torch.d
 def load_weights(drafter: Drafter, folder: Path) -> None:
     """Fills `drafter` from the tensors of `folder`, strictly. Nothing of the drafter keeps its old value."""
     config = drafter.config
+    layout = LAYOUTS[config.family]
     found: dict[str, torch.Tensor] = {}
     for file in _files(folder):
         with safe_open(file, "pt") as reader:
-            found |= {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 (not a dict)
-    layout = LAYOUTS[config.family]
-    table = layout.tensors(config)
-    if config.num_layers == 1:  # both names are in the wild
-        found = {
-            name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name: t
-            for name, t in found.items()
-        }
+            found |= {name: reader.get_tensor(name) for name in reader.keys() if layout.belongs(name)}  # noqa: SIM118
+    found, table = layout.canonical(found, config), layout.tensors(config)
     wanted = set(table) | ({"d2t"} if config.reduced_vocabulary else set())
     faults = [f"{name} is missing" for name in sorted(wanted - set(found))]
-    faults += [f"{name} is unexpected" for name in sorted(set(found) - wanted - set(layout.IGNORED))]
+    faults += [f"{name} is unexpected" for name in sorted(set(found) - wanted - set(layout.ignored))]
     for name, (_, shape) in table.items():
         if name in found and tuple(found[name].shape) != shape:
             faults.append(f"{name} has shape {list(found[name].shape)}, expected {list(shape)}")

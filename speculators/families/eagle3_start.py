@@ -169,7 +169,7 @@ def _own_token(head: Eagle3, features: Sequence[TargetFeatures]) -> Tensor:
     states, embeds = [], []
     for f in features:
         text = f.segment_ids >= 0
-        states.append(_unit(head.project_taps(f.taps[text]).float()))
+        states.append(_unit(head.first_state(f.taps[text], None).float()))
         embeds.append(_unit(head.embed(f.input_ids[text]).float()))
     return _ridge(torch.cat(states), torch.cat(embeds))
 
@@ -212,7 +212,7 @@ def _copy(head: Eagle3, target: FrozenTarget, identity: Tensor, scale: Tensor | 
     attention, config = head.layers[0].self_attn, head.config
     D, H, repeat = config.head_dim, config.hidden_size, config.num_attention_heads // config.num_key_value_heads
     device, half = identity.device, D // 2
-    slow = (head.rotary_emb.inv_freq * COPY_REACH <= 1).nonzero()[:, 0].to(device)
+    slow = (head.positions.rotary_emb.inv_freq * COPY_REACH <= 1).nonzero()[:, 0].to(device)
     slow = slow if len(slow) >= min(8, half) else torch.arange(half - min(8, half), half, device=device)
     places = torch.cat([slow, slow + half])[:H]
     match = torch.linalg.qr(torch.randn(H, len(places), device=device)).Q.T  # [m, H]

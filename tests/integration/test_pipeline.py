@@ -65,7 +65,7 @@ def recipe(tiny_target, tmp_path):
 @pytest.mark.integration
 def test_a_fitted_start_muon_and_kept_features(recipe, tmp_path, capsys):
     """The quickstart's way: a stage more, and the same command again trains nothing twice."""
-    fitted = ["drafter.init=least_squares", "drafter.norm_before_residual=true", "drafter.num_kv_heads=4"]
+    fitted = ["drafter.init=least_squares", "drafter.norm_before_residual=true", "drafter.num_key_value_heads=4"]
     fitted += ["training.optimizer=muon", "training.keep_features_gb=0.1"]
     assert run(recipe, fitted) == 0
     assert "[3/6] fit the start" in capsys.readouterr().out

@@ -143,7 +143,7 @@ def test_dry_run_says_what_would_happen_and_does_nothing(recipe_file):
     assert code == 0, output
     for words in (
         "tiny (eagle3)",
-        "tap layers",
+        "taps [",
         "64 of the target's 4,096 tokens",
         "fc.weight",
         "demo: 30 examples",

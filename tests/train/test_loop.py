@@ -25,7 +25,7 @@ from train import checkpoint
 from train.data import pack
 from train.loop import Interrupted, Trainer
 from train.masks import TokenRow
-from train.recipe import Recipe
+from train.recipe import Recipe, recipe_class
 
 
 def make_rows(count: int = 24, vocab: int = 100):
@@ -41,7 +41,7 @@ def make_rows(count: int = 24, vocab: int = 100):
 
 def make_recipe(**training) -> Recipe:
     defaults = {"steps": 8, "batch_size": 2, "learning_rate": 1e-2, "save_every": 2, "mixed_precision": "no"}
-    return Recipe.model_validate(
+    return recipe_class().model_validate(
         {
             "name": "t",
             "target": {"model": "tiny"},

@@ -167,7 +167,8 @@ MALFORMED = {
     "drafter: {tap_layers: []}": AT + "drafter.tap_layers: expected a non-empty list, each an integer >= 0 or null, "
     "got []",
     "drafter: {draft_vocab_size: 1}": AT + "drafter.draft_vocab_size: expected an integer >= 2 or null, got 1",
-    "drafter: {num_heads: 6, num_kv_heads: 4}": AT + "drafter: num_heads (6) must be a multiple of num_kv_heads (4)",
+    "drafter: {num_attention_heads: 6, num_key_value_heads: 4}": AT
+    + "drafter: num_attention_heads (6) must be a multiple of num_key_value_heads (4)",
     "drafter: {fc_norm: true, norm_before_fc: true}": AT + "drafter: norm_before_fc and fc_norm both norm the taps; "
     "set one of them",
     "drafter: 3": AT + "drafter: expected a mapping, got 3",

@@ -1,0 +1,181 @@
+"""Heads that feed their own state back: EAGLE, EAGLE-3, multi-token prediction.
+
+Slot t of such a head pairs the token x_{t+1} with what the target computed at t and predicts x_{t+2}; depth k of the
+slot reads x_{t+1+k} and the depth k-1 output, at rotary position t + k, and predicts x_{t+2+k}. `unroll` does that for
+all slots at once (training-time test, arXiv 2503.01840), `draft` for the newest slot of each row with a cache; both run
+the family's `run`. Knows no tensor of any family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from speculators.attention import unrolled_attention
+from speculators.decoder import Attend, Rotary
+from speculators.drafter import Drafter, DraftStep, valid_terms
+from speculators.target import TargetFeatures
+
+
+class ChainDrafter(Drafter):
+    """A family gives its first state, its embedding, its layers, and how it rotates."""
+
+    asks = True  # whether `run` can leave out the queries that nobody asks for
+
+    # -------------------------------------------------------------- the family's part
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers with keys and values of their own."""
+        raise NotImplementedError
+
+    def first_state(self, taps: Tensor | None, last_hidden: Tensor | None) -> Tensor:
+        """taps [B, T, n·H], last_hidden [B, T, H] of the target -> the state that depth 0 reads [B, T, H]."""
+        raise NotImplementedError
+
+    def embed(self, token_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """token_ids and the positions of their slots [B, T] -> [B, T, H] from the own table, or the target's."""
+        table = self.embed_tokens if self.config.own_embeddings else self.target.embed_tokens
+        return table(token_ids)
+
+    def rotary(self, position_ids: Tensor, like: Tensor, length: int | None = None) -> Rotary:
+        """position_ids [B, T] -> cosines and sines [B, T, d]; `length`: all positions are below it."""
+        raise NotImplementedError
+
+    def run(
+        self, embeds: Tensor, state: Tensor, rotary: Rotary, attends: Sequence[Attend], asking: Tensor | None = None
+    ) -> Tensor:
+        """All layers: embeds, state [B, T, H] -> what `head` reads and the next depth gets [B, T, H], or [B, M, H]."""
+        raise NotImplementedError
+
+    def feed_back(self, state: Tensor) -> Tensor:
+        """The state as the next depth of an unroll reads it."""
+        return state
+
+    # -------------------------------------------------------------- training
+
+    def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
+        """`steps` depths; a slot's terms are those `valid_terms` allows.
+
+        Every slot gives keys and values at depth 0, since later slots attend to it. All the rest, from the last layer's
+        queries on, runs over slots that have a term at some depth, which in chat data is the smaller part of a row.
+        """
+        ids, segments, positions = features.input_ids, features.segment_ids, features.position_ids
+        B, T = ids.shape
+        valid = [valid_terms(features, depth + 2) for depth in range(steps)]  # each [B, T]
+        slots = torch.arange(T, device=ids.device).expand(B, T)
+        chosen = _slots_in_use(torch.stack(valid).any(0)) if self.asks else slots  # [B, M]
+        state = self.first_state(features.taps, features.last_hidden)
+        layers = self.attention_layers
+        causal: list[tuple[Tensor, Tensor]] = []  # per layer: keys and values of depth 0
+        own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(layers)]  # per layer: those of each later depth
+        for depth in range(steps):
+            tokens = ids.gather(1, (slots + 1 + depth) % T)  # x_{t+1+depth}; what wraps is never valid
+            asking = chosen if depth == 0 and self.asks else None
+            attends = [
+                self._unrolled(i, depth, causal, own[i], slots if i < layers - 1 else chosen, segments)
+                for i in range(layers)
+            ]
+            places = positions.gather(1, slots) + depth
+            state = self.feed_back(state) if depth else state
+            state = self.run(self.embed(tokens, places), state, self.rotary(places, state), attends, asking)
+            slots = chosen
+            terms = valid[depth].gather(1, slots)
+            anchors = (slots + T * torch.arange(B, device=ids.device)[:, None])[terms]
+            yield DraftStep(
+                depth=depth,
+                hidden=state[terms],
+                target_index=anchors + depth + 1,
+                anchor_index=anchors,
+                weight=torch.ones(len(anchors), device=state.device),
+            )
+
+    def _unrolled(
+        self, layer: int, depth: int, causal: list, own: list, slots: Tensor, segment_ids: Tensor
+    ) -> Callable:
+        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            if depth == 0:
+                causal.append((k, v))
+            else:
+                own.append((k, v))
+            return unrolled_attention(q, *causal[layer], own, slots, segment_ids, scale)
+
+        return attend
+
+    # -------------------------------------------------------------- inference
+
+    def draft(
+        self,
+        cache,
+        start: int,
+        stop: int,
+        token_ids: Tensor,
+        taps: Tensor | None,
+        last_hidden: Tensor | None,
+        counts: Sequence[int],
+        k: int,
+        sample: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """See `Drafter.draft`."""
+        nobody = token_ids[:, :0]  # nothing is drafted: keys and values are all that is wanted
+        asking = nobody if self.asks and k == 0 else None
+        states = self._extend(cache, start, stop, token_ids, self.first_state(taps, last_hidden), asking)
+        for row, count in enumerate(counts, start):
+            cache.advance(row, count)
+        if k == 0:
+            return nobody
+        if token_ids.shape[1] == 1:
+            state = states
+        else:
+            last = torch.tensor(counts, device=states.device) - 1
+            state = states[torch.arange(len(counts), device=states.device), last][:, None]  # [b, 1, H]
+        drafted = [sample(self.head(state[:, 0]))]
+        for _ in range(k - 1):
+            state = self._extend(cache, start, stop, drafted[-1][:, None], state)
+            for row in range(start, stop):
+                cache.advance(row, 1)
+            drafted.append(sample(self.head(state[:, 0])))
+        for row in range(start, stop):
+            cache.truncate(row, cache.lengths[row] - (k - 1))
+        return torch.stack(drafted, dim=1)
+
+    def _extend(
+        self, cache, start: int, stop: int, token_ids: Tensor, state: Tensor, asking: Tensor | None = None
+    ) -> Tensor:
+        """One pass over M new slots per row, written at each row's own length: states [b, M, H], or of the asking."""
+        M = token_ids.shape[1]
+        position_ids = cache.position_ids(start, stop, M)
+        mask, causal = cache.mask(start, stop, M), M > 1
+        view = cache.view(start, stop, M)
+
+        def attend(layer: int) -> Callable:
+            def inner(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+                k, v = view.update(k, v, layer)
+                if not q.shape[2]:
+                    return q
+                return nn.functional.scaled_dot_product_attention(
+                    q,
+                    k,
+                    v,
+                    attn_mask=mask,
+                    is_causal=mask is None and causal,
+                    scale=scale,
+                    enable_gqa=q.shape[1] != k.shape[1],
+                )
+
+            return inner
+
+        attends = [attend(i) for i in range(self.attention_layers)]
+        rotary = self.rotary(position_ids, state, cache.capacity)
+        return self.run(self.embed(token_ids, position_ids), state, rotary, attends, asking)
+
+
+def _slots_in_use(wanted: Tensor) -> Tensor:
+    """wanted bool [B, T] -> [B, M] slots of each row, wanted ones first and ascending; M is the most a row wants.
+
+    A row that wants fewer is filled up with slots that are not wanted: they have no term, and nobody reads them.
+    """
+    M = max(int(wanted.sum(1).max()), 1)
+    return torch.argsort(~wanted, dim=1, stable=True)[:, :M]

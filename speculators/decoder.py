@@ -1,0 +1,213 @@
+"""Decoder layers of draft heads, as Llama has them: attention that leaves the attending to its caller.
+
+Training and decoding differ only in what a query may see, so a layer projects, hands query, key and value to `attend`,
+and goes on with what comes back. While a head is frozen for drafting, projections of one input are one product.
+Knows no family, no cache and no loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
+
+from speculators.config import DecoderConfig
+from speculators.errors import ConfigError
+from speculators.frozen_linear import FrozenLinear
+
+Rotary = tuple[Tensor, Tensor]  # cosines and sines [B or 1, T, d]
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # query, key, value, scale -> [B, h, T, d]
+
+
+class RMSNorm(nn.RMSNorm):
+    """Root-mean-square norm in one call; a drafter's step is short enough for the number of calls to matter."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__(width, eps=eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over inputs of any width."""
+
+    def __init__(self, config: DecoderConfig, inputs: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        self.scale = config.head_dim**-0.5
+        self.q_proj = nn.Linear(inputs, self.heads * self.head_dim, bias=config.attention_bias)
+        self.k_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=config.attention_bias)
+        self.v_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=config.attention_bias)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.qk_norm = config.qk_norm
+        self.fused: FrozenLinear | None = None  # all three, while frozen for drafting
+
+    def project(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], asking: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, inputs] -> query [B, h, T, d], key and value [B, g, T, d], rotated.
+
+        `asking` [B, M]: the slots that have a query, which is then [B, h, M, d].
+        """
+        B, T, _ = x.shape
+        if asking is not None:
+            return self._project_some(x, rotary, asking)
+        if self.fused is None:
+            parts = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+        else:
+            D = self.head_dim
+            parts = self.fused(x).split([self.heads * D, self.kv_heads * D, self.kv_heads * D], -1)
+        q, k, v = (part.view(B, T, -1, self.head_dim) for part in parts)
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        qk = _rotated(torch.cat([q, k], dim=2).transpose(1, 2), rotary)  # [B, h + g, T, d]: one rotation for both
+        q, k = qk.split([self.heads, self.kv_heads], dim=1)
+        v = v.transpose(1, 2)
+        return q.to(v.dtype), k.to(v.dtype), v
+
+    def _project_some(self, x: Tensor, rotary: tuple[Tensor, Tensor], asking: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        B, T, _ = x.shape
+        q = self.q_proj(at_slots(x, asking)).view(B, asking.shape[1], self.heads, self.head_dim)
+        k, v = (part(x).view(B, T, -1, self.head_dim) for part in (self.k_proj, self.v_proj))
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        cos, sin = rotary
+        q = _rotated(
+            q.transpose(1, 2), (at_slots(cos.expand(B, -1, -1), asking), at_slots(sin.expand(B, -1, -1), asking))
+        )
+        k, v = _rotated(k.transpose(1, 2), rotary), v.transpose(1, 2)
+        return q.to(v.dtype), k.to(v.dtype), v
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) · up(x)), gate and up as one product while frozen."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        if config.hidden_act not in ACT2FN:
+            raise ConfigError(f"drafter: hidden_act {config.hidden_act!r} is not one of transformers' activations")
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act = ACT2FN[config.hidden_act]
+        self.fused: FrozenLinear | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fused is None:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        else:
+            gate, up = self.fused(x).chunk(2, dim=-1)
+        return self.down_proj(self.act(gate) * up)
+
+
+class DecoderLayer(nn.Module):
+    """One pre-norm decoder layer. `attend(q, k, v, scale)` is the caller's.
+
+    `inputs`: width of what the projections read, where it is not the state's. `input_norm=False`: they read the state
+    as it is.
+    """
+
+    def __init__(self, config: DecoderConfig, *, inputs: int | None = None, input_norm: bool = True) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(width, eps=eps) if input_norm else None
+        self.self_attn = Attention(config, inputs or width)
+        self.post_attention_layernorm = RMSNorm(width, eps=eps)
+        self.mlp = GatedMLP(config)
+
+    def forward(self, state: Tensor, rotary: Rotary, attend: Attend, asking: Tensor | None = None) -> Tensor:
+        """state [B, T, H] -> the layer's output before any final norm [B, T, H].
+
+        `asking` [B, M]: the slots whose output is wanted, [B, M, H]; the others give keys and values only.
+        """
+        x = state if self.input_layernorm is None else self.input_layernorm(state)
+        return self.finish(x, state, rotary, attend, asking)
+
+    def finish(
+        self, x: Tensor, residual: Tensor, rotary: Rotary, attend: Attend, asking: Tensor | None = None
+    ) -> Tensor:
+        """x [B, T, inputs], what the projections read; residual [B, T, H]."""
+        attended = attend(*self.self_attn.project(x, rotary, asking), self.self_attn.scale)  # [B, h, T or M, d]
+        if asking is not None:
+            residual = at_slots(residual, asking)
+            if not asking.shape[1]:
+                return residual
+        x = residual + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+    def fuse(self) -> None:
+        """Projections of one input become one product, a step of decoding being mostly calls."""
+        a, m = self.self_attn, self.mlp
+        a.fused = FrozenLinear(a.q_proj, a.k_proj, a.v_proj)
+        m.fused = FrozenLinear(m.gate_proj, m.up_proj)
+
+    def unfuse(self) -> None:
+        self.self_attn.fused = self.mlp.fused = None
+
+
+class RotaryTable(nn.Module):
+    """Cosines and sines of a head's positions."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.rotary_emb = LlamaRotaryEmbedding(config=_llama_config(config))
+        self._table: Rotary | None = None  # [positions, d], made when drafting begins
+
+    def forward(self, like: Tensor, position_ids: Tensor) -> Rotary:
+        """position_ids [B, T] -> [B, T, d] in the dtype of `like`."""
+        return self.rotary_emb(like, position_ids)
+
+    def lookup(self, position_ids: Tensor, length: int, like: Tensor) -> Rotary:
+        """The same for positions below `length`, looked up where they depend on nothing else."""
+        if self.rotary_emb.rope_type in ("dynamic", "longrope"):  # these change with the length of the text
+            return self.rotary_emb(like, position_ids)
+        table = self._table
+        if (
+            table is None
+            or table[0].shape[0] < length
+            or table[0].dtype != like.dtype
+            or table[0].device != like.device
+        ):
+            cos, sin = self.rotary_emb(like, torch.arange(length, device=like.device)[None])
+            table = self._table = (cos[0], sin[0])
+        return table[0][position_ids], table[1][position_ids]
+
+
+def at_slots(x: Tensor, slots: Tensor) -> Tensor:
+    """x [B, T, D] at slots [B, M] -> [B, M, D]."""
+    return x.gather(1, slots[..., None].expand(-1, -1, x.shape[-1]))
+
+
+def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """x [B, heads, T, d] by the angles of its positions, cos and sin [B, T, d]."""
+    cos, sin = rotary
+    return x * cos[:, None] + rotate_half(x) * sin[:, None]
+
+
+def _llama_config(config: DecoderConfig) -> LlamaConfig:
+    """What transformers' Llama modules read of a head's configuration."""
+    return LlamaConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        hidden_act=config.hidden_act,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        mlp_bias=False,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=dict(config.rope_parameters),
+    )

@@ -1,0 +1,92 @@
+"""What a checkpoint format is: names, shapes and config fields of one family, written and read by the same table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from speculators.config import DrafterConfig
+from speculators.errors import CheckpointError
+
+Table = dict[str, tuple[str, tuple[int, ...]]]  # name in the file -> (name in the module, shape)
+
+
+class Layout:
+    """One family's format. Module names are those of the family's file."""
+
+    family: ClassVar[str]
+    ignored: ClassVar[tuple[str, ...]] = ()  # tensors that other tools write and no loader reads
+
+    def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
+        """Whether a folder that does not name its family is one of these: config.json, names of the tensors."""
+        raise NotImplementedError
+
+    def tensors(self, config: DrafterConfig) -> Table:
+        """Every tensor but `d2t`, which is offsets in the file and ids in the module."""
+        raise NotImplementedError
+
+    def to_config(self, config: DrafterConfig) -> dict[str, Any]:
+        """The fields of config.json; what the format has no field for goes below `draftsmith`."""
+        raise NotImplementedError
+
+    def from_config(
+        self, fields: Mapping[str, Any], names: set[str], where: str, num_target_layers: int | None
+    ) -> DrafterConfig:
+        """config.json and the names of the tensors beside it -> the config. CheckpointError names the field."""
+        raise NotImplementedError
+
+    def belongs(self, name: str) -> bool:
+        """Whether a tensor of the folder is the drafter's; others are not read (a target's that carries its own)."""
+        return True
+
+    def canonical(self, found: dict[str, Tensor], config: DrafterConfig) -> dict[str, Tensor]:
+        """Tensors under the names of `tensors`, whichever of the names in the wild they have."""
+        return found
+
+
+def require(fields: Mapping[str, Any], names: tuple[str, ...], where: str, kind: str) -> None:
+    """CheckpointError unless config.json has them all."""
+    if missing := [name for name in names if fields.get(name) is None]:
+        raise CheckpointError(f"{where}: fields {', '.join(missing)} are missing; is this {kind}?")
+
+
+def target_layers(fields: Mapping[str, Any], num_target_layers: int | None, where: str) -> int:
+    """Layers of the target, from what we wrote or from the target at hand."""
+    layers = (fields.get("draftsmith") or {}).get("num_target_layers", num_target_layers)
+    if layers is None:
+        raise CheckpointError(f"{where}: the number of target layers is not in config.json; pass the target's")
+    return layers
+
+
+def own_fields(config: DrafterConfig) -> dict[str, Any]:
+    """What every export says of itself."""
+    return {"draftsmith": {"family": config.family, "num_target_layers": config.num_target_layers}}
+
+
+def dtype_of(fields: Mapping[str, Any]) -> str:
+    return str(fields.get("dtype") or fields.get("torch_dtype") or "float32")
+
+
+def layer_rows(config: Any, *, inputs: int | None = None, input_norm: bool = True) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of one `speculators.decoder.DecoderLayer`; `inputs`: width of what its projections read."""
+    H, I, D = config.hidden_size, config.intermediate_size, config.head_dim
+    heads, kv, width = config.num_attention_heads * D, config.num_key_value_heads * D, inputs or H
+    rows: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj.weight": (heads, width),
+        "self_attn.k_proj.weight": (kv, width),
+        "self_attn.v_proj.weight": (kv, width),
+        "self_attn.o_proj.weight": (H, heads),
+        "mlp.gate_proj.weight": (I, H),
+        "mlp.up_proj.weight": (I, H),
+        "mlp.down_proj.weight": (H, I),
+        "post_attention_layernorm.weight": (H,),
+    }
+    if input_norm:
+        rows["input_layernorm.weight"] = (H,)
+    if config.qk_norm:
+        rows |= {"self_attn.q_norm.weight": (D,), "self_attn.k_norm.weight": (D,)}
+    if config.attention_bias:
+        rows |= {f"self_attn.{part}_proj.bias": (heads if part == "q" else kv,) for part in "qkv"}
+    return rows
