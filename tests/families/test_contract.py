@@ -1,0 +1,342 @@
+"""What every family owes: training and drafting are the same maths, exports reload to it, the runtime stays lossless.
+
+Runs over the cases of conftest.py; what is special about a family is tested in a file of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+
+from inference import LLM, SamplingParams
+from inference.cache import RaggedCache
+from inference.expected import expected_acceptance
+from inference.replay import ReplayResult
+from inference.sampler import probabilities
+from speculators.drafter import FAMILIES, Drafter, family_class
+from speculators.errors import CheckpointError
+from speculators.export import export_drafter, load_drafter, read_drafter_config
+from speculators.target import FrozenTarget, TargetFeatures
+from train.data import pack
+from train.loop import Trainer
+from train.masks import TokenRow
+from train.recipe import recipe_class
+
+DEPTHS = 3
+World = tuple[FrozenTarget, Drafter]
+
+
+def packed(lengths: list[int], vocab: int = 100) -> dict[str, torch.Tensor]:
+    """One packed row of documents of these lengths, and a padded tail."""
+    source = torch.Generator().manual_seed(2)
+    ids = torch.randint(3, vocab, (sum(lengths) + 3,), generator=source)
+    positions = torch.cat([torch.arange(n) for n in (*lengths, 3)])
+    segments = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)] + [torch.full((3,), -1)])
+    return {
+        "input_ids": ids[None],
+        "position_ids": positions[None],
+        "segment_ids": segments[None],
+        "loss_mask": (segments >= 0)[None],
+    }
+
+
+def read(drafter: Drafter, taps: torch.Tensor | None, last: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return taps if drafter.reads_taps else None, last if drafter.reads_last_hidden else None
+
+
+@torch.no_grad()
+def draft_logits(world: World, ids: torch.Tensor, anchor: int, k: int, forced: torch.Tensor) -> torch.Tensor:
+    """Draft logits [k, V_draft] of the runtime path for slot `anchor` of one document, forcing the drafted tokens."""
+    target, drafter = world
+    taps, last = target(ids[None, : anchor + 1])
+    cache, seen = RaggedCache(1, 64), []
+
+    def sample(logits):
+        seen.append(logits[0])
+        return forced[len(seen) - 1][None]
+
+    split = anchor // 2  # two calls: an append, then append and draft
+    for part, depth in ((slice(0, split), 0), (slice(split, anchor + 1), k)):
+        count = part.stop - part.start
+        if count:
+            features = read(drafter, None if taps is None else taps[:, part], last[:, part])
+            next_ids = ids[None, part.start + 1 : part.stop + 1]
+            drafter.draft(cache, 0, 1, next_ids, *features, [count], depth, sample)
+    assert cache.lengths[0] == anchor + 1  # speculative slots are rolled back
+    return torch.stack(seen)
+
+
+@torch.no_grad()
+def all_logits(drafter: Drafter, features: TargetFeatures, depths: int = DEPTHS) -> list[torch.Tensor]:
+    return [drafter.head(step.hidden, step.depth) for step in drafter.unroll(features, depths)]
+
+
+def test_unroll_equals_draft(world: World) -> None:
+    """On the same prefix training and drafting give the same q, at every slot, depth and document."""
+    target, drafter = world
+    batch = packed([9, 6])
+    features = target.features(**batch)
+    with torch.no_grad():
+        steps = list(drafter.unroll(features, DEPTHS))
+    logits = all_logits(drafter, features)
+    counts = drafter.count_terms(features, DEPTHS)
+    assert counts.tolist() == [len(step.hidden) for step in steps]
+    drafter.freeze()  # as the runtime drafts
+    assert [s.depth for s in steps] == list(range(DEPTHS))
+    offset = 0
+    for length in (9, 6):
+        ids = batch["input_ids"][0, offset : offset + length]
+        for anchor in range(length - 2):
+            forced = torch.cat([ids[anchor + 2 :], torch.zeros(DEPTHS, dtype=torch.long)])
+            got = draft_logits(world, ids, anchor, DEPTHS, forced)
+            for step in steps:
+                where = (step.anchor_index == offset + anchor).nonzero().flatten()
+                assert len(where) == (anchor + step.depth + 2 < length)  # a term exists where its token does
+                if len(where):
+                    expected = logits[step.depth][where][0].softmax(-1)
+                    torch.testing.assert_close(got[step.depth].softmax(-1), expected, atol=1e-5, rtol=1e-4)
+                    assert step.target_index[where] == offset + anchor + step.depth + 1
+        offset += length
+
+
+def test_a_unit_of_depth_matters(world: World) -> None:
+    """The power of the test above: depths and slots differ from one another."""
+    target, drafter = world
+    first, second, *_ = all_logits(drafter, target.features(**packed([9])))
+    assert not torch.allclose(first[:-1], second, atol=1e-2)
+    assert not torch.allclose(first[0], first[1], atol=1e-2)
+
+
+@torch.no_grad()
+def test_ragged_rows_draft_as_alone(world: World) -> None:
+    """A row's drafts do not depend on its neighbours or their lengths."""
+    target, drafter = world
+    lengths = [5, 9, 7]
+    rows = [torch.randint(3, 100, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
+    drafter.freeze()
+
+    def greedy(logits):
+        best, ids = logits.argmax(-1), drafter.draft_to_target
+        return best if ids is None else ids[best]
+
+    def run(chosen: list[int]) -> torch.Tensor:
+        cache, width = RaggedCache(len(chosen), 64), max(lengths[i] for i in chosen) - 1
+        ids = torch.zeros(len(chosen), width, dtype=torch.long)
+        taps = torch.zeros(len(chosen), width, len(target.tap_layers) * target.hidden_size)
+        last = torch.zeros(len(chosen), width, target.hidden_size)
+        for j, i in enumerate(chosen):
+            n = lengths[i] - 1
+            seen, last[j, :n] = (None if f is None else f[0] for f in target(rows[i][None, :-1]))
+            ids[j, :n] = rows[i][1:]
+            if seen is not None:
+                taps[j, :n] = seen
+        counts = [lengths[i] - 1 for i in chosen]
+        return drafter.draft(cache, 0, len(chosen), ids, *read(drafter, taps, last), counts, DEPTHS, greedy)
+
+    together = run([0, 1, 2])
+    for i in range(3):
+        assert torch.equal(together[i], run([i])[0])
+
+
+# ---------------------------------------------------------------------- export
+
+
+def test_export_reloads_to_the_same_outputs(world: World, tmp_path: Path) -> None:
+    target, drafter = world
+    export_drafter(drafter, tmp_path / "head", dtype=torch.float32, provenance={"recipe": "x"})
+    again = load_drafter(tmp_path / "head", target)
+    assert again.config == drafter.config
+    features = target.features(**packed([9, 6]))
+    for a, b in zip(all_logits(drafter, features), all_logits(again, features)):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    again.train()  # products of its own for each projection again: now the very same numbers
+    again.eval()
+    for a, b in zip(all_logits(drafter, features), all_logits(again, features)):
+        assert torch.equal(a, b)
+    assert not list(tmp_path.glob(".head*"))  # nothing temporary stays
+
+
+def test_public_layout_is_read_back(world: World, tmp_path: Path) -> None:
+    """Without a word of ours in config.json, as other tools write it, the folder is the same drafter."""
+    target, drafter = world
+    folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
+    fields = json.loads((folder / "config.json").read_text())
+    del fields["draftsmith"]
+    (folder / "config.json").write_text(json.dumps(fields))
+    assert read_drafter_config(folder, target.num_layers) == drafter.config
+    again, features = load_drafter(folder, target), target.features(**packed([9, 6]))
+    for a, b in zip(all_logits(drafter, features), all_logits(again, features)):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_every_missing_and_foreign_tensor_is_named(world: World, tmp_path: Path) -> None:
+    """What vLLM swallows is refused here."""
+    target, drafter = world
+    folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
+    weights = load_file(folder / "model.safetensors")
+
+    def refused(tensors: dict[str, torch.Tensor]) -> str:
+        save_file(tensors, folder / "model.safetensors")
+        with pytest.raises(CheckpointError) as error:
+            load_drafter(folder, target)
+        return str(error.value)
+
+    for name in weights:
+        if name != "t2d":
+            assert f"{name} is missing" in refused({n: t for n, t in weights.items() if n != name})
+    for name, tensor in weights.items():
+        if name not in ("t2d", "d2t"):
+            assert f"{name} has shape" in refused(weights | {name: torch.zeros(tensor.shape[0] + 1, *tensor.shape[1:])})
+            assert f"{name} holds values that are not finite" in refused(weights | {name: tensor * float("nan")})
+    stray = next(iter(weights)).rsplit(".", 1)[0] + ".stray"
+    assert f"{stray} is unexpected" in refused(weights | {stray: torch.zeros(3)})
+
+
+# ---------------------------------------------------------------------- the runtime
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_greedy_text_is_the_targets(case, make_drafter, tiny_model, rows: int) -> None:
+    model = tiny_model(case.architecture, max_position_embeddings=64)
+    model.generation_config.eos_token_id = None
+    _, drafter = make_drafter(case, model)
+    prompts = [[3 + (i * i) % 90 for i in range(n)] for n in (9, 1, 30)]
+    llm = LLM._assemble(model, drafter=drafter.freeze(), num_speculative_tokens=DEPTHS, max_num_seqs=rows)
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = llm.generate(asked, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = list(prompt)
+        for _ in range(20):
+            with torch.no_grad():
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        assert output.outputs[0].token_ids == ids[len(prompt) :]
+    assert llm.get_metrics().num_drafts > 0
+
+
+PROMPT, VOCAB, WRITTEN, SAMPLES = [1, 5, 2, 7], 8, 3, 12_000
+
+
+def test_sampled_text_is_distributed_as_the_targets(case, make_drafter, tiny_model) -> None:
+    """χ² of the joint of the first tokens under the token rule, against the target's exact probabilities."""
+    shape = dict(case.shape) | ({"draft_vocab_size": 5} if "draft_vocab_size" in case.shape else {})
+    small = replace(case, shape=shape)
+    model = tiny_model(case.architecture, vocab_size=VOCAB, max_position_embeddings=64)
+    model.generation_config.eos_token_id = None
+    _, drafter = make_drafter(small, model)
+    params = SamplingParams(temperature=1.0, max_tokens=WRITTEN, n=SAMPLES)
+    llm = LLM._assemble(
+        model, drafter=drafter.freeze(), num_speculative_tokens=2, seed=11, max_num_seqs=500,
+        max_num_batched_tokens=8000,
+    )  # fmt: skip
+    (output,) = llm.generate({"prompt_token_ids": PROMPT}, params, False)
+    codes = torch.tensor([o.token_ids for o in output.outputs]) @ torch.tensor([VOCAB**2, VOCAB, 1])
+    observed = torch.bincount(codes, minlength=VOCAB**WRITTEN).double()
+    joint = torch.ones(1, dtype=torch.float64)
+    for length in range(WRITTEN):
+        prefixes = [[*PROMPT, *tail] for tail in itertools.product(range(VOCAB), repeat=length)]
+        with torch.no_grad():
+            logits = model(torch.tensor(prefixes)).logits[:, -1]
+        joint = (joint[:, None] * probabilities(logits, params).double()).flatten()
+    expected = joint * SAMPLES
+    rare = expected < 5
+    counts = [torch.cat([x[~rare], x[rare].sum()[None]]) for x in (observed, expected)]
+    keep = counts[1] > 0
+    statistic, freedom = float(((counts[0] - counts[1])[keep] ** 2 / counts[1][keep]).sum()), int(keep.sum()) - 1
+    assert freedom > 8
+    tail = torch.special.gammaincc(torch.tensor(freedom / 2).double(), torch.tensor(statistic / 2).double())
+    assert float(tail) > 1e-5, (statistic, freedom)
+    assert llm.get_metrics().num_accepted_tokens > 200
+
+
+def test_expected_acceptance_is_the_measured_one(case, make_drafter, tiny_model) -> None:
+    """Replay of the drafted run's own greedy text counts exactly the rounds and the accepted drafts of the run."""
+    model = tiny_model(case.architecture, max_position_embeddings=128)
+    model.generation_config.eos_token_id = None
+    target, drafter = make_drafter(case, model)
+    llm = LLM._assemble(model, drafter=drafter.freeze(), num_speculative_tokens=DEPTHS, max_num_seqs=2)
+    asked = [{"prompt_token_ids": [3 + (i * i) % 90 for i in range(n)]} for n in (9, 4)]
+    outputs = llm.generate(asked, SamplingParams(temperature=0, max_tokens=60), use_tqdm=False)
+    texts = [(output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs]
+    replayed = sum(expected_acceptance(target, drafter, texts, 0.0, DEPTHS), ReplayResult())
+    metrics = llm.get_metrics()
+    measured = 1 + metrics.num_accepted_tokens / metrics.num_drafts
+    assert replayed.expected_acceptance_length == pytest.approx(measured, rel=0.02)
+
+
+# ---------------------------------------------------------------------- the loop
+
+
+def rows(count: int = 16, vocab: int = 100) -> list[Any]:
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(count):
+        ids = rng.integers(3, vocab, int(rng.integers(8, 24)))
+        ids[1:] = (ids[:-1] * 7 + 3) % vocab  # something to learn
+        found.append(TokenRow(ids, np.arange(len(ids)) >= 3))
+    return pack(found, 48)
+
+
+def trainer(make, case, model: Any, folder: Path, steps: int = 6) -> Trainer:
+    target, drafter = make(case, model, noise=0.0)
+    recipe = recipe_class(case.family).model_validate(
+        {
+            "name": "t",
+            "family": case.family,
+            "target": {"model": "tiny"},
+            "data": {"train": [{"demo": {}}], "max_length": 48},
+            "drafter": {"unroll_steps": 2, **case.options},
+            "training": {
+                "steps": steps, "batch_size": 2, "learning_rate": 1e-2, "save_every": 2, "mixed_precision": "no",
+            },
+        }
+    )  # fmt: skip
+    torch.manual_seed(0)
+    drafter.initialise_from(target, recipe.drafter)
+    return Trainer(
+        recipe, target, drafter, rows(), accelerator=Accelerator(cpu=True), folder=folder, fingerprint="a"
+    )  # fmt: skip
+
+
+def test_training_lowers_the_loss_and_moves_every_parameter(case, make_drafter, tiny_model, tmp_path: Path) -> None:
+    run = trainer(make_drafter, case, tiny_model(case.architecture), tmp_path, steps=25)
+    before = {name: p.detach().clone() for name, p in run.drafter.named_parameters() if p.requires_grad}
+    history = run.run().history
+    assert np.mean([r["loss"] for r in history[-3:]]) < np.mean([r["loss"] for r in history[:3]])
+    still = [name for name, p in run.drafter.named_parameters() if name in before and torch.equal(p, before[name])]
+    assert not still
+    assert all(p.requires_grad is False for p in run.target.parameters())
+
+
+def test_killed_and_started_again_ends_with_the_same_weights(case, make_drafter, tiny_model, tmp_path: Path) -> None:
+    model = tiny_model(case.architecture)
+    whole = trainer(make_drafter, case, model, tmp_path / "whole")
+    whole.run()
+    broken = trainer(make_drafter, case, model, tmp_path / "broken")
+
+    def die(share: float, note: str) -> None:
+        if broken.state.step == 3:
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        broken.run(die)
+    again = trainer(make_drafter, case, model, tmp_path / "broken")
+    again.run()
+    found = again.drafter.state_dict()
+    for name, tensor in whole.drafter.state_dict().items():
+        assert torch.equal(tensor, found[name]), name
+
+
+def test_every_family_has_a_case(all_cases) -> None:
+    assert {case.family for case in all_cases.values()} == set(FAMILIES)
+    for name in FAMILIES:
+        cls = family_class(name)
+        assert cls.reads_taps or cls.reads_last_hidden
