@@ -22,6 +22,7 @@ from train import checkpoint
 from train.acceptance import EXPORT, PAGE, REPORT, accept, settings_of, workloads
 from train.progress import Stages
 from train.recipe import Recipe, make_recipe
+from train.run import checkpoints
 
 BUILT_IN = [{"demo": {"split": "test", "count": 96}}, {"stdlib": {"split": "test", "count": 16}}]
 
@@ -31,7 +32,7 @@ def evaluate_run(recipe: Recipe) -> int:
     folder = Path(recipe.output_dir)
     if not (folder / EXPORT).is_dir():
         raise CheckpointError(f"{folder / EXPORT}: no export to evaluate; run the recipe first, or draftsmith export")
-    newest = checkpoint.latest(folder / "checkpoints")
+    newest = checkpoint.latest(checkpoints(recipe))
     history = json.loads((newest / "state.json").read_text())["history"] if newest is not None else ()
     return accept(recipe, history=history)
 

@@ -29,9 +29,11 @@ from train import recipe_yaml
 from train.divergences import Mix
 from train.recipe_data import DataSection, RegenerateSection
 from train.recipe_sections import (
+    BUDGETS,
     EvaluationSection,
     ExportSection,
     Gate,
+    Stage,
     TargetSection,
     TrainingSection,
     split_gate,
@@ -67,6 +69,10 @@ class Recipe(Section):
     )
     training: TrainingSection = Field(
         default_factory=lambda: TrainingSection.model_validate({}), description="optimiser and loop"
+    )
+    stages: list[Stage] = Field(
+        default_factory=list,
+        description="stages of training one after the other, each with the keys that differ; empty: one stage",
     )
     export: ExportSection = Field(
         default_factory=lambda: ExportSection.model_validate({}), description="formats to write"
@@ -142,6 +148,35 @@ class Recipe(Section):
         if self.gates and not (self.evaluation.prompts or self.data.validation):
             raise ValueError("gates: there is nothing to measure on; give evaluation.prompts or data.validation")
         return self
+
+    @model_validator(mode="after")
+    def _stages_are_recipes(self) -> Recipe:
+        names = [stage.name for stage in self.stages]
+        if len(set(names)) < len(names):
+            raise ValueError(f"stages: each needs a name of its own, got {', '.join(names)}")
+        fixed = set(type(self.drafter).model_fields) & set(family_class(self.family).config_class.model_fields)
+        for i, stage in enumerate(self.stages):
+            if shaped := sorted((fixed | {"init_from"}) & set(stage.drafter)):
+                raise ValueError(f"stages.{i}.drafter.{shaped[0]}: a later stage goes on with the same head")
+            try:
+                self.stage(i)
+            except ValidationError as error:
+                raise ValueError(_explain(error, f"stages.{i} ({stage.name})", (), type(self))) from None
+        return self
+
+    def stage(self, number: int) -> Recipe:
+        """The recipe of one stage, which has none of its own."""
+        stage, tree = self.stages[number], self.model_dump(mode="json", exclude={"stages"})
+        if any(stage.training.get(budget) is not None for budget in BUDGETS):
+            tree["training"] |= dict.fromkeys(BUDGETS)
+        for name in ("data", "regenerate", "drafter", "training"):
+            tree[name] |= getattr(stage, name)
+        tree["loss"] = stage.loss or tree["loss"]
+        return type(self).model_validate(tree)
+
+    def training_stages(self) -> list[tuple[str, Recipe]]:
+        """(name, recipe) of every stage; of the whole, unnamed, if there is one only."""
+        return [(stage.name, self.stage(i)) for i, stage in enumerate(self.stages)] or [("", self)]
 
     def resolved_yaml(self) -> str:
         """The recipe with every default written out; loading it gives this recipe again."""

@@ -34,6 +34,9 @@ class TargetSection(Section):
     )
 
 
+BUDGETS = ("steps", "epochs", "max_minutes")  # of training; one of them at least
+
+
 class TrainingSection(Section):
     """The optimiser and the loop."""
 
@@ -82,8 +85,7 @@ class TrainingSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _budget(cls, value: Any) -> Any:
-        budgets = ("steps", "epochs", "max_minutes")
-        if isinstance(value, dict) and all(value.get(key) is None for key in budgets):
+        if isinstance(value, dict) and all(value.get(key) is None for key in BUDGETS):
             value = {**value, "epochs": 2.0}
         return value
 
@@ -95,6 +97,17 @@ class TrainingSection(Section):
                 "set one of them to null"
             )
         return self
+
+
+class Stage(Section):
+    """One stage of a training in several: what differs from the recipe. It goes on from the stage before."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][\w.-]*$", description="names the stage's checkpoints")
+    data: dict[str, Any] = Field(default_factory=dict, description="keys of data that differ")
+    regenerate: dict[str, Any] = Field(default_factory=dict, description="keys of regenerate that differ")
+    drafter: dict[str, Any] = Field(default_factory=dict, description="keys of drafter that differ; its shape cannot")
+    loss: dict[str, Any] | None = Field(None, description="the stage's loss; null: the recipe's")
+    training: dict[str, Any] = Field(default_factory=dict, description="keys of training that differ")
 
 
 class ExportSection(Section):

@@ -18,7 +18,7 @@ from speculators.export import export_drafter
 from speculators.target import FrozenTarget
 from train import checkpoint
 from train.recipe import load_recipe
-from train.run import drafter_config
+from train.run import checkpoints, drafter_config
 from train.target_sketch import sketch_target
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -30,7 +30,8 @@ def reexport(run_dir: Path, out: Path, *, dtype: str = "auto") -> tuple[Path, in
         raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
     if not (run_dir / "recipe.yaml").is_file():
         raise CheckpointError(f"{run_dir}: holds no recipe.yaml, so it is not a run's folder; give runs/<name>")
-    recipe, root = load_recipe(run_dir / "recipe.yaml"), run_dir / "checkpoints"
+    recipe = load_recipe(run_dir / "recipe.yaml", [f"output_dir={run_dir}"])  # the folder may have been moved
+    root = checkpoints(recipe)
     newest = checkpoint.latest(root)
     if newest is None:
         raise CheckpointError(f"{root}: no complete checkpoint; run the recipe first")

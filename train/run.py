@@ -11,6 +11,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from inference.report_provenance import local_folder
 from speculators.config import DrafterConfig, config_for_target
 from speculators.drafter import Drafter, family_class
 from speculators.errors import ConfigError, DataError, DraftsmithError
-from speculators.export import export_drafter, load_weights, read_drafter_config
+from speculators.export import export_drafter, load_weights, read_drafter_config, resolve
 from speculators.target import FrozenTarget, TargetFeatures
 from speculators.vocab import choose_draft_vocabulary, coverage
 from train import checkpoint
@@ -39,7 +40,8 @@ from train.regenerate import Response, regenerate
 from train.sources import Example, load_sources
 
 DEFAULT_DRAFT_VOCABULARY = 32_000
-STAGES = ("regenerate", "held-out responses", "train", "export", "acceptance")
+STAGES = ("regenerate", "held-out responses", "train")  # of each stage of the training
+LAST_STAGES = ("export", "acceptance")
 
 
 def launch(families: Sequence[str]) -> None:
@@ -83,7 +85,8 @@ def run(
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "recipe.yaml").write_text(recipe.resolved_yaml())
     fits = getattr(recipe.drafter, "init", None) == "least_squares" and recipe.drafter.init_from is None
-    stages = Stages(len(STAGES) + fits, enabled=accelerator.is_main_process)
+    count = len(STAGES) * len(recipe.training_stages()) + len(LAST_STAGES) + fits
+    stages = Stages(count, enabled=accelerator.is_main_process)
     drafter, state = train(recipe, accelerator, stages)
     accelerator.wait_for_everyone()
     code = 0
@@ -250,19 +253,20 @@ def drafter_config(recipe: Recipe, target: FrozenTarget) -> DrafterConfig:
     return config
 
 
-def checkpoints(recipe: Recipe) -> Path:
-    return Path(recipe.output_dir) / "checkpoints"
+def checkpoints(recipe: Recipe, stage: str | None = None) -> Path:
+    """The folder of a stage's checkpoints, by default of the last; without stages there is one."""
+    root = Path(recipe.output_dir) / "checkpoints"
+    names = [each.name for each in recipe.stages]
+    return root / (stage or names[-1]) if names else root
 
 
 def make_drafter(
-    recipe: Recipe, config: DrafterConfig, target: FrozenTarget, features: RowFeatures, stages: Stages
+    recipe: Recipe, config: DrafterConfig, target: FrozenTarget, features: RowFeatures, stages: Stages, folder: Path
 ) -> Drafter:
     """A drafter ready to train: draft vocabulary chosen from the supervised tokens, weights warm or initialised (but
-    not fitted where a checkpoint will replace them)."""
+    not fitted where a checkpoint in `folder` will replace them)."""
     drafter = family_class(config.family)(config).attach(target)
     if recipe.drafter.init_from is not None:
-        from speculators.export import resolve
-
         load_weights(drafter, resolve(recipe.drafter.init_from))
         return drafter
     if config.reduced_vocabulary:
@@ -276,7 +280,7 @@ def make_drafter(
             f"{coverage(counts, ids):.2%} of the supervised text"
         )
     seen, wanted = None, drafter.start_terms(recipe.drafter)
-    if wanted and checkpoint.latest(checkpoints(recipe)) is None:
+    if wanted and checkpoint.latest(folder) is None:
         with stages.stage("fit the start", 100) as advance:
             seen = _features_of_some_rows(drafter, features, wanted, advance)
     drafter.initialise_from(target, recipe.drafter, features=seen)
@@ -297,10 +301,10 @@ def _features_of_some_rows(drafter: Drafter, features: RowFeatures, wanted: int,
 
 
 def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> tuple[Drafter, checkpoint.TrainState]:
-    """Data, training, and the drafter with the weights of its best held-out evaluation (the last without one)."""
+    """Every stage of the training, and the drafter with the weights of the last one's best held-out evaluation (its
+    last weights without one). The state's history is that of all stages."""
     from transformers import AutoTokenizer
 
-    folder = checkpoints(recipe)
     probe = load_target(recipe, accelerator, ())
     config = drafter_config(recipe, probe)
     target = FrozenTarget(probe.model, config.tap_layers)
@@ -308,37 +312,46 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> tuple[Dra
     tokenizer = AutoTokenizer.from_pretrained(
         recipe.target.model, revision=recipe.target.revision, trust_remote_code=recipe.target.trust_remote_code
     )
-    data = RunData(recipe, target, tokenizer, accelerator, stages)
-    rows, held_out = data.training_rows(), data.held_out()
-    del data.llm
-    keep_bytes = recipe.training.keep_features_gb * 2**30
-    features = RowFeatures(target, rows, pad_token_id=tokenizer.pad_token_id or 0, keep_bytes=keep_bytes)
-    drafter = make_drafter(recipe, config, target, features, stages)
-    sections = recipe.model_dump(
-        mode="json", include={"family", "target", "drafter", "data", "regenerate", "loss", "training"}
-    )
-    fingerprint = hashlib.sha256(json.dumps([sections, data.target_hash], sort_keys=True).encode()).hexdigest()
-    trainer = Trainer(
-        recipe,
-        target,
-        drafter,
-        rows,
-        accelerator=accelerator,
-        folder=folder,
-        fingerprint=fingerprint,
-        evaluate=held_out_evaluation(recipe, target, held_out) if held_out else None,
-        features=features,
-    )
-    trained = sum(p.numel() for p in drafter.trainable_parameters())
-    stages.say(
-        f"      {recipe.family}: {trained / 1e6:.2f} M trainable parameters on a target of "
-        f"{sum(p.numel() for p in target.parameters()) / 1e6:.1f} M; taps {list(config.tap_layers)}"
-    )
-    with stages.stage(f"train {recipe.family}", 100) as advance:
-        state = trainer.run(lambda share, note: advance(round(100 * share, 1), note))
-    if state.best_value is not None:
-        checkpoint.load_best(folder, drafter)
-    return drafter, state
+    drafter, history, before = None, [], ""
+    for name, part in recipe.training_stages():
+        data = RunData(part, target, tokenizer, accelerator, stages)
+        rows, held_out = data.training_rows(), data.held_out()
+        del data.llm
+        keep_bytes = part.training.keep_features_gb * 2**30
+        features = RowFeatures(target, rows, pad_token_id=tokenizer.pad_token_id or 0, keep_bytes=keep_bytes)
+        folder = checkpoints(recipe, name)
+        if drafter is None:
+            drafter = make_drafter(part, config, target, features, stages, folder)
+            trained = sum(p.numel() for p in drafter.trainable_parameters())
+            stages.say(
+                f"      {recipe.family}: {trained / 1e6:.2f} M trainable parameters on a target of "
+                f"{sum(p.numel() for p in target.parameters()) / 1e6:.1f} M; taps {list(config.tap_layers)}"
+            )
+        before = _fingerprint(part, data.target_hash, before)
+        trainer = Trainer(
+            part,
+            target,
+            drafter,
+            rows,
+            accelerator=accelerator,
+            folder=folder,
+            fingerprint=before,
+            evaluate=held_out_evaluation(part, target, held_out) if held_out else None,
+            features=features,
+        )
+        with stages.stage(f"train {recipe.family}{f': {name}' if name else ''}", 100) as advance:
+            state = trainer.run(lambda share, note, advance=advance: advance(round(100 * share, 1), note))
+        if state.best_value is not None:
+            checkpoint.load_best(folder, drafter)
+        history += state.history
+    return drafter, replace(state, history=history)
+
+
+def _fingerprint(recipe: Recipe, target_hash: str, before: str) -> str:
+    """Of everything that shapes a stage's training: its sections, the target, and the stage before."""
+    names = {"family", "target", "drafter", "data", "regenerate", "loss", "training"}
+    parts = [recipe.model_dump(mode="json", include=names), target_hash, before]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def held_out_evaluation(recipe: Recipe, target: FrozenTarget, held_out: dict[float, list[Response]]):

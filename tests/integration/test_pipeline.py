@@ -7,10 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export import read_drafter_config
+from train import checkpoint
 from train.run import run
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
@@ -106,6 +109,29 @@ def test_recipe_to_report_and_again(recipe, tmp_path, capsys):
     assert run(recipe, warm) == 0
     with pytest.raises(ConfigError, match="draft_vocab_size"):
         run(recipe, [*warm, "drafter.draft_vocab_size=300"])
+
+
+@pytest.mark.integration
+def test_stages_go_on_from_one_another(recipe, tmp_path, capsys):
+    """Each with its data and budget, in a folder of its own; the second begins with the first one's head."""
+    first = {"name": "corpus", "regenerate": {"enabled": False}}
+    second = {"name": "sampled", "training": {"steps": 2, "learning_rate": 1e-6}, "loss": {"tv": 1.0}}
+    staged = [f"stages={json.dumps([first, second])}"]
+    assert run(recipe, staged) == 0
+    said = capsys.readouterr().out
+    assert "[1/8] tokenise" in said and "train eagle3: corpus" in said and "[6/8] train eagle3: sampled" in said
+    root = tmp_path / "run" / "checkpoints"
+    states = [json.loads((checkpoint.latest(root / name) / "state.json").read_text()) for name in ("corpus", "sampled")]
+    assert [state["step"] for state in states] == [4, 2]
+    heads = [load_file(root / name / "best" / "drafter.safetensors") for name in ("corpus", "sampled")]
+    for name, tensor in heads[0].items():
+        torch.testing.assert_close(heads[1][name], tensor, atol=1e-4, rtol=0)  # two steps of 1e-6
+    weights = (tmp_path / "run" / "export" / "model.safetensors").read_bytes()
+    assert run(recipe, staged) == 0
+    assert (tmp_path / "run" / "export" / "model.safetensors").read_bytes() == weights
+    second["training"]["learning_rate"] = 1e-3  # only the second is another
+    with pytest.raises(CheckpointError, match="sampled.*another recipe"):
+        run(recipe, [f"stages={json.dumps([first, second])}"])
 
 
 def test_launcher_of_another_family_and_dry_run(recipe, tmp_path, capsys):

@@ -117,6 +117,34 @@ def test_later_override_wins_and_null_restores_the_choice(recipe_file):
     assert (recipe.training.steps, recipe.training.epochs) == (6, None)
 
 
+def test_a_stage_is_the_recipe_with_what_differs(recipe_file):
+    text = MINIMAL + "training: {epochs: 3, batch_size: 4}\nloss: {tv: 1.0}\nstages:\n"
+    text += "- {name: corpus, regenerate: {enabled: false}, training: {steps: 7}}\n"
+    text += "- {name: sampled, loss: {forward_kl: 1.0}, drafter: {unroll_steps: 2}}\n"
+    recipe = load_recipe(recipe_file(text))
+    (_, corpus), (_, sampled) = recipe.training_stages()
+    assert (corpus.training.steps, corpus.training.epochs, corpus.training.batch_size) == (7, None, 4)
+    assert (corpus.regenerate.enabled, corpus.loss, corpus.drafter.unroll_steps) == (False, {"tv": 1.0}, 7)
+    assert (sampled.training.epochs, sampled.loss, sampled.drafter.unroll_steps) == (3, {"forward_kl": 1.0}, 2)
+    assert sampled.regenerate.enabled and sampled.stages == [] and sampled.name == recipe.name
+    assert load_recipe(recipe_file(recipe.resolved_yaml())) == recipe
+    assert load_recipe(recipe_file(MINIMAL)).training_stages()[0][0] == ""
+
+
+@pytest.mark.parametrize(
+    ("stages", "said"),
+    [
+        ("[{name: a}, {name: a}]", "each needs a name of its own"),
+        ("[{name: a, training: {stepz: 3}}]", "stages.0 (a): training.stepz: unknown key; did you mean 'steps'"),
+        ("[{name: a}, {name: b, drafter: {num_layers: 2}}]", "stages.1.drafter.num_layers: a later stage goes on"),
+        ("[{name: a, data: {max_length: 0}}]", "data.max_length: expected"),
+        ("[{name: a, evaluation: {}}]", "stages.0.evaluation: unknown key"),
+    ],
+)
+def test_wrong_stages_are_named(recipe_file, stages, said):
+    assert said in error_of(recipe_file(MINIMAL + f"stages: {stages}\n"))
+
+
 def test_temperatures_in_a_list_share_equally(recipe_file):
     recipe = load_recipe(recipe_file(MINIMAL), ["regenerate.temperatures=[0.0, 0.7, 1.0]"])
     assert math.isclose(sum(entry.share for entry in recipe.regenerate.temperatures), 1)
