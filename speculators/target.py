@@ -188,11 +188,17 @@ class FrozenTarget(nn.Module):
         """last_hidden [..., H] -> logits [..., V], with the architecture's own scale and soft cap."""
         return self._head_to_logits(self._parts.lm_head(last_hidden))
 
-    @torch.no_grad()
     def features(
-        self, input_ids: Tensor, position_ids: Tensor, segment_ids: Tensor, loss_mask: Tensor
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        segment_ids: Tensor,
+        loss_mask: Tensor,
+        *,
+        gradients: bool = False,
     ) -> TargetFeatures:
-        """All [B, T]. Packed rows: a token attends to earlier tokens of its own segment only."""
+        """All [B, T]. Packed rows: a token attends to earlier tokens of its own segment only. `gradients`: for whoever
+        put trainable weights into the model, such as an adapter."""
         positions = mask = None
         starts = (segment_ids[:, 1:] != segment_ids[:, :-1]) & (segment_ids[:, 1:] >= 0)  # [B, T-1]
         if bool(starts.any()):  # more than one segment in a row; trailing padding needs no mask, nothing sees it
@@ -201,7 +207,7 @@ class FrozenTarget(nn.Module):
             mask = (segment_ids[:, None, :, None] == segment_ids[:, None, None, :]) & (
                 positions[:, None, :, None] >= positions[:, None, None, :]
             )  # [B, 1, T, T]
-        with torch.autocast(self._device.type, enabled=False):  # the features are those the runtime will see
+        with torch.set_grad_enabled(gradients), torch.autocast(self._device.type, enabled=False):  # as at run time
             taps, last_hidden = self._run(input_ids, position_ids, mask, positions, 0, None)
         return TargetFeatures(input_ids, position_ids, segment_ids, loss_mask, taps, last_hidden)
 

@@ -1,0 +1,176 @@
+"""The target trained together with its heads (Medusa-2, arXiv 2401.10774): a LoRA on it, its own loss, its export.
+
+Joint training gives up losslessness with respect to the original target: what the heads draft for, and what is served,
+is the adapted one. So it is exported beside the heads, everything is measured against it, and how much its own loss on
+held-out text has changed is said. Knows no family and no loop.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from speculators.export import replace_folder
+from speculators.options import PositiveInt, Section, Share, Text
+from speculators.target import FrozenTarget, TargetFeatures
+from train.losses import chunked_objective
+
+Texts = Sequence[tuple[Sequence[int], Sequence[int]]]  # (prompt ids, response ids)
+FOLDER, CHANGE = "target", "held_out_loss.json"  # below the run's folder; what happened to it, inside
+
+
+class JointSection(Section):
+    """A LoRA on the target, trained together with the heads."""
+
+    r: PositiveInt = Field(16, description="rank of the LoRA")
+    alpha: PositiveInt = Field(32, description="scale of the LoRA: alpha / r")
+    dropout: Share = Field(0.0, lt=1, description="dropout of the LoRA's inputs")
+    target_modules: list[Text] | Literal["all-linear"] = Field(
+        "all-linear", description="names of the linear layers that get one, as peft takes them"
+    )
+    base_loss_weight: float = Field(1.0, gt=0, description="weight of the target's own cross-entropy on the data")
+    heads_loss_weight: float = Field(0.2, gt=0, description="weight of the heads' loss at its highest; Medusa-2's 0.2")
+    heads_schedule: Literal["sine", "constant"] = Field(
+        "sine", description="how that weight grows over the run: a quarter of a sine from zero, or at once"
+    )
+    head_lr_multiplier: float = Field(
+        4.0, gt=0, description="training.learning_rate is the heads'; the LoRA's is smaller by this factor"
+    )
+    export: Literal["merged", "adapter"] = Field(
+        "merged", description="what is written of the target: all of it with the LoRA merged, or the adapter alone"
+    )
+
+
+class JointTarget(nn.Module):
+    """A target with a LoRA that is being trained; its parameters are the adapter's."""
+
+    def __init__(self, target: FrozenTarget, section: JointSection) -> None:
+        super().__init__()
+        from peft import LoraConfig, get_peft_model
+
+        self.section, self.target = section, target
+        config = LoraConfig(
+            r=section.r,
+            lora_alpha=section.alpha,
+            lora_dropout=section.dropout,
+            target_modules=section.target_modules,
+            task_type="CAUSAL_LM",
+        )
+        self.model = get_peft_model(target.model, config)  # in place: the target runs through the adapter from now on
+        self.model.eval()
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def load_state_dict(self, state: dict[str, Tensor], strict: bool = True, assign: bool = False) -> None:
+        own = self.state_dict()
+        if own.keys() != state.keys():
+            raise RuntimeError(f"the adapter's tensors differ: {sorted(own.keys() ^ state.keys())}")
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(state[name])
+
+    def heads_weight(self, share: float) -> float:
+        """Of the heads' loss when `share` of the run is done."""
+        s = self.section
+        return s.heads_loss_weight * (math.sin(math.pi / 2 * min(share, 1.0)) if s.heads_schedule == "sine" else 1.0)
+
+    def features(self, batch: dict[str, Tensor]) -> TargetFeatures:
+        """What the adapted target computes, with gradients for the adapter."""
+        dropout = [m for name, m in self.model.named_modules() if isinstance(m, nn.Dropout) and "lora_" in name]
+        for module in dropout:
+            module.train()
+        try:
+            return self.target.features(**batch, gradients=True)
+        finally:
+            for module in dropout:
+                module.eval()
+
+    def loss(self, features: TargetFeatures, normaliser: float) -> Tensor:
+        """base_loss_weight · Σ -log p(x) / normaliser over the supervised tokens of the rows."""
+        ids, segments = features.input_ids, features.segment_ids
+        kept = features.loss_mask[:, 1:].bool() & (segments[:, 1:] == segments[:, :-1])  # [B, T-1]
+        states = features.last_hidden[:, :-1][kept]  # [N, H]
+        weight = torch.full((len(states),), self.section.base_loss_weight / max(normaliser, 1.0), device=ids.device)
+        constant = states.detach()
+        logits = self.target.logits
+        loss, _ = chunked_objective(
+            states, logits, constant, logits, weight, ids[:, 1:][kept], {"cross_entropy": 1.0}
+        )
+        return loss
+
+    @staticmethod
+    def count_terms(batch: dict[str, Tensor]) -> Tensor:
+        """Supervised tokens of a batch that `loss` reads."""
+        segments = batch["segment_ids"]
+        return (batch["loss_mask"][:, 1:].bool() & (segments[:, 1:] == segments[:, :-1])).sum()
+
+    # -------------------------------------------------------------- held-out text, and what is exported
+
+    def held_out_loss(self, texts: Texts) -> tuple[float, float]:
+        """Nats per response token, (of the original target, of the adapted one)."""
+        with self.model.disable_adapter():
+            before = cross_entropy(self.target, texts)
+        return before, cross_entropy(self.target, texts)
+
+    def export(self, folder: Path, tokenizer: Any, change: dict[str, float]) -> Path:
+        """Writes the adapted target to `folder` as transformers loads it, whole or not at all."""
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            if self.section.export == "adapter":
+                self.model.save_pretrained(fresh)
+            else:
+                self.model.merge_adapter()
+                try:
+                    self._save_merged(fresh)
+                finally:
+                    self.model.unmerge_adapter()
+            tokenizer.save_pretrained(fresh)
+            (fresh / CHANGE).write_text(json.dumps(change, indent=2) + "\n")
+            fresh.chmod(0o755)
+            replace_folder(fresh, folder)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+        return folder
+
+    def _save_merged(self, folder: Path) -> None:
+        """The base model's own tensors under their own names."""
+        base = self.model.get_base_model()
+        state = {
+            name.replace(".base_layer.", "."): tensor
+            for name, tensor in base.state_dict().items()
+            if "lora_" not in name
+        }
+        base.save_pretrained(folder, state_dict=state)
+
+
+@torch.no_grad()
+def cross_entropy(target: FrozenTarget, texts: Texts) -> float:
+    """Mean -log p of the response tokens, in nats."""
+    total, count = 0.0, 0
+    for prompt, response in texts:
+        ids = torch.tensor([[*prompt, *response]], device=target.device)
+        _, last = target(ids)
+        logits = target.logits(last[0, len(prompt) - 1 : -1]).float()  # [R, V]
+        total += float(nn.functional.cross_entropy(logits, ids[0, len(prompt) :], reduction="sum"))
+        count += len(response)
+    return total / max(count, 1)
+
+
+def change_of(folder: Path) -> dict[str, float] | None:
+    """What `JointTarget.export` said of the target in this folder."""
+    path = folder / CHANGE
+    return json.loads(path.read_text()) if path.exists() else None
