@@ -56,7 +56,7 @@ class RaggedCache:
         return RaggedView(self, start, stop, num_new_tokens)
 
     def reserve(self, start: int, stop: int, num_new_tokens: int) -> None:
-        """Makes room for `num_new_tokens` more in rows [start, stop), for a head that keeps their number but no keys."""
+        """Makes room for more tokens in rows [start, stop), for a head that keeps their number but no keys."""
         self._reserve(max(self.lengths[start:stop]) + num_new_tokens)
 
     def mask(self, start: int, stop: int, num_new_tokens: int) -> Tensor | None:

@@ -23,6 +23,7 @@ from speculators.target import FrozenTarget, TargetFeatures
 # family name -> "module:class". Adding a family adds a line here.
 FAMILIES: dict[str, str] = {
     "eagle3": "speculators.families.eagle3:Eagle3",
+    "medusa": "speculators.families.medusa:Medusa",
 }
 
 

@@ -44,7 +44,7 @@ class SlotwiseDrafter(Drafter):
     # -------------------------------------------------------------- training
 
     def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
-        """`steps` depths; a slot's terms are those `valid_terms` allows. A slot goes on while a term is still to come."""
+        """`steps` depths; a slot's terms are those `valid_terms` allows. A slot goes on while a term is to come."""
         valid = torch.stack([valid_terms(features, depth + 2).flatten() for depth in range(steps)])  # [K, B·T]
         ids = features.input_ids.flatten()
         slots = valid.any(0).nonzero().flatten()  # [N]

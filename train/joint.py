@@ -106,9 +106,7 @@ class JointTarget(nn.Module):
         weight = torch.full((len(states),), self.section.base_loss_weight / max(normaliser, 1.0), device=ids.device)
         constant = states.detach()
         logits = self.target.logits
-        loss, _ = chunked_objective(
-            states, logits, constant, logits, weight, ids[:, 1:][kept], {"cross_entropy": 1.0}
-        )
+        loss, _ = chunked_objective(states, logits, constant, logits, weight, ids[:, 1:][kept], {"cross_entropy": 1.0})
         return loss
 
     @staticmethod

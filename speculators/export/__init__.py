@@ -23,12 +23,13 @@ from speculators.drafter import Drafter, family_class
 from speculators.errors import CheckpointError
 from speculators.export.eagle3_layout import Eagle3Layout
 from speculators.export.layout import Layout
+from speculators.export.medusa_layout import MedusaLayout
 from speculators.target import FrozenTarget
 from speculators.vocab import from_offsets, to_offsets
 
 WEIGHTS = "model.safetensors"
 # One line a family; a folder that does not name its family belongs to the first that recognises it.
-LAYOUTS: dict[str, Layout] = {layout.family: layout for layout in (Eagle3Layout(),)}
+LAYOUTS: dict[str, Layout] = {layout.family: layout for layout in (Eagle3Layout(), MedusaLayout())}
 
 
 def export_drafter(

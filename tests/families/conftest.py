@@ -28,6 +28,11 @@ CASES: dict[str, Case] = {
     "eagle3": Case("eagle3", {"draft_vocab_size": 40}, taps=(1, 2, 3)),
     "eagle3, whole vocabulary, gemma3": Case("eagle3", architecture="gemma3", taps=(0, 3)),
     "eagle3, two layers": Case("eagle3", {"num_layers": 2, "draft_vocab_size": 40}, taps=(1, 2, 3)),
+    "medusa": Case("medusa", {"num_heads": 3}),
+    "medusa, two blocks, no bias": Case(
+        "medusa", {"num_heads": 4, "num_layers": 2, "fc_bias": False}, architecture="qwen3"
+    ),
+    "medusa, one projection": Case("medusa", {"num_heads": 3, "shared_lm_head": True}, architecture="qwen2"),
 }
 
 

@@ -1,0 +1,108 @@
+"""Medusa (arXiv 2401.10774): independent heads on the target's last hidden state.
+
+Head k reads h_t, the state that gave x_{t+1}, through residual SiLU blocks x + silu(W x + b), and projects it onto the
+vocabulary: x_{t+2+k}. Medusa-1 trains them against the frozen target; with a recipe's `joint:` section the target gets
+a LoRA that is trained along (Medusa-2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from speculators.config import DrafterConfig
+from speculators.options import DrafterOptions, PositiveInt
+from speculators.slotwise import SlotwiseDrafter
+from speculators.target import FrozenTarget, TargetFeatures
+
+
+class MedusaConfig(DrafterConfig):
+    """How many heads, and what each is."""
+
+    num_heads: int = Field(5, ge=1, description="heads, each for one depth")
+    num_layers: int = Field(1, ge=1, description="residual blocks of a head")
+    fc_bias: bool = Field(True, description="the blocks have a bias")
+    shared_lm_head: bool = Field(False, description="one vocabulary projection for all heads")
+
+    @property
+    def projections(self) -> int:
+        return 1 if self.shared_lm_head else self.num_heads
+
+    def describe(self) -> str:
+        return f"{self.num_heads} heads of {self.num_layers} block(s), {self.projections} vocabulary projection(s)"
+
+
+class MedusaOptions(DrafterOptions):
+    """The trained heads."""
+
+    num_heads: PositiveInt = Field(5, description="heads, each drafts one token")
+    num_layers: PositiveInt = Field(1, description="residual blocks of a head")
+    fc_bias: bool = Field(True, description="give the blocks a bias, as the published heads have")
+    shared_lm_head: bool = Field(
+        False, description="one vocabulary projection for all heads, which is most of their size"
+    )
+    unroll_steps: PositiveInt = Field(5, description="heads trained; never more than there are")
+
+
+class ResidualBlock(nn.Module):
+    """x + silu(W x + b)."""
+
+    def __init__(self, width: int, bias: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.silu(self.linear(x))
+
+
+class Medusa(SlotwiseDrafter):
+    """The state is the target's at every depth; what a head reads of it is its blocks'."""
+
+    config_class = MedusaConfig
+    options = MedusaOptions
+    defaults: ClassVar[dict[str, Any]] = {"training": {"learning_rate": 1e-3}}
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__(config)
+        width = config.hidden_size
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(ResidualBlock(width, config.fc_bias) for _ in range(config.num_layers)))
+            for _ in range(config.num_heads)
+        )
+        self.lm_heads = nn.ModuleList(
+            nn.Linear(width, config.vocab_size, bias=False) for _ in range(config.projections)
+        )
+
+    @property
+    def max_depth(self) -> int:
+        return self.config.num_heads
+
+    @torch.no_grad()
+    def initialise_from(
+        self, target: FrozenTarget, options: Any = None, features: Sequence[TargetFeatures] | None = None
+    ) -> Medusa:
+        """Blocks begin as the identity and projections as the target's: head k says at first what the target says of
+        the token before."""
+        for blocks in self.blocks:
+            for block in blocks:
+                nn.init.zeros_(block.linear.weight)
+                if block.linear.bias is not None:
+                    nn.init.zeros_(block.linear.bias)
+        for head in self.lm_heads:
+            head.weight.copy_(target.lm_head.weight)
+        return self
+
+    def read(self, state: Tensor, depth: int) -> Tensor:
+        """Head `depth`'s blocks: [N, H] -> [N, H]."""
+        return self.blocks[depth](state)
+
+    def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
+        """[N, H] -> [N, V]."""
+        return self.lm_heads[min(depth, len(self.lm_heads) - 1)](hidden)
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.lm_heads.parameters() if p.requires_grad]
