@@ -79,6 +79,11 @@ class Provenance(Record):
     recipe_sha256: str | None = Field(description="Hash of the resolved recipe.")
     chat_template_sha256: str | None = Field(description="Hash of the tokenizer's chat template; null if it has none.")
     target_name: str = Field(description="Target as the recipe names it.")
+    target_change: dict[str, float] | None = Field(
+        default=None,
+        description="Of a target that was trained along with its drafter: nats per token of held-out `responses`, "
+        "`before` and `after`; null: the target is as it was.",
+    )
     target_weights_sha256: str = Field(description="Hash over the target's weight files, in name order.")
     drafter_method: str = Field(description="Method the summary and the gates speak of.")
     drafter_path: str | None = Field(

@@ -33,6 +33,7 @@ def report_provenance(
     target_name: str | None = None,
     drafter_path: str | None = None,
     chat_template: str | None = None,
+    target_change: dict[str, float] | None = None,
 ) -> Provenance:
     """`began`: time.monotonic() when the evaluation began. `chat_template`: used instead of the tokenizer's."""
     template = chat_template if chat_template is not None else getattr(tokenizer, "chat_template", None)
@@ -44,6 +45,7 @@ def report_provenance(
         recipe_sha256=recipe_sha256,
         chat_template_sha256=text_sha256(template),
         target_name=target_name or model,
+        target_change=target_change,
         target_weights_sha256=weights_sha256(local_folder(model)),
         drafter_method=method,
         drafter_path=drafter_path or drafter,

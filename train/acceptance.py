@@ -21,6 +21,7 @@ from inference.report_html import write_html
 from inference.report_table import print_report
 from speculators.errors import DataError
 from train.data import conversation_tokenizer
+from train.joint import FOLDER, change_of
 from train.progress import Stages
 from train.recipe import Recipe
 from train.recipe_sections import split_gate
@@ -56,6 +57,11 @@ def accept(
     if stages.enabled:
         print_report(report, stages.console)
     missed = [gate.name for gate in report.gates if not gate.passed]
+    if change := report.provenance.target_change:
+        stages.say(
+            f"target, trained along: {change['before']:.4f} -> {change['after']:.4f} nats per token on "
+            f"{change['responses']:.0f} held-out responses"
+        )
     verdict = f"missed: {', '.join(missed)}" if missed else "all gates passed" if report.gates else "no gates"
     stages.say(f"{verdict}; {folder / PAGE}, {folder / REPORT}")
     return 0 if report.passed else 1
@@ -64,16 +70,23 @@ def accept(
 def measure(recipe: Recipe, settings: EvaluationSettings, progress=None) -> AcceptanceReport:
     """The report on the run's export, without gates."""
     target, template = recipe.target, recipe.data.chat_template
-    provenance = {"recipe_name": recipe.name, "recipe_sha256": recipe.recipe_hash(), "target_name": target.model}
+    model = str(Path(recipe.output_dir) / FOLDER) if recipe.joint else target.model
+    provenance = {"recipe_name": recipe.name, "recipe_sha256": recipe.recipe_hash(), "target_name": model}
+    if recipe.joint:
+        provenance["target_change"] = change_of(Path(model))
     if template is not None:
         provenance["chat_template"] = Path(template).read_text(encoding="utf-8")
     return evaluate(
-        target.model,
+        model,
         Path(recipe.output_dir) / EXPORT,
         workloads(recipe, settings),
         settings,
         provenance=provenance,
-        llm_options={"dtype": target.dtype, "revision": target.revision, "trust_remote_code": target.trust_remote_code},
+        llm_options={
+            "dtype": target.dtype,
+            "revision": None if recipe.joint else target.revision,
+            "trust_remote_code": target.trust_remote_code,
+        },
         progress=progress,
     )
 

@@ -43,12 +43,20 @@ def latest(root: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def save(root: Path, drafter: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState, keep: int) -> Path:
-    """Writes the checkpoint of `state.step` and removes all but the newest `keep`."""
+def save(
+    root: Path,
+    drafter: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: TrainState,
+    keep: int,
+    adapter: nn.Module | None = None,
+) -> Path:
+    """Writes the checkpoint of `state.step` and removes all but the newest `keep`. `adapter`: what is trained of the
+    target."""
     root.mkdir(parents=True, exist_ok=True)
     folder, fresh = step_folder(root, state.step), root / f".step-{state.step}-{os.getpid()}"
     fresh.mkdir(exist_ok=True)
-    save_file(_plain(drafter.state_dict()), fresh / "drafter.safetensors")
+    _save_weights(fresh, drafter, adapter)
     torch.save({"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}, fresh / "optimizer.pt")
     (fresh / "state.json").write_text(json.dumps(asdict(state), indent=1))
     replace_folder(fresh, folder)
@@ -59,7 +67,13 @@ def save(root: Path, drafter: nn.Module, optimizer: torch.optim.Optimizer, state
     return folder
 
 
-def load(folder: Path, drafter: nn.Module, optimizer: torch.optim.Optimizer, fingerprint: str) -> TrainState:
+def load(
+    folder: Path,
+    drafter: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    fingerprint: str,
+    adapter: nn.Module | None = None,
+) -> TrainState:
     """Restores weights, optimizer and random state. CheckpointError if the recipe has changed since."""
     try:
         state = TrainState(**json.loads((folder / "state.json").read_text()))
@@ -70,27 +84,39 @@ def load(folder: Path, drafter: nn.Module, optimizer: torch.optim.Optimizer, fin
             f"{folder}: was made by another recipe (target, drafter, data, regenerate, loss or training differ); "
             "give the new one another `name` or `output_dir`, or delete the folder to start again"
         )
-    drafter.load_state_dict(load_file(folder / "drafter.safetensors"), strict=True)
+    _load_weights(folder, drafter, adapter)
     saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
     optimizer.load_state_dict(saved["optimizer"])
     torch.set_rng_state(saved["rng"])
     return state
 
 
-def save_best(root: Path, drafter: nn.Module) -> None:
+def save_best(root: Path, drafter: nn.Module, adapter: nn.Module | None = None) -> None:
     """Keeps the weights of the best held-out evaluation in `best/`."""
     fresh = root / f".best-{os.getpid()}"
     fresh.mkdir(parents=True, exist_ok=True)
-    save_file(_plain(drafter.state_dict()), fresh / "drafter.safetensors")
+    _save_weights(fresh, drafter, adapter)
     replace_folder(fresh, root / "best")
 
 
-def load_best(root: Path, drafter: nn.Module) -> None:
-    """Fills `drafter` with the weights of `best/`."""
+def load_best(root: Path, drafter: nn.Module, adapter: nn.Module | None = None) -> None:
+    """Fills `drafter`, and `adapter` if there is one, with the weights of `best/`."""
     path = root / "best" / "drafter.safetensors"
     if not path.exists():
         raise CheckpointError(f"{path}: missing; the run has no held-out evaluation yet, or was moved")
-    drafter.load_state_dict(load_file(path), strict=True)
+    _load_weights(path.parent, drafter, adapter)
+
+
+def _save_weights(folder: Path, drafter: nn.Module, adapter: nn.Module | None) -> None:
+    for name, module in (("drafter", drafter), ("adapter", adapter)):
+        if module is not None:
+            save_file(_plain(module.state_dict()), folder / f"{name}.safetensors")
+
+
+def _load_weights(folder: Path, drafter: nn.Module, adapter: nn.Module | None) -> None:
+    for name, module in (("drafter", drafter), ("adapter", adapter)):
+        if module is not None:
+            module.load_state_dict(load_file(folder / f"{name}.safetensors"), strict=True)
 
 
 def _plain(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

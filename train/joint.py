@@ -1,4 +1,4 @@
-"""The target trained together with its heads (Medusa-2, arXiv 2401.10774): a LoRA on it, its own loss, its export.
+"""The target trained along with its heads (Medusa-2, arXiv 2401.10774): a LoRA on it, its own loss, its export.
 
 Joint training gives up losslessness with respect to the original target: what the heads draft for, and what is served,
 is the adapted one. So it is exported beside the heads, everything is measured against it, and how much its own loss on
@@ -13,41 +13,18 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from speculators.export import replace_folder
-from speculators.options import PositiveInt, Section, Share, Text
 from speculators.target import FrozenTarget, TargetFeatures
 from train.losses import chunked_objective
+from train.recipe_sections import JointSection
 
 Texts = Sequence[tuple[Sequence[int], Sequence[int]]]  # (prompt ids, response ids)
 FOLDER, CHANGE = "target", "held_out_loss.json"  # below the run's folder; what happened to it, inside
-
-
-class JointSection(Section):
-    """A LoRA on the target, trained together with the heads."""
-
-    r: PositiveInt = Field(16, description="rank of the LoRA")
-    alpha: PositiveInt = Field(32, description="scale of the LoRA: alpha / r")
-    dropout: Share = Field(0.0, lt=1, description="dropout of the LoRA's inputs")
-    target_modules: list[Text] | Literal["all-linear"] = Field(
-        "all-linear", description="names of the linear layers that get one, as peft takes them"
-    )
-    base_loss_weight: float = Field(1.0, gt=0, description="weight of the target's own cross-entropy on the data")
-    heads_loss_weight: float = Field(0.2, gt=0, description="weight of the heads' loss at its highest; Medusa-2's 0.2")
-    heads_schedule: Literal["sine", "constant"] = Field(
-        "sine", description="how that weight grows over the run: a quarter of a sine from zero, or at once"
-    )
-    head_lr_multiplier: float = Field(
-        4.0, gt=0, description="training.learning_rate is the heads'; the LoRA's is smaller by this factor"
-    )
-    export: Literal["merged", "adapter"] = Field(
-        "merged", description="what is written of the target: all of it with the LoRA merged, or the adapter alone"
-    )
 
 
 class JointTarget(nn.Module):

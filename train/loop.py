@@ -27,6 +27,7 @@ from speculators.target import FrozenTarget, TargetFeatures
 from train import checkpoint
 from train.data import PackedRow
 from train.features import RowFeatures
+from train.joint import JointTarget
 from train.losses import chunked_objective
 from train.optimizers import make_optimizer
 from train.recipe import Recipe
@@ -54,14 +55,18 @@ class Trainer:
         fingerprint: str = "",
         evaluate: Evaluate | None = None,
         features: RowFeatures | None = None,
+        joint: JointTarget | None = None,
         pad_token_id: int = 0,
     ) -> None:
         self.recipe, self.target, self.drafter, self.rows = recipe, target, drafter.to(accelerator.device), rows
         self.accelerator, self.folder, self.fingerprint, self.evaluate = accelerator, folder, fingerprint, evaluate
         t = self.recipe.training
         self.features = features or RowFeatures(target, rows, pad_token_id=pad_token_id)
-        self.parameters = drafter.trainable_parameters()
-        self.optimizer = make_optimizer(drafter, t)
+        self.joint = joint
+        others = joint.trainable_parameters() if joint else []
+        rate = t.learning_rate / joint.section.head_lr_multiplier if joint else None
+        self.parameters = drafter.trainable_parameters() + others
+        self.optimizer = make_optimizer(drafter, t, others, rate)
         self.micro = t.gradient_accumulation_steps
         self.rows_per_step = t.batch_size * accelerator.num_processes * self.micro
         self.total_steps = t.steps or (math.ceil(len(rows) * t.epochs / self.rows_per_step) if t.epochs else None)
@@ -80,7 +85,7 @@ class Trainer:
         """
         found = checkpoint.latest(self.folder)
         if found is not None:
-            self.state = checkpoint.load(found, self.drafter, self.optimizer, self.fingerprint)
+            self.state = checkpoint.load(found, self.drafter, self.optimizer, self.fingerprint, self.joint)
         before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
         try:
             while (share := self.share_done()) < 1:
@@ -120,7 +125,12 @@ class Trainer:
             sum(self.drafter.count_terms(SimpleNamespace(**b), len(self.depth_weights)) for b in batches)
         )
         row_weights = (self.depth_weights.to(counts.device) / counts.clamp(min=1)).float()
-        measured = [self._micro_step(self.features.of(*each), row_weights) for each in zip(chosen, batches)]
+        if self.joint is None:
+            measured = [self._micro_step(self.features.of(*each), row_weights) for each in zip(chosen, batches)]
+        else:
+            row_weights = row_weights * self.joint.heads_weight(share)
+            supervised = float(self._sum(sum(self.joint.count_terms(b) for b in batches)))
+            measured = [self._micro_step(self.joint.features(b), row_weights, supervised) for b in batches]
         self._sum_gradients()
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.recipe.training.max_grad_norm)
         rate = self.learning_rate(share)
@@ -143,12 +153,17 @@ class Trainer:
             "terms": int(counts.sum()),
         }
 
-    def _micro_step(self, features: TargetFeatures, row_weights: Tensor) -> dict[str, Any]:
-        """Forward and backward of one batch; gradients add up in the parameters."""
+    def _micro_step(
+        self, features: TargetFeatures, row_weights: Tensor, supervised: float | None = None
+    ) -> dict[str, Any]:
+        """Forward and backward of one batch; gradients add up in the parameters. `supervised`: tokens of the step that
+        a target trained along has a loss on."""
         with self.accelerator.autocast():
             steps = list(self.drafter.unroll(features, len(row_weights)))
             together = [steps] if self.drafter.one_head else [[step] for step in steps]  # what one head reads
             losses, parts = zip(*(self._objective(features, group, row_weights) for group in together))
+            if self.joint is not None:
+                losses = (*losses, self.joint.loss(features, supervised))
         loss = sum(losses)
         loss.backward()
         parts = [part for group in parts for part in group]
@@ -253,13 +268,13 @@ class Trainer:
             if self.state.best_value is None or value > self.state.best_value:
                 self.state.best_value, self.state.best_step = value, self.state.step
                 if self.accelerator.is_main_process:
-                    checkpoint.save_best(self.folder, self.drafter)
+                    checkpoint.save_best(self.folder, self.drafter, self.joint)
         self.state.history.append(record)
         self.accelerator.log(_flat(record), step=self.state.step)
         save = self._due(t.save_every) if t.save_every else evaluated or self._due(None)
         stopping = self._stopping()
         if (save or stopping) and self.accelerator.is_main_process:
-            checkpoint.save(self.folder, self.drafter, self.optimizer, self.state, t.keep_last)
+            checkpoint.save(self.folder, self.drafter, self.optimizer, self.state, t.keep_last, self.joint)
         if stopping:
             raise Interrupted(
                 f"stopped by {f'signal {self.stop_signal}' if self.stop_signal else 'another process'} after step "

@@ -8,7 +8,7 @@ Knows nothing of schedules: a group's `peak_lr` is what the loop scales.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,14 +43,22 @@ class Together:
             optimizer.load_state_dict(saved)
 
 
-def make_optimizer(drafter: Drafter, training: TrainingSection) -> torch.optim.Optimizer | Together:
-    """For the drafter's trainable parameters; every group has its `peak_lr`."""
+def make_optimizer(
+    drafter: Drafter,
+    training: TrainingSection,
+    others: Sequence[torch.nn.Parameter] = (),
+    others_learning_rate: float | None = None,
+) -> torch.optim.Optimizer | Together:
+    """For the drafter's trainable parameters, and `others` at a rate of their own; every group has its `peak_lr`."""
     parameters, matrices = drafter.trainable_parameters(), []
     if training.optimizer == "muon":
         matrices = _matrices(drafter)
     chosen = {id(p) for p in matrices}
+    groups: list[dict[str, Any]] = [{"params": [p for p in parameters if id(p) not in chosen]}]
+    if others:
+        groups.append({"params": list(others), "lr": others_learning_rate or training.learning_rate})
     adam = torch.optim.AdamW(
-        [p for p in parameters if id(p) not in chosen],
+        groups,
         lr=training.learning_rate,
         betas=tuple(training.betas),
         weight_decay=training.weight_decay,

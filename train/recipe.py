@@ -33,6 +33,7 @@ from train.recipe_sections import (
     EvaluationSection,
     ExportSection,
     Gate,
+    JointSection,
     Stage,
     TargetSection,
     TrainingSection,
@@ -69,6 +70,11 @@ class Recipe(Section):
     )
     training: TrainingSection = Field(
         default_factory=lambda: TrainingSection.model_validate({}), description="optimiser and loop"
+    )
+    joint: JointSection | None = Field(
+        None,
+        description="train the target along with the heads (Medusa-2), in the last stage if there are several; what is "
+        "served is then the trained target; null: it is frozen",
     )
     stages: list[Stage] = Field(
         default_factory=list,
@@ -143,6 +149,8 @@ class Recipe(Section):
                     f"gates.{name}: nothing is measured at temperature {temperature:g}; "
                     f"evaluation.temperatures is {self.evaluation.temperatures}"
                 )
+        if self.joint is not None and self.training.keep_features_gb:
+            raise ValueError("training.keep_features_gb: a target that is trained says something else at every step")
         if "lossless_mismatches" in self.gates and not self.evaluation.lossless_check:
             raise ValueError("gates.lossless_mismatches: needs evaluation.lossless_check: true")
         if self.gates and not (self.evaluation.prompts or self.data.validation):
@@ -172,6 +180,8 @@ class Recipe(Section):
         for name in ("data", "regenerate", "drafter", "training"):
             tree[name] |= getattr(stage, name)
         tree["loss"] = stage.loss or tree["loss"]
+        if number < len(self.stages) - 1:
+            tree["joint"] = None
         return type(self).model_validate(tree)
 
     def training_stages(self) -> list[tuple[str, Recipe]]:

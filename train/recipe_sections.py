@@ -99,6 +99,28 @@ class TrainingSection(Section):
         return self
 
 
+class JointSection(Section):
+    """A LoRA on the target, trained together with the heads."""
+
+    r: PositiveInt = Field(16, description="rank of the LoRA")
+    alpha: PositiveInt = Field(32, description="scale of the LoRA: alpha / r")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout of the LoRA's inputs")
+    target_modules: list[Text] | Literal["all-linear"] = Field(
+        "all-linear", description="names of the linear layers that get one, as peft takes them"
+    )
+    base_loss_weight: float = Field(1.0, gt=0, description="weight of the target's own cross-entropy on the data")
+    heads_loss_weight: float = Field(0.2, gt=0, description="weight of the heads' loss at its highest; Medusa-2's 0.2")
+    heads_schedule: Literal["sine", "constant"] = Field(
+        "sine", description="how that weight grows over the run: a quarter of a sine from zero, or at once"
+    )
+    head_lr_multiplier: float = Field(
+        4.0, gt=0, description="training.learning_rate is the heads'; the LoRA's is smaller by this factor"
+    )
+    export: Literal["merged", "adapter"] = Field(
+        "merged", description="what is written of the target: all of it with the LoRA merged, or the adapter alone"
+    )
+
+
 class Stage(Section):
     """One stage of a training in several: what differs from the recipe. It goes on from the stage before."""
 

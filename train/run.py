@@ -11,8 +11,9 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +34,8 @@ from speculators.vocab import choose_draft_vocabulary, coverage
 from train import checkpoint
 from train.data import PackedRow, conversation_tokenizer, fit_rows, pack, prepare_rows
 from train.features import RowFeatures
+from train.joint import FOLDER as TARGET
+from train.joint import JointTarget
 from train.loop import Interrupted, Trainer
 from train.progress import Stages
 from train.recipe import Recipe, load_recipe
@@ -87,15 +90,15 @@ def run(
     fits = getattr(recipe.drafter, "init", None) == "least_squares" and recipe.drafter.init_from is None
     count = len(STAGES) * len(recipe.training_stages()) + len(LAST_STAGES) + fits
     stages = Stages(count, enabled=accelerator.is_main_process)
-    drafter, state = train(recipe, accelerator, stages)
+    trained = train(recipe, accelerator, stages)
     accelerator.wait_for_everyone()
     code = 0
     if accelerator.is_main_process:
         with stages.stage("export"):
-            export(recipe, drafter, state)
+            export(recipe, trained)
         from train.acceptance import accept
 
-        code = accept(recipe, stages=stages, history=state.history)
+        code = accept(recipe, stages=stages, history=trained.state.history)
     accelerator.end_training()
     return code
 
@@ -300,9 +303,20 @@ def _features_of_some_rows(drafter: Drafter, features: RowFeatures, wanted: int,
     return found
 
 
-def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> tuple[Drafter, checkpoint.TrainState]:
-    """Every stage of the training, and the drafter with the weights of the last one's best held-out evaluation (its
-    last weights without one). The state's history is that of all stages."""
+@dataclass
+class Trained:
+    """What a training leaves: the drafter (and the adapter of the target) with the weights of the last stage's best
+    held-out evaluation, its last ones without; the state, whose history is that of all stages; held-out texts."""
+
+    drafter: Drafter
+    state: checkpoint.TrainState
+    tokenizer: Any
+    held_out: dict[float, list[Response]]
+    joint: JointTarget | None = None
+
+
+def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
+    """Every stage of the training, one after the other."""
     from transformers import AutoTokenizer
 
     probe = load_target(recipe, accelerator, ())
@@ -328,6 +342,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> tuple[Dra
                 f"{sum(p.numel() for p in target.parameters()) / 1e6:.1f} M; taps {list(config.tap_layers)}"
             )
         before = _fingerprint(part, data.target_hash, before)
+        joint = JointTarget(target, part.joint) if part.joint else None
         trainer = Trainer(
             part,
             target,
@@ -338,18 +353,19 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> tuple[Dra
             fingerprint=before,
             evaluate=held_out_evaluation(part, target, held_out) if held_out else None,
             features=features,
+            joint=joint,
         )
         with stages.stage(f"train {recipe.family}{f': {name}' if name else ''}", 100) as advance:
             state = trainer.run(lambda share, note, advance=advance: advance(round(100 * share, 1), note))
         if state.best_value is not None:
-            checkpoint.load_best(folder, drafter)
+            checkpoint.load_best(folder, drafter, joint)
         history += state.history
-    return drafter, replace(state, history=history)
+    return Trained(drafter, replace(state, history=history), tokenizer, held_out, joint)
 
 
 def _fingerprint(recipe: Recipe, target_hash: str, before: str) -> str:
     """Of everything that shapes a stage's training: its sections, the target, and the stage before."""
-    names = {"family", "target", "drafter", "data", "regenerate", "loss", "training"}
+    names = {"family", "target", "drafter", "data", "regenerate", "loss", "joint", "training"}
     parts = [recipe.model_dump(mode="json", include=names), target_hash, before]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -376,8 +392,15 @@ def held_out_evaluation(recipe: Recipe, target: FrozenTarget, held_out: dict[flo
     return evaluate
 
 
-def export(recipe: Recipe, drafter: Drafter, state: checkpoint.TrainState) -> Path:
-    """`<output_dir>/export`, in the target's dtype unless the recipe names one."""
+def export(recipe: Recipe, trained: Trained) -> Path:
+    """`<output_dir>/export`, in the target's dtype unless the recipe names one; the target beside it if it was trained
+    along."""
+    drafter, state, out = trained.drafter, trained.state, Path(recipe.output_dir)
     dtype = drafter.target.dtype if recipe.export.dtype == "auto" else getattr(torch, recipe.export.dtype)
     provenance = {"recipe": recipe.name, "recipe_hash": recipe.recipe_hash(), "step": state.best_step or state.step}
-    return export_drafter(drafter, Path(recipe.output_dir) / "export", dtype=dtype, provenance=provenance)
+    if trained.joint is not None:
+        texts = [(r.prompt_ids, r.output_ids) for responses in trained.held_out.values() for r in responses]
+        before, after = trained.joint.held_out_loss(texts)
+        change = {"before": before, "after": after, "responses": len(texts)}
+        trained.joint.export(out / TARGET, trained.tokenizer, change)
+    return export_drafter(drafter, out / "export", dtype=dtype, provenance=provenance)

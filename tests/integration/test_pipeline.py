@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export import read_drafter_config
+from speculators.target import FrozenTarget
 from train import checkpoint
+from train.joint import cross_entropy
 from train.run import run
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
@@ -140,3 +142,26 @@ def test_launcher_of_another_family_and_dry_run(recipe, tmp_path, capsys):
     assert run(recipe, dry_run=True) == 0
     assert not (tmp_path / "run").exists()
     assert "tap" in capsys.readouterr().out
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("exported", ["merged", "adapter"])
+def test_medusa_2_exports_the_target_it_trained(recipe, tiny_target, tmp_path, exported):
+    """The LoRA is in what is exported and measured; the original is untouched; the change is stated."""
+    tree = yaml.safe_load(recipe.read_text()) | {"family": "medusa", "drafter": {"num_heads": 2}}
+    tree["joint"] = {"r": 4, "export": exported, "head_lr_multiplier": 0.5, "heads_schedule": "constant"}
+    tree["training"] |= {"learning_rate": 1e-2}
+    recipe.write_text(yaml.safe_dump(tree))
+    before = (tiny_target / "model.safetensors").read_bytes()
+    assert run(recipe) == 0
+    out = tmp_path / "run"
+    assert (tiny_target / "model.safetensors").read_bytes() == before
+    report = json.loads((out / "acceptance.json").read_text())
+    assert report["summary"]["lossless_mismatches"] == 0
+    change = report["provenance"]["target_change"]
+    assert change["before"] != change["after"] and change["responses"] == 12
+    adapted = FrozenTarget.from_pretrained(str(out / "target"))
+    texts = [([5, 6, 7], [8, 9, 10, 11])]
+    assert cross_entropy(adapted, texts) != pytest.approx(
+        cross_entropy(FrozenTarget.from_pretrained(str(tiny_target)), texts)
+    )
