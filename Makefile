@@ -22,7 +22,7 @@ ARGS ?=
 LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no \
 	--dynamo_backend no --num_cpu_threads_per_process
 
-.PHONY: help venv quickstart test lint format bench-losses clean
+.PHONY: help venv quickstart test lint format compare bench-losses clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ lint: $(VENV)/.installed  ## ruff (lint and format) and mypy, changing nothing
 format: $(VENV)/.installed  ## format the code and mend what ruff can mend
 	$(BIN)/ruff check --fix --exit-zero .
 	$(BIN)/ruff format .
+
+compare: $(VENV)/.installed  ## train every family for the same time and put them side by side (about an hour)
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/draftsmith compare recipes/quickstart/*.yaml $(ARGS)
 
 bench-losses: $(VENV)/.installed  ## memory and time of the chunked objective against the plain one
 	$(BIN)/python scripts/bench_losses.py $(ARGS)

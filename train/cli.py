@@ -190,6 +190,26 @@ def evaluate(
 
 
 @app.command()
+def compare(
+    recipes: Annotated[list[Path], typer.Argument(metavar="RECIPE...", help="Recipes, told apart by file name.")],
+    minutes: Annotated[float, typer.Option(min=0.01, help="Training time of each.")] = 3.0,
+    out: Annotated[Path, typer.Option(help="Folder of the runs, the table and the picture.")] = Path("runs/compare"),
+    override: Annotated[list[str] | None, typer.Option("--set", help="section.key=value for all of them.")] = None,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
+) -> None:
+    """Train several recipes for the same time, measure each, and put them side by side."""
+    from train.compare import FILE, PICTURE, markdown, print_comparison
+    from train.compare import compare as run_all
+
+    comparison = run_all(recipes, minutes, out, override or ())
+    if as_markdown:
+        typer.echo(markdown(comparison), nl=False)
+    else:
+        print_comparison(comparison, Console())
+        Console().print(f"{out / FILE}, {out / PICTURE}", highlight=False)
+
+
+@app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to ask.")],
     model: Annotated[str, typer.Option(help="Target: folder or repository id.")],
