@@ -8,13 +8,15 @@ a LoRA that is trained along (Medusa-2).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
 from speculators.config import DrafterConfig
+from speculators.drafter import valid_terms
+from speculators.least_squares import ridge, terms_for
 from speculators.options import DrafterOptions, PositiveInt
 from speculators.slotwise import SlotwiseDrafter
 from speculators.target import FrozenTarget, TargetFeatures
@@ -46,6 +48,11 @@ class MedusaOptions(DrafterOptions):
         False, description="one vocabulary projection for all heads, which is most of their size"
     )
     unroll_steps: PositiveInt = Field(5, description="heads trained; never more than there are")
+    init: Literal["target", "least_squares"] = Field(
+        "target",
+        description="projections start as the target's, or as the target's after the best linear map from a state to "
+        "the one to be predicted, which saves a briefly trained head most of its steps",
+    )
 
 
 class ResidualBlock(nn.Module):
@@ -81,20 +88,35 @@ class Medusa(SlotwiseDrafter):
     def max_depth(self) -> int:
         return self.config.num_heads
 
+    def start_terms(self, options: MedusaOptions) -> int:
+        return terms_for(self.config.hidden_size) if options.init == "least_squares" else 0
+
     @torch.no_grad()
     def initialise_from(
         self, target: FrozenTarget, options: Any = None, features: Sequence[TargetFeatures] | None = None
     ) -> Medusa:
-        """Blocks begin as the identity and projections as the target's: head k says at first what the target says of
-        the token before."""
+        """Blocks begin as the identity and projections as the target's, or with `features` as the target's after the
+        ridge regression of the state of t + 1 + k on that of t."""
         for blocks in self.blocks:
             for block in blocks:
                 nn.init.zeros_(block.linear.weight)
                 if block.linear.bias is not None:
                     nn.init.zeros_(block.linear.bias)
-        for head in self.lm_heads:
+        for depth, head in enumerate(self.lm_heads):
             head.weight.copy_(target.lm_head.weight)
+            if features is not None:
+                head.weight.copy_(head.weight @ self._next_state(features, depth).T)
         return self
+
+    def _next_state(self, features: Sequence[TargetFeatures], depth: int) -> Tensor:
+        """[H, H]: from the state of a slot to the one that depth `depth` must match (of all depths, if they share)."""
+        states, wanted = [], []
+        for f in features:
+            for k in range(self.config.num_heads) if self.config.shared_lm_head else (depth,):
+                rows, slots = valid_terms(f, k + 2).nonzero(as_tuple=True)
+                states.append(f.last_hidden[rows, slots].float())
+                wanted.append(f.last_hidden[rows, slots + k + 1].float())
+        return ridge(torch.cat(states), torch.cat(wanted))
 
     def read(self, state: Tensor, depth: int) -> Tensor:
         """Head `depth`'s blocks: [N, H] -> [N, H]."""
