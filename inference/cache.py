@@ -52,8 +52,12 @@ class RaggedCache:
             raise ConfigError(f"RaggedCache.view: rows [{start}, {stop}) are not within the {self.max_rows} rows")
         if num_new_tokens < 1:
             raise ConfigError(f"RaggedCache.view: num_new_tokens={num_new_tokens}, expected at least 1")
-        self._reserve(max(self.lengths[start:stop]) + num_new_tokens)
+        self.reserve(start, stop, num_new_tokens)
         return RaggedView(self, start, stop, num_new_tokens)
+
+    def reserve(self, start: int, stop: int, num_new_tokens: int) -> None:
+        """Makes room for `num_new_tokens` more in rows [start, stop), for a head that counts them but keeps no keys."""
+        self._reserve(max(self.lengths[start:stop]) + num_new_tokens)
 
     def mask(self, start: int, stop: int, num_new_tokens: int) -> Tensor | None:
         """bool [b, 1, T, S], True = attend: query i of row b sees its keys 0 … length_b + i. S = longest row + T.
@@ -71,7 +75,7 @@ class RaggedCache:
     def position_ids(self, start: int, stop: int, num_new_tokens: int) -> Tensor:
         """[b, T]: each row's own positions, length_b … length_b + T - 1."""
         lengths, T = self.lengths[start:stop], num_new_tokens
-        self._reserve(max(lengths) + T)
+        self.reserve(start, stop, T)
         if len(lengths) == 1:
             return self._arange[lengths[0] : lengths[0] + T][None]
         return torch.tensor(lengths, device=self.device)[:, None] + self._arange[:T]

@@ -143,6 +143,18 @@ def test_reads_are_views_and_growth_keeps_what_was_written():
     assert cache.lengths == [5, 0]
 
 
+def test_room_can_be_reserved_without_keys():
+    """A head without attention keeps lengths only; the cache grows, and refuses, as if it had written."""
+    cache = RaggedCache(2, max_len=12, initial_capacity=2)
+    cache.reserve(0, 2, 5)
+    cache.advance(0, 5)
+    cache.reserve(0, 1, 3)
+    cache.advance(0, 3)
+    assert cache.lengths == [8, 0] and cache.bytes() == 0
+    with pytest.raises(ConfigError, match="max_len=12"):
+        cache.reserve(0, 2, 5)
+
+
 def test_masks_and_positions():
     cache = RaggedCache(3, max_len=16)
     assert cache.mask(0, 3, 1) is None and cache.mask(0, 3, 4) is None  # empty rows: plain causal

@@ -1,0 +1,94 @@
+"""Heads without attention: Medusa, the MLP speculator.
+
+Slot t of such a head reads what the target computed at t and no other slot, so that depth k, which predicts x_{t+2+k},
+is a function of that one state and, if the family wants them, of the tokens x_{t+1} .. x_{t+1+k}. `unroll` does that
+for all slots that have a term, `draft` for the newest slot of each row; both run the family's `start`, `advance` and
+`read`. The cache of such a head holds no keys, only the lengths of its rows. Knows no tensor of any family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from speculators.drafter import Drafter, DraftStep, valid_terms
+from speculators.target import TargetFeatures
+
+
+class SlotwiseDrafter(Drafter):
+    """A family gives its first state, how a token moves the state on, and what its head reads of it; and `max_depth`.
+
+    As written here the heads are independent: the state is the target's at every depth, and `read` is all they do.
+    """
+
+    reads_last_hidden: ClassVar[bool] = True
+    one_head: ClassVar[bool] = False
+
+    # -------------------------------------------------------------- the family's part
+
+    def start(self, last_hidden: Tensor) -> Tensor:
+        """last_hidden of the target [N, H] -> the state before depth 0 [N, S]."""
+        return last_hidden.to(next(self.parameters()).dtype)
+
+    def advance(self, state: Tensor, token_ids: Tensor, depth: int) -> Tensor:
+        """State before `depth` [N, S] and the tokens x_{t+1+depth} [N] -> state of that depth [N, S]."""
+        return state
+
+    def read(self, state: Tensor, depth: int) -> Tensor:
+        """State of a depth [N, S] -> what `head` reads there [N, D]."""
+        return state
+
+    # -------------------------------------------------------------- training
+
+    def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
+        """`steps` depths; a slot's terms are those `valid_terms` allows. A slot goes on while a term is to come."""
+        valid = torch.stack([valid_terms(features, depth + 2).flatten() for depth in range(steps)])  # [K, B·T]
+        ids = features.input_ids.flatten()
+        slots = valid.any(0).nonzero().flatten()  # [N]
+        state = self.start(features.last_hidden.flatten(0, 1)[slots])
+        for depth in range(steps):
+            going = valid[depth:, slots].any(0)
+            slots, state = slots[going], state[going]
+            state = self.advance(state, ids[slots + 1 + depth], depth)
+            terms = valid[depth, slots]
+            anchors = slots[terms]
+            yield DraftStep(
+                depth=depth,
+                hidden=self.read(state[terms], depth),
+                target_index=anchors + depth + 1,
+                anchor_index=anchors,
+                weight=torch.ones(len(anchors), device=state.device),
+            )
+
+    # -------------------------------------------------------------- inference
+
+    def draft(
+        self,
+        cache,
+        start: int,
+        stop: int,
+        token_ids: Tensor,
+        taps: Tensor | None,
+        last_hidden: Tensor | None,
+        counts: Sequence[int],
+        k: int,
+        sample: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """See `Drafter.draft`."""
+        cache.reserve(start, stop, token_ids.shape[1])
+        for row, count in enumerate(counts, start):
+            cache.advance(row, count)
+        if k == 0:
+            return token_ids[:, :0]
+        rows = torch.arange(len(counts), device=token_ids.device)
+        newest = torch.tensor(counts, device=token_ids.device) - 1
+        state, tokens = self.start(last_hidden[rows, newest]), token_ids[rows, newest]
+        drafted = []
+        for depth in range(k):
+            state = self.advance(state, tokens, depth)
+            tokens = sample(self.head(self.read(state, depth), depth))
+            drafted.append(tokens)
+        return torch.stack(drafted, dim=1)
