@@ -250,6 +250,14 @@ def drafter_config(recipe: Recipe, target: FrozenTarget) -> DrafterConfig:
     return config
 
 
+def sketch_drafter(recipe: Recipe, config: DrafterConfig) -> Drafter:
+    """The drafter without memory for its weights. ConfigError if the evaluation wants more drafts than it can make."""
+    with torch.device("meta"):
+        drafter = family_class(config.family)(config)
+    drafter.require_depth(recipe.evaluation.num_speculative_tokens, "evaluation.num_speculative_tokens")
+    return drafter
+
+
 def checkpoints(recipe: Recipe) -> Path:
     return Path(recipe.output_dir) / "checkpoints"
 
@@ -303,6 +311,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> tuple[Dra
     folder = checkpoints(recipe)
     probe = load_target(recipe, accelerator, ())
     config = drafter_config(recipe, probe)
+    sketch_drafter(recipe, config)  # what cannot be drafted is refused before anything is generated
     target = FrozenTarget(probe.model, config.tap_layers)
     probe.close()
     tokenizer = AutoTokenizer.from_pretrained(

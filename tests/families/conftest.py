@@ -28,6 +28,14 @@ CASES: dict[str, Case] = {
     "eagle3": Case("eagle3", {"draft_vocab_size": 40}, taps=(1, 2, 3)),
     "eagle3, whole vocabulary, gemma3": Case("eagle3", architecture="gemma3", taps=(0, 3)),
     "eagle3, two layers": Case("eagle3", {"num_layers": 2, "draft_vocab_size": 40}, taps=(1, 2, 3)),
+    "mlp": Case("mlp", options={"unroll_steps": 3}),
+    "mlp, four heads, tied, scaled, gemma3": Case(
+        "mlp",
+        {"n_predict": 4, "inner_dim": 24, "tie_weights": True, "scale_input": True},
+        {"n_predict": 4, "unroll_steps": 4},
+        architecture="gemma3",
+    ),
+    "mlp, wide": Case("mlp", {"inner_dim": 48}, {"unroll_steps": 3}, architecture="qwen3"),
 }
 
 
@@ -61,6 +69,12 @@ def world(case, tiny_model) -> tuple[FrozenTarget, Drafter]:
 def make_drafter():
     """The function `make(case, model, noise=0.3)`."""
     return make
+
+
+@pytest.fixture(scope="session")
+def case_of():
+    """The function `case_of(family, shape)`: a case of one's own."""
+    return Case
 
 
 @pytest.fixture(scope="session")
