@@ -245,7 +245,7 @@ def _model_rows(plan: DryRun) -> Rows:
         ("drafter", d.describe()),
         ("", f"{_count(plan.trainable)} trainable parameters, {plan.trainable / t.num_parameters:.1%} of the target's"),
         ("draft vocabulary", vocabulary if d.reduced_vocabulary else f"all {d.vocab_size:,} tokens"),
-        ("starts from", recipe.drafter.init_from or "the target's own rows and norms, other weights random"),
+        ("starts from", recipe.drafter.init_from or f"scratch, as docs/{recipe.family}.md describes"),
         ("features", f"{_bytes(plan.feature_bytes)} per token, made online and never stored"),
     ]
 
