@@ -24,6 +24,7 @@ from speculators.target import FrozenTarget, TargetFeatures
 FAMILIES: dict[str, str] = {
     "eagle3": "speculators.families.eagle3:Eagle3",
     "medusa": "speculators.families.medusa:Medusa",
+    "mlp": "speculators.families.mlp:MLPSpeculator",
 }
 
 
@@ -115,6 +116,14 @@ class Drafter(nn.Module):
     def max_depth(self) -> int | None:
         """Tokens it can draft at most; None: any number."""
         return None
+
+    def require_depth(self, tokens: int, where: str) -> None:
+        """ConfigError unless it can draft that many tokens; `where` names the option that asks for them."""
+        if self.max_depth is not None and tokens > self.max_depth:
+            raise ConfigError(
+                f"{where} is {tokens}, but this drafter of family {self.config.family} has {self.max_depth} heads and "
+                f"drafts one token with each; ask for {self.max_depth} or fewer"
+            )
 
     def start_terms(self, options: Any) -> int:
         """Terms of features that `initialise_from` wants to be fitted to."""

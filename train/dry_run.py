@@ -98,12 +98,11 @@ def describe(recipe: Recipe, console: Console | None = None) -> None:
 
 def estimate(recipe: Recipe) -> DryRun:
     """All figures. Reads the target's config and tokenizer and a sample of local data; hub datasets are not touched."""
-    from train.run import drafter_config
+    from train.run import drafter_config, sketch_drafter
 
     target = sketch_target(recipe.target)
     config = drafter_config(recipe, cast(FrozenTarget, target))
-    with torch.device("meta"):
-        drafter = family_class(config.family)(config)
+    drafter = sketch_drafter(recipe, config)
     parameters = {name: tuple(p.shape) for name, p in drafter.named_parameters() if p.requires_grad}
     plan = DryRun(recipe, target, config, parameters, sum(p.numel() for p in drafter.trainable_parameters()))
     count = _counter(recipe)
@@ -246,7 +245,7 @@ def _model_rows(plan: DryRun) -> Rows:
         ("drafter", d.describe()),
         ("", f"{_count(plan.trainable)} trainable parameters, {plan.trainable / t.num_parameters:.1%} of the target's"),
         ("draft vocabulary", vocabulary if d.reduced_vocabulary else f"all {d.vocab_size:,} tokens"),
-        ("starts from", recipe.drafter.init_from or "the target's own rows and norms, other weights random"),
+        ("starts from", recipe.drafter.init_from or f"scratch, as docs/{recipe.family}.md describes"),
         ("features", f"{_bytes(plan.feature_bytes)} per token, made online and never stored"),
     ]
 

@@ -263,6 +263,14 @@ def checkpoints(recipe: Recipe, stage: str | None = None) -> Path:
     return root / (stage or names[-1]) if names else root
 
 
+def sketch_drafter(recipe: Recipe, config: DrafterConfig) -> Drafter:
+    """The drafter without memory for its weights. ConfigError if the evaluation wants more drafts than it can make."""
+    with torch.device("meta"):
+        drafter = family_class(config.family)(config)
+    drafter.require_depth(recipe.evaluation.num_speculative_tokens, "evaluation.num_speculative_tokens")
+    return drafter
+
+
 def make_drafter(
     recipe: Recipe, config: DrafterConfig, target: FrozenTarget, features: RowFeatures, stages: Stages, folder: Path
 ) -> Drafter:
@@ -321,6 +329,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
 
     probe = load_target(recipe, accelerator, ())
     config = drafter_config(recipe, probe)
+    sketch_drafter(recipe, config)  # what cannot be drafted is refused before anything is generated
     target = FrozenTarget(probe.model, config.tap_layers)
     probe.close()
     tokenizer = AutoTokenizer.from_pretrained(

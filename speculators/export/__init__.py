@@ -24,12 +24,20 @@ from speculators.errors import CheckpointError
 from speculators.export.eagle3_layout import Eagle3Layout
 from speculators.export.layout import Layout
 from speculators.export.medusa_layout import MedusaLayout
+from speculators.export.mlp_layout import MLPLayout
 from speculators.target import FrozenTarget
 from speculators.vocab import from_offsets, to_offsets
 
 WEIGHTS = "model.safetensors"
 # One line a family; a folder that does not name its family belongs to the first that recognises it.
-LAYOUTS: dict[str, Layout] = {layout.family: layout for layout in (Eagle3Layout(), MedusaLayout())}
+LAYOUTS: dict[str, Layout] = {
+    layout.family: layout
+    for layout in (
+        Eagle3Layout(),
+        MedusaLayout(),
+        MLPLayout(),
+    )
+}
 
 
 def export_drafter(
@@ -161,7 +169,10 @@ def load_weights(drafter: Drafter, folder: Path) -> None:
     for file in _files(folder):
         with safe_open(file, "pt") as reader:
             found |= {name: reader.get_tensor(name) for name in reader.keys() if layout.belongs(name)}  # noqa: SIM118
-    found, table = layout.canonical(found, config), layout.tensors(config)
+    try:
+        found, table = layout.canonical(found, config), layout.tensors(config)
+    except CheckpointError as error:
+        raise CheckpointError(f"drafter {folder}: {error}") from error
     wanted = set(table) | ({"d2t"} if config.reduced_vocabulary else set())
     faults = [f"{name} is missing" for name in sorted(wanted - set(found))]
     faults += [f"{name} is unexpected" for name in sorted(set(found) - wanted - set(layout.ignored))]

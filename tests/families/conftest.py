@@ -33,6 +33,14 @@ CASES: dict[str, Case] = {
         "medusa", {"num_heads": 4, "num_layers": 2, "fc_bias": False}, architecture="qwen3"
     ),
     "medusa, one projection": Case("medusa", {"num_heads": 3, "shared_lm_head": True}, architecture="qwen2"),
+    "mlp": Case("mlp", options={"unroll_steps": 3}),
+    "mlp, four heads, tied, scaled, gemma3": Case(
+        "mlp",
+        {"n_predict": 4, "inner_dim": 24, "tie_weights": True, "scale_input": True},
+        {"n_predict": 4, "unroll_steps": 4},
+        architecture="gemma3",
+    ),
+    "mlp, wide": Case("mlp", {"inner_dim": 48}, {"unroll_steps": 3}, architecture="qwen3"),
 }
 
 
@@ -66,6 +74,12 @@ def world(case, tiny_model) -> tuple[FrozenTarget, Drafter]:
 def make_drafter():
     """The function `make(case, model, noise=0.3)`."""
     return make
+
+
+@pytest.fixture(scope="session")
+def case_of():
+    """The function `case_of(family, shape)`: a case of one's own."""
+    return Case
 
 
 @pytest.fixture(scope="session")

@@ -83,6 +83,9 @@ class FakeHead:
     def attach(self, target):
         return self
 
+    def require_depth(self, tokens, where):
+        """Any number of tokens."""
+
     def draft(self, cache, start, stop, token_ids, taps, last_hidden, counts, k, sample):
         state = self._extend(cache, start, stop, token_ids, torch.cat([taps, last_hidden], -1) @ self.project)
         for row, count in enumerate(counts, start):
