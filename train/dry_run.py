@@ -103,7 +103,7 @@ def estimate(recipe: Recipe) -> DryRun:
     target = sketch_target(recipe.target)
     config = drafter_config(recipe, cast(FrozenTarget, target))
     with torch.device("meta"):
-        drafter = family_class(config.family)(config)
+        drafter = family_class(config.family)(config).prepare_training(recipe.drafter)
     parameters = {name: tuple(p.shape) for name, p in drafter.named_parameters() if p.requires_grad}
     plan = DryRun(recipe, target, config, parameters, sum(p.numel() for p in drafter.trainable_parameters()))
     count = _counter(recipe)

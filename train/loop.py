@@ -60,6 +60,7 @@ class Trainer:
         self.accelerator, self.folder, self.fingerprint, self.evaluate = accelerator, folder, fingerprint, evaluate
         t = self.recipe.training
         self.features = features or RowFeatures(target, rows, pad_token_id=pad_token_id)
+        drafter.prepare_training(recipe.drafter)
         self.parameters = drafter.trainable_parameters()
         self.optimizer = make_optimizer(drafter, t)
         self.micro = t.gradient_accumulation_steps

@@ -22,13 +22,14 @@ from speculators.config import DrafterConfig
 from speculators.drafter import Drafter, family_class
 from speculators.errors import CheckpointError
 from speculators.export.eagle3_layout import Eagle3Layout
+from speculators.export.eagle_layout import EagleLayout
 from speculators.export.layout import Layout
 from speculators.target import FrozenTarget
 from speculators.vocab import from_offsets, to_offsets
 
 WEIGHTS = "model.safetensors"
 # One line a family; a folder that does not name its family belongs to the first that recognises it.
-LAYOUTS: dict[str, Layout] = {layout.family: layout for layout in (Eagle3Layout(),)}
+LAYOUTS: dict[str, Layout] = {layout.family: layout for layout in (Eagle3Layout(), EagleLayout())}
 
 
 def export_drafter(

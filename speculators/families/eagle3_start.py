@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from speculators.drafter import valid_terms
 from speculators.errors import ConfigError
+from speculators.least_squares import ridge
 from speculators.target import FrozenTarget, TargetFeatures
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 DEPTHS = 4  # over which the recursion is fitted, on its own predictions
 ROUNDS = 3  # of refitting it to them
-RIDGE = 1e-3  # of the mean square of the inputs
 OWN_SLOT_SCORE = 12.0  # logit of a query for the key of its own slot: nearly all of the softmax over some hundred keys
 COPY_SCORE = 20.0  # logit of a query for a slot whose token is the query's
 COPY_WEIGHT = 0.6  # of what is copied, beside a state of unit size
@@ -42,12 +42,7 @@ def terms_wanted(head: Eagle3) -> int:
 @torch.no_grad()
 def start_from_taps(head: Eagle3, target: FrozenTarget) -> None:
     """The deepest tap passes through `fc`, at unit size; residual writes start small."""
-    for module in head.modules():
-        if isinstance(module, nn.Linear) and module is not head.lm_head:
-            nn.init.normal_(module.weight, std=module.in_features**-0.5 * 0.5)
-    for layer in head.layers:
-        layer.self_attn.o_proj.weight.mul_(0.2)
-        layer.mlp.down_proj.weight.mul_(0.2)
+    head.start_small()
     width = head.config.target_hidden_size
     if width == head.config.hidden_size:
         head.fc.weight.mul_(0.1)
@@ -148,18 +143,18 @@ def _recursion(
         return _unit(result if fed_through is None else result * fed_through)
 
     wanted = states[0] if fed_through is None else states[0] * fed_through
-    direct = P = _ridge(taps, wanted)  # a state that could have been fed back
-    step = _ridge(torch.cat([_unit(taps @ P), embeds[1]], 1), states[1])
+    direct = P = ridge(taps, wanted)  # a state that could have been fed back
+    step = ridge(torch.cat([_unit(taps @ P), embeds[1]], 1), states[1])
     H = wanted.shape[1]
     for _ in range(ROUNDS):
         state, inputs = _unit(taps @ P), []
         for k in range(DEPTHS):
             inputs.append(torch.cat([state, embeds[k + 1]], 1))
             state = fed(inputs[-1] @ step)
-        step = _ridge(torch.cat(inputs), torch.cat(states[1:]))
+        step = ridge(torch.cat(inputs), torch.cat(states[1:]))
         # of the states that are nearly as good to feed, the one that predicts best: min |sG + eB - y|² + |s - s₀|²/10
         G, B = step[:H], step[H:]
-        best = _ridge(taps, states[1] - embeds[1] @ B)  # [F, H]
+        best = ridge(taps, states[1] - embeds[1] @ B)  # [F, H]
         P = torch.linalg.solve(G @ G.T + 0.1 * torch.eye(H, device=G.device), (best @ G.T + 0.1 * direct).T).T
     return P / (taps @ P).square().mean().sqrt(), step
 
@@ -171,7 +166,7 @@ def _own_token(head: Eagle3, features: Sequence[TargetFeatures]) -> Tensor:
         text = f.segment_ids >= 0
         states.append(_unit(head.first_state(f.taps[text], None).float()))
         embeds.append(_unit(head.embed(f.input_ids[text]).float()))
-    return _ridge(torch.cat(states), torch.cat(embeds))
+    return ridge(torch.cat(states), torch.cat(embeds))
 
 
 def _attend_to_own_slot(head: Eagle3, groups: int) -> None:
@@ -224,7 +219,7 @@ def _copy(head: Eagle3, target: FrozenTarget, identity: Tensor, scale: Tensor | 
     attention.v_proj.weight[keys][: len(values), :H] = values
     tokens = torch.arange(0, target.vocab_size, max(target.vocab_size // 16_384, 1), device=device)
     seen = _unit(head.embed(tokens).float()) @ values.T  # [n, d]
-    written = _ridge(seen, _unit(target.lm_head.weight[tokens].float())) * COPY_WEIGHT  # [d, H]
+    written = ridge(seen, _unit(target.lm_head.weight[tokens].float())) * COPY_WEIGHT  # [d, H]
     if scale is not None:
         written = written / scale
     for one in range(group * repeat, (group + 1) * repeat):
@@ -234,12 +229,3 @@ def _copy(head: Eagle3, target: FrozenTarget, identity: Tensor, scale: Tensor | 
 
 def _unit(x: Tensor) -> Tensor:
     return x / x.square().mean(-1, keepdim=True).add(1e-6).sqrt()
-
-
-def _ridge(inputs: Tensor, wanted: Tensor) -> Tensor:
-    """[N, I], [N, O] -> [I, O] with the least |inputs W - wanted|² + ridge |W|²; columns weigh by their own size."""
-    size = inputs.square().mean(0).sqrt().clamp(min=1e-6)
-    scaled = inputs / size
-    gram = scaled.T @ scaled
-    gram.diagonal().add_(RIDGE * len(inputs))
-    return torch.linalg.solve(gram, scaled.T @ wanted) / size[:, None]
