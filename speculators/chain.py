@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from speculators.attention import unrolled_attention
-from speculators.decoder import Attend, Rotary
+from speculators.decoder import Attend, Rotary, RotaryTable
 from speculators.drafter import Drafter, DraftStep, valid_terms
 from speculators.target import TargetFeatures
 
@@ -170,6 +170,45 @@ class ChainDrafter(Drafter):
         attends = [attend(i) for i in range(self.attention_layers)]
         rotary = self.rotary(position_ids, state, cache.capacity)
         return self.run(self.embed(token_ids, position_ids), state, rotary, attends, asking)
+
+
+class DecoderChain(ChainDrafter):
+    """A chain whose `layers` are those of speculators/decoder.py, at the `positions` of a RotaryTable."""
+
+    layers: nn.ModuleList
+    positions: RotaryTable
+
+    @property
+    def attention_layers(self) -> int:
+        return len(self.layers)
+
+    def rotary(self, position_ids: Tensor, like: Tensor, length: int | None = None) -> Rotary:
+        if length is None:
+            return self.positions(like, position_ids)
+        return self.positions.lookup(position_ids, length, like)
+
+    @torch.no_grad()
+    def start_small(self) -> None:
+        """Random weights of half the usual size outside the head, and layers that hardly add to their input."""
+        apart = {id(parameter) for parameter in self.head_parameters()}
+        for module in self.modules():
+            if isinstance(module, nn.Linear) and id(module.weight) not in apart:
+                nn.init.normal_(module.weight, std=module.in_features**-0.5 * 0.5)
+        for layer in self.layers:
+            layer.self_attn.o_proj.weight.mul_(0.2)
+            layer.mlp.down_proj.weight.mul_(0.2)
+
+    @torch.no_grad()
+    def freeze(self) -> Drafter:
+        super().freeze()
+        for layer in self.layers:
+            layer.fuse()
+        return self
+
+    def thaw(self) -> None:
+        super().thaw()
+        for layer in self.layers:
+            layer.unfuse()
 
 
 def _slots_in_use(wanted: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from speculators.target import FrozenTarget, TargetFeatures
 
 # family name -> "module:class". Adding a family adds a line here.
 FAMILIES: dict[str, str] = {
+    "eagle": "speculators.families.eagle:Eagle",
     "eagle3": "speculators.families.eagle3:Eagle3",
     "medusa": "speculators.families.medusa:Medusa",
     "mlp": "speculators.families.mlp:MLPSpeculator",
@@ -108,6 +109,10 @@ class Drafter(nn.Module):
     def draft_to_target(self) -> Tensor | None:
         """[V_draft] target id of every draft id, or None where the draft vocabulary is the target's."""
         return None
+
+    def prepare_training(self, options: Any) -> Drafter:
+        """What a recipe says of how the head is trained, before its optimizer is made. `options`: the family's."""
+        return self
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.parameters() if p.requires_grad]

@@ -31,6 +31,9 @@ class DrafterOptions(Section):
         None, description="exported or published head (directory or id) to start from; null: from scratch"
     )
 
+    def accept(self, head: Any) -> None:
+        """Raises ConfigError where `head`, the DrafterConfig of `init_from`, needs a word that these options lack."""
+
     def shape(self, fields: dict[str, Any]) -> dict[str, Any]:
         """What these options say of `fields`, those of the family's DrafterConfig; None where they leave it open."""
         return {
@@ -46,7 +49,6 @@ class DecoderOptions(DrafterOptions):
     num_layers: PositiveInt = Field(
         1, description="decoder layers of the head; one is the published default and the cheapest to run"
     )
-    qk_norm: bool = Field(False, description="RMSNorm on queries and keys, as in Qwen3 layers")
     intermediate_size: PositiveInt | None = Field(None, description="width of the MLP; null: the target's")
     num_attention_heads: PositiveInt | None = Field(None, description="attention heads; null: the target's")
     num_key_value_heads: PositiveInt | None = Field(None, description="key/value heads; null: the target's")

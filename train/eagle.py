@@ -3,4 +3,4 @@
 from train.run import launch
 
 if __name__ == "__main__":
-    launch(families=("eagle3",))
+    launch(families=("eagle", "eagle3"))

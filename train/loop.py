@@ -62,6 +62,7 @@ class Trainer:
         self.accelerator, self.folder, self.fingerprint, self.evaluate = accelerator, folder, fingerprint, evaluate
         t = self.recipe.training
         self.features = features or RowFeatures(target, rows, pad_token_id=pad_token_id)
+        drafter.prepare_training(recipe.drafter)
         self.joint = joint
         others = joint.trainable_parameters() if joint else []
         rate = t.learning_rate / joint.section.head_lr_multiplier if joint else None

@@ -253,6 +253,7 @@ def drafter_config(recipe: Recipe, target: FrozenTarget) -> DrafterConfig:
                 f"drafter.{key}: the recipe says {wanted[key]}, but the head of drafter.init_from "
                 f"({options.init_from}) has {getattr(config, key)}; leave {key} out or start from scratch"
             )
+    options.accept(config)
     return config
 
 

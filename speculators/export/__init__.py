@@ -22,6 +22,7 @@ from speculators.config import DrafterConfig
 from speculators.drafter import Drafter, family_class
 from speculators.errors import CheckpointError
 from speculators.export.eagle3_layout import Eagle3Layout
+from speculators.export.eagle_layout import EagleLayout
 from speculators.export.layout import Layout
 from speculators.export.medusa_layout import MedusaLayout
 from speculators.export.mlp_layout import MLPLayout
@@ -34,6 +35,7 @@ LAYOUTS: dict[str, Layout] = {
     layout.family: layout
     for layout in (
         Eagle3Layout(),
+        EagleLayout(),
         MedusaLayout(),
         MLPLayout(),
     )

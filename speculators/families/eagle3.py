@@ -15,7 +15,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from speculators.chain import ChainDrafter
+from speculators.chain import DecoderChain
 from speculators.config import DecoderConfig
 from speculators.decoder import Attend, DecoderLayer, RMSNorm, Rotary, RotaryTable
 from speculators.families.eagle3_start import (
@@ -56,6 +56,7 @@ class Eagle3Options(DecoderOptions, TapOptions):
         description="reduced vocabulary of the head; null: the 32,000 most frequent supervised tokens, "
         "or the whole vocabulary if that is smaller",
     )
+    qk_norm: bool = Field(False, description="RMSNorm on queries and keys, as in Qwen3 layers")
     unroll_steps: PositiveInt = Field(
         7, description="depths unrolled on the head's own states in training (EAGLE-3's training-time test)"
     )
@@ -103,7 +104,7 @@ class FirstLayer(DecoderLayer):
         return self.finish(x, normed if self.norm_before_residual else state, rotary, attend, asking)
 
 
-class Eagle3(ChainDrafter):
+class Eagle3(DecoderChain):
     """The EAGLE-3 head: three (or n) taps, a shared or own embedding, one or more layers, an own output head."""
 
     config_class = Eagle3Config
@@ -127,10 +128,6 @@ class Eagle3(ChainDrafter):
         if config.reduced_vocabulary:
             self.register_buffer("target_ids", torch.arange(config.draft_vocab_size))
         self.positions = RotaryTable(config)
-
-    @property
-    def attention_layers(self) -> int:
-        return len(self.layers)
 
     @property
     def draft_to_target(self) -> Tensor | None:
@@ -166,18 +163,6 @@ class Eagle3(ChainDrafter):
                 self.norm.weight.mul_(SHARPNESS)
         return self
 
-    @torch.no_grad()
-    def freeze(self) -> Eagle3:
-        super().freeze()
-        for layer in self.layers:
-            layer.fuse()
-        return self
-
-    def thaw(self) -> None:
-        super().thaw()
-        for layer in self.layers:
-            layer.unfuse()
-
     # -------------------------------------------------------------- shared by training and drafting
 
     def first_state(self, taps: Tensor | None, last_hidden: Tensor | None) -> Tensor:
@@ -192,11 +177,6 @@ class Eagle3(ChainDrafter):
             parts = taps.chunk(len(self.fc_norm), dim=-1)
             taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
         return taps
-
-    def rotary(self, position_ids: Tensor, like: Tensor, length: int | None = None) -> Rotary:
-        if length is None:
-            return self.positions(like, position_ids)
-        return self.positions.lookup(position_ids, length, like)
 
     def run(
         self, embeds: Tensor, state: Tensor, rotary: Rotary, attends: Sequence[Attend], asking: Tensor | None = None

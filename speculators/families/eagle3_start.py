@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from speculators.drafter import valid_terms
 from speculators.errors import ConfigError
@@ -41,12 +41,7 @@ def terms_wanted(head: Eagle3) -> int:
 @torch.no_grad()
 def start_from_taps(head: Eagle3, target: FrozenTarget) -> None:
     """The deepest tap passes through `fc`, at unit size; residual writes start small."""
-    for module in head.modules():
-        if isinstance(module, nn.Linear) and module is not head.lm_head:
-            nn.init.normal_(module.weight, std=module.in_features**-0.5 * 0.5)
-    for layer in head.layers:
-        layer.self_attn.o_proj.weight.mul_(0.2)
-        layer.mlp.down_proj.weight.mul_(0.2)
+    head.start_small()
     width = head.config.target_hidden_size
     if width == head.config.hidden_size:
         head.fc.weight.mul_(0.1)

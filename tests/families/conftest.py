@@ -22,9 +22,21 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     architecture: str = "llama"
     taps: tuple[int, ...] = ()
+    noise: float = 0.3  # on every parameter; less where no norm keeps states at a size that float32 compares well at
 
 
 CASES: dict[str, Case] = {
+    "eagle": Case("eagle", options={"init": "pass_through"}, noise=0.12),
+    "eagle, HASS, gemma3": Case(
+        "eagle", options={"unroll_steps": 3, "detach": True}, architecture="gemma3", noise=0.12
+    ),
+    "eagle, two layers, own embeddings, biases": Case(
+        "eagle",
+        {"num_layers": 2, "own_embeddings": True, "fc_bias": True, "attention_bias": True},
+        {"own_embeddings": True, "fc_bias": True, "feature_noise": 0.0},
+        architecture="qwen3",
+        noise=0.12,
+    ),
     "eagle3": Case("eagle3", {"draft_vocab_size": 40}, taps=(1, 2, 3)),
     "eagle3, whole vocabulary, gemma3": Case("eagle3", architecture="gemma3", taps=(0, 3)),
     "eagle3, two layers": Case("eagle3", {"num_layers": 2, "draft_vocab_size": 40}, taps=(1, 2, 3)),
@@ -44,7 +56,7 @@ CASES: dict[str, Case] = {
 }
 
 
-def make(case: Case, model: Any, *, noise: float = 0.3) -> tuple[FrozenTarget, Drafter]:
+def make(case: Case, model: Any, *, noise: float | None = None) -> tuple[FrozenTarget, Drafter]:
     """The target and a drafter with every parameter random, attached and in evaluation mode."""
     target = FrozenTarget(model, case.taps)
     config = config_for_target(target, case.family, tap_layers=case.taps or None, **case.shape)
@@ -52,7 +64,7 @@ def make(case: Case, model: Any, *, noise: float = 0.3) -> tuple[FrozenTarget, D
         torch.manual_seed(1)
         drafter = family_class(case.family)(config).attach(target)
         for parameter in drafter.parameters():
-            parameter.data += noise * torch.randn_like(parameter)
+            parameter.data += (case.noise if noise is None else noise) * torch.randn_like(parameter)
         if drafter.draft_to_target is not None:
             ids = torch.randperm(config.vocab_size)[: config.draft_vocab_size].sort().values
             drafter.draft_to_target.copy_(ids)
@@ -72,7 +84,7 @@ def world(case, tiny_model) -> tuple[FrozenTarget, Drafter]:
 
 @pytest.fixture(scope="session")
 def make_drafter():
-    """The function `make(case, model, noise=0.3)`."""
+    """The function `make(case, model, noise=None)`."""
     return make
 
 

@@ -1,0 +1,211 @@
+"""EAGLE-1 (arXiv 2401.15077), and HASS (arXiv 2408.15766) as a way of training it.
+
+Slot t joins the embedding of x_{t+1} with the target's last state h_t, runs both through `fc` and a decoder layer whose
+input is not normed, and gives a guess of h_{t+1}: the target's own head makes the distribution of x_{t+2} of it, and
+`fc` takes it in place of the target's state to draft further (speculators/chain.py). It has no final norm, no head and
+no vocabulary of its own. Tensor names are those of vLLM's EAGLE loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from speculators.chain import DecoderChain
+from speculators.config import DecoderConfig
+from speculators.decoder import Attend, DecoderLayer, Rotary, RotaryTable
+from speculators.drafter import DraftStep, valid_terms
+from speculators.errors import ConfigError
+from speculators.least_squares import ridge
+from speculators.options import DecoderOptions
+from speculators.target import FrozenTarget, TargetFeatures
+
+LEAST_TERMS = 8_192  # terms that a fitted start should see; more than there are unknowns where the target is wide
+ROUNDS = 3  # of refitting the start to its own guesses, where several depths are trained
+FULL_NOISE_LENGTH = 512  # tokens of a row whose features get `feature_noise` as it is
+
+
+class EagleConfig(DecoderConfig):
+    """The decoder layers; the vocabulary and the width are the target's."""
+
+    fc_bias: bool = Field(False, description="fc has a bias, as some published heads have; vLLM drops it silently")
+
+    @model_validator(mode="after")
+    def _as_the_target(self) -> Self:
+        if self.reduced_vocabulary:
+            raise ValueError(
+                f"draft_vocab_size {self.draft_vocab_size}: the head is the target's, of {self.vocab_size} tokens"
+            )
+        if self.hidden_size != self.target_hidden_size:
+            raise ValueError(
+                f"hidden_size {self.hidden_size}: the head's states are the target's, {self.target_hidden_size} wide"
+            )
+        if self.qk_norm:
+            raise ValueError("qk_norm: this format has no norms of queries and keys")
+        return self
+
+    def describe(self) -> str:
+        return super().describe() + ("; fc with a bias, which vLLM drops" if self.fc_bias else "")
+
+
+class EagleOptions(DecoderOptions):
+    """The trained head. Sizes left null are the target's own."""
+
+    feature_noise: float = Field(
+        0.1,
+        ge=0,
+        description="uniform noise on the target's states in training, +-feature_noise x 512 / tokens of a row, as a "
+        "drafted state is never exact; 0: none",
+    )
+    detach: bool = Field(
+        False, description="HASS: no gradient flows from a depth into the one whose state it reads; with unroll_steps 3"
+    )
+    init: Literal["least_squares", "pass_through"] = Field(
+        "least_squares",
+        description="start from scratch as the best linear guess of the next state on features of some training rows, "
+        "or as the state passed on, which accepts next to nothing",
+    )
+    own_embeddings: bool = Field(
+        False,
+        description="train a copy of the target's embeddings; off: share the frozen ones, or leave those of init_from "
+        "as they are",
+    )
+    fc_bias: bool = Field(
+        False,
+        description="bias of fc, as some published heads have; vLLM drops it silently, so it must be asked for",
+    )
+
+    def accept(self, head: Any) -> None:
+        if head.fc_bias and not self.fc_bias:
+            raise ConfigError(
+                f"drafter.init_from: the head of {self.init_from} has a bias in fc, which vLLM drops without a word: "
+                "trained on, it would accept less there than it does here. Set drafter.fc_bias: true to train it all "
+                "the same, or start from another head"
+            )
+
+
+class Eagle(DecoderChain):
+    """The EAGLE-1 head: the target's embedding and head, a projection, one or more layers."""
+
+    config_class = EagleConfig
+    options = EagleOptions
+    defaults: ClassVar[dict[str, Any]] = {
+        "loss": {"smooth_l1": 1.0, "forward_kl": 0.1},
+        "training": {"learning_rate": 3e-5, "max_grad_norm": 0.5},
+    }
+    reads_last_hidden = True
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__(config)
+        width = config.hidden_size
+        self.fc = nn.Linear(2 * width, width, bias=config.fc_bias)
+        self.layers = nn.ModuleList(DecoderLayer(config, input_norm=i > 0) for i in range(config.num_layers))
+        if config.own_embeddings:
+            self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        self.positions = RotaryTable(config)
+        self.feature_noise, self.detach = 0.0, False
+
+    # -------------------------------------------------------------- starting weights, and how it is trained
+
+    def prepare_training(self, options: EagleOptions) -> Eagle:
+        self.feature_noise, self.detach = options.feature_noise, options.detach
+        if self.config.own_embeddings:
+            self.embed_tokens.requires_grad_(options.own_embeddings)
+        return self
+
+    def start_terms(self, options: EagleOptions) -> int:
+        return max(LEAST_TERMS, 2 * self.fc.in_features) if options.init == "least_squares" else 0
+
+    @torch.no_grad()
+    def initialise_from(
+        self,
+        target: FrozenTarget,
+        options: EagleOptions | None = None,
+        features: Sequence[TargetFeatures] | None = None,
+    ) -> Eagle:
+        """See `Drafter.initialise_from`. The layers start as next to nothing; `fc` alone makes the first guess."""
+        self.start_small()
+        if self.config.own_embeddings:
+            ids = torch.arange(target.vocab_size, device=target.device)
+            self.embed_tokens.weight.copy_(target.embed_tokens(ids))  # with the scale of targets that have one
+        if self.config.fc_bias:
+            self.fc.bias.zero_()
+        if features is None:
+            width = self.config.hidden_size
+            self.fc.weight.mul_(0.1)
+            self.fc.weight[:, width:] += torch.eye(width, device=self.fc.weight.device)
+        else:
+            self.fc.weight.copy_(self._linear_guess(features, options.unroll_steps if options else 1).T)
+        return self
+
+    def _linear_guess(self, features: Sequence[TargetFeatures], depths: int) -> Tensor:
+        """W [2H, H] with [embedding of x_{t+1}; s_t] W ≈ h_{t+1}: at depth 0 s_t is the target's h_t, at deeper ones
+        the guess itself, to which W is fitted again."""
+        embeds: list[list[Tensor]] = [[] for _ in range(depths)]
+        states: list[list[Tensor]] = [[] for _ in range(depths + 1)]
+        for f in features:
+            rows, slots = valid_terms(f, depths + 1).nonzero(as_tuple=True)  # with a term at every depth
+            for k in range(depths):
+                embeds[k].append(self.embed(f.input_ids[rows, slots + k + 1]).float())
+            for k in range(depths + 1):
+                states[k].append(f.last_hidden[rows, slots + k].float())
+        e, h = [torch.cat(each) for each in embeds], [torch.cat(each) for each in states]  # each [N, H]
+        if not len(h[0]):
+            raise ConfigError(
+                f"drafter.init: least_squares needs responses longer than {depths} tokens; "
+                "set drafter.init: pass_through"
+            )
+        guess = ridge(torch.cat([e[0], h[0]], 1), h[1])
+        for _ in range(ROUNDS if depths > 1 else 0):
+            state, inputs = h[0], []
+            for k in range(depths):
+                inputs.append(torch.cat([e[k], state], 1))
+                state = inputs[-1] @ guess
+            guess = ridge(torch.cat(inputs), torch.cat(h[1:]))
+        return guess
+
+    # -------------------------------------------------------------- training
+
+    def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
+        if self.training and self.feature_noise:
+            reach = self.feature_noise * FULL_NOISE_LENGTH / features.input_ids.shape[1]
+            features = replace(features, last_hidden=_with_noise(features.last_hidden, reach))
+        return super().unroll(features, steps)
+
+    def feed_back(self, state: Tensor) -> Tensor:
+        return state.detach() if self.detach else state
+
+    # -------------------------------------------------------------- shared by training and drafting
+
+    def first_state(self, taps: Tensor | None, last_hidden: Tensor | None) -> Tensor:
+        """last_hidden [B, T, H] as it is."""
+        return last_hidden.to(self.fc.weight.dtype)
+
+    def run(
+        self, embeds: Tensor, state: Tensor, rotary: Rotary, attends: Sequence[Attend], asking: Tensor | None = None
+    ) -> Tensor:
+        """The guess of the target's next state."""
+        state = self.fc(torch.cat([embeds.to(state.dtype), state], dim=-1))
+        last = len(self.layers) - 1
+        for i, layer in enumerate(self.layers):
+            state = layer(state, rotary, attends[i], asking if i == last else None)
+        return state
+
+    def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
+        """[N, H] -> [N, V], by the target's head."""
+        return self.target.logits(hidden.to(self.target.dtype))
+
+
+def _with_noise(states: Tensor, reach: float) -> Tensor:
+    """states [B, T, H] plus uniform noise in [-reach, reach], in float32 on whatever device.
+
+    The noise follows from torch's global random state of the CPU alone, which a checkpoint holds.
+    """
+    source = torch.Generator(states.device).manual_seed(int(torch.randint(2**62, ())))
+    noise = torch.rand(states.shape, generator=source, device=states.device)
+    return states.float() + (2 * noise - 1) * reach
