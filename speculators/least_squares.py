@@ -1,4 +1,4 @@
-"""Least squares with a little regularisation, for starting weights that are fitted to a target's features."""
+"""Linear maps in closed form, from which a head may start. Knows no head."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import torch
 from torch import Tensor
 
 RIDGE = 1e-3  # of the mean square of the inputs
+LEAST_TERMS = 8_192  # terms that a fit should see; more than there are unknowns where the target is wide
+
+
+def terms_for(inputs: int) -> int:
+    """How many terms a fit of a map from so many inputs wants."""
+    return max(LEAST_TERMS, 2 * inputs)
 
 
 def ridge(inputs: Tensor, wanted: Tensor) -> Tensor:

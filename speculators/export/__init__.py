@@ -29,7 +29,13 @@ from speculators.vocab import from_offsets, to_offsets
 
 WEIGHTS = "model.safetensors"
 # One line a family; a folder that does not name its family belongs to the first that recognises it.
-LAYOUTS: dict[str, Layout] = {layout.family: layout for layout in (Eagle3Layout(), EagleLayout())}
+LAYOUTS: dict[str, Layout] = {
+    layout.family: layout
+    for layout in (
+        Eagle3Layout(),
+        EagleLayout(),
+    )
+}
 
 
 def export_drafter(

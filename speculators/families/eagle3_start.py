@@ -18,7 +18,7 @@ from torch import Tensor
 
 from speculators.drafter import valid_terms
 from speculators.errors import ConfigError
-from speculators.least_squares import ridge
+from speculators.least_squares import ridge, terms_for
 from speculators.target import FrozenTarget, TargetFeatures
 
 if TYPE_CHECKING:
@@ -31,12 +31,11 @@ COPY_SCORE = 20.0  # logit of a query for a slot whose token is the query's
 COPY_WEIGHT = 0.6  # of what is copied, beside a state of unit size
 COPY_REACH = 256  # tokens over which a copying key must not turn away
 SHARPNESS = 0.8  # of the first distributions, as a factor on the logits: a linear guess deserves less than the target's
-LEAST_TERMS = 8_192  # terms that a fit should see; more than there are unknowns where the target is wide
 
 
 def terms_wanted(head: Eagle3) -> int:
     """How many terms of features `start_from_least_squares` wants to see."""
-    return max(LEAST_TERMS, 2 * head.fc.in_features)
+    return terms_for(head.fc.in_features)
 
 
 @torch.no_grad()
