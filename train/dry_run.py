@@ -235,7 +235,6 @@ def _sections(plan: DryRun) -> list[tuple[str, Rows]]:
 def _model_rows(plan: DryRun) -> Rows:
     t, d, recipe = plan.target, plan.drafter, plan.recipe
     vocabulary = f"{d.draft_vocab_size:,} of the target's {d.vocab_size:,} tokens"
-    init = getattr(recipe.drafter, "init", None)
     return [
         (
             "target",
@@ -246,7 +245,7 @@ def _model_rows(plan: DryRun) -> Rows:
         ("drafter", d.describe()),
         ("", f"{_count(plan.trainable)} trainable parameters, {plan.trainable / t.num_parameters:.1%} of the target's"),
         ("draft vocabulary", vocabulary if d.reduced_vocabulary else f"all {d.vocab_size:,} tokens"),
-        ("starts from", recipe.drafter.init_from or f"scratch{f', by {init}' if init else ''}"),
+        ("starts from", recipe.drafter.init_from or f"scratch, as docs/{recipe.family}.md describes"),
         ("features", f"{_bytes(plan.feature_bytes)} per token, made online and never stored"),
     ]
 

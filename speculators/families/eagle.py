@@ -21,11 +21,10 @@ from speculators.config import DecoderConfig
 from speculators.decoder import Attend, DecoderLayer, Rotary, RotaryTable
 from speculators.drafter import DraftStep, valid_terms
 from speculators.errors import ConfigError
-from speculators.least_squares import ridge
+from speculators.least_squares import ridge, terms_for
 from speculators.options import DecoderOptions
 from speculators.target import FrozenTarget, TargetFeatures
 
-LEAST_TERMS = 8_192  # terms that a fitted start should see; more than there are unknowns where the target is wide
 ROUNDS = 3  # of refitting the start to its own guesses, where several depths are trained
 FULL_NOISE_LENGTH = 512  # tokens of a row whose features get `feature_noise` as it is
 
@@ -119,7 +118,7 @@ class Eagle(DecoderChain):
         return self
 
     def start_terms(self, options: EagleOptions) -> int:
-        return max(LEAST_TERMS, 2 * self.fc.in_features) if options.init == "least_squares" else 0
+        return terms_for(self.fc.in_features) if options.init == "least_squares" else 0
 
     @torch.no_grad()
     def initialise_from(
