@@ -23,6 +23,7 @@ from speculators.target import FrozenTarget, TargetFeatures
 # family name -> "module:class". Adding a family adds a line here.
 FAMILIES: dict[str, str] = {
     "eagle3": "speculators.families.eagle3:Eagle3",
+    "mtp": "speculators.families.mtp:Mtp",
 }
 
 
@@ -73,8 +74,8 @@ class Drafter(nn.Module):
     config_class: ClassVar[type[DrafterConfig]] = DrafterConfig
     options: ClassVar[type[DrafterOptions]] = DrafterOptions  # the `drafter:` section of its recipes
     defaults: ClassVar[dict[str, Any]] = {}  # published defaults of other sections: {"training": {...}, "loss": {...}}
-    reads_taps: ClassVar[bool] = False
-    reads_last_hidden: ClassVar[bool] = False
+    reads_taps: bool = False  # these two are the family's; a drafter may be told otherwise by its config
+    reads_last_hidden: bool = False
     one_head: ClassVar[bool] = True  # `head` is the same at every depth
 
     def __init__(self, config: DrafterConfig) -> None:

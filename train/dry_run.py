@@ -58,6 +58,7 @@ class DryRun:
     drafter: DrafterConfig
     shapes: dict[str, tuple[int, ...]]  # of the drafter's tensors
     trainable: int
+    reads_last_hidden: bool
     sources: list[TokenCount] = field(default_factory=list)
     validation: list[TokenCount] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)  # bytes, by what takes them
@@ -105,7 +106,8 @@ def estimate(recipe: Recipe) -> DryRun:
     with torch.device("meta"):
         drafter = family_class(config.family)(config)
     parameters = {name: tuple(p.shape) for name, p in drafter.named_parameters() if p.requires_grad}
-    plan = DryRun(recipe, target, config, parameters, sum(p.numel() for p in drafter.trainable_parameters()))
+    trainable = sum(p.numel() for p in drafter.trainable_parameters())
+    plan = DryRun(recipe, target, config, parameters, trainable, drafter.reads_last_hidden)
     count = _counter(recipe)
     plan.sources = [count(source) for source in recipe.data.train]
     plan.validation = [count(source) for source in recipe.data.validation]
@@ -253,9 +255,9 @@ def _model_rows(plan: DryRun) -> Rows:
 
 def _reads(plan: DryRun) -> str:
     """Which of the target's states."""
-    taps, family = plan.drafter.tap_layers, family_class(plan.drafter.family)
+    taps = plan.drafter.tap_layers
     parts = [f"taps {list(taps)} of 0..{plan.target.num_layers} (0: embedding output, i: output of layer i-1)"]
-    return "; ".join(parts * bool(taps) + ["the last hidden state"] * family.reads_last_hidden)
+    return "; ".join(parts * bool(taps) + ["the last hidden state"] * plan.reads_last_hidden)
 
 
 def _data_rows(plan: DryRun) -> Rows:

@@ -26,7 +26,7 @@ from inference.report_provenance import local_folder
 from speculators.config import DrafterConfig, config_for_target
 from speculators.drafter import Drafter, family_class
 from speculators.errors import ConfigError, DataError, DraftsmithError
-from speculators.export import export_drafter, load_weights, read_drafter_config
+from speculators.export import export_drafter, load_weights, read_drafter_config, resolve
 from speculators.target import FrozenTarget, TargetFeatures
 from speculators.vocab import choose_draft_vocabulary, coverage
 from train import checkpoint
@@ -232,11 +232,11 @@ def drafter_config(recipe: Recipe, target: FrozenTarget) -> DrafterConfig:
     """The recipe's drafter for this target; with `init_from`, that head's own, which the recipe may not contradict."""
     options, fields = recipe.drafter, family_class(recipe.family).config_class.model_fields
     wanted = options.shape(fields)
-    if options.init_from is None:
+    if (start := start_folder(recipe)) is None:
         if "draft_vocab_size" in wanted and wanted["draft_vocab_size"] is None:
             wanted["draft_vocab_size"] = min(DEFAULT_DRAFT_VOCABULARY, target.vocab_size)
         return config_for_target(target, recipe.family, **wanted)
-    config = read_drafter_config(options.init_from, target.num_layers)
+    config = read_drafter_config(start, target.num_layers)
     if config.family != recipe.family:
         raise ConfigError(
             f"drafter.init_from: {options.init_from} is of family {config.family!r}, the recipe's is {recipe.family!r}"
@@ -250,6 +250,13 @@ def drafter_config(recipe: Recipe, target: FrozenTarget) -> DrafterConfig:
     return config
 
 
+def start_folder(recipe: Recipe) -> Path | None:
+    """The folder whose head the recipe starts from (`target`: the target's own), None where it starts from scratch."""
+    if recipe.drafter.init_from == "target":
+        return resolve(recipe.target.model, recipe.target.revision)
+    return None if recipe.drafter.init_from is None else resolve(recipe.drafter.init_from)
+
+
 def checkpoints(recipe: Recipe) -> Path:
     return Path(recipe.output_dir) / "checkpoints"
 
@@ -260,10 +267,8 @@ def make_drafter(
     """A drafter ready to train: draft vocabulary chosen from the supervised tokens, weights warm or initialised (but
     not fitted where a checkpoint will replace them)."""
     drafter = family_class(config.family)(config).attach(target)
-    if recipe.drafter.init_from is not None:
-        from speculators.export import resolve
-
-        load_weights(drafter, resolve(recipe.drafter.init_from))
+    if (start := start_folder(recipe)) is not None:
+        load_weights(drafter, start)
         return drafter
     if config.reduced_vocabulary:
         counts = torch.zeros(config.vocab_size)

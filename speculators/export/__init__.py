@@ -23,12 +23,13 @@ from speculators.drafter import Drafter, family_class
 from speculators.errors import CheckpointError
 from speculators.export.eagle3_layout import Eagle3Layout
 from speculators.export.layout import Layout
+from speculators.export.mtp_layout import MtpLayout
 from speculators.target import FrozenTarget
 from speculators.vocab import from_offsets, to_offsets
 
 WEIGHTS = "model.safetensors"
 # One line a family; a folder that does not name its family belongs to the first that recognises it.
-LAYOUTS: dict[str, Layout] = {layout.family: layout for layout in (Eagle3Layout(),)}
+LAYOUTS: dict[str, Layout] = {layout.family: layout for layout in (Eagle3Layout(), MtpLayout())}
 
 
 def export_drafter(
@@ -41,9 +42,9 @@ def export_drafter(
     folder = Path(folder)
     config = drafter.config.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
     layout = LAYOUTS[config.family]
-    state = drafter.state_dict()
+    state = layout.unpacked(drafter.state_dict())
     tensors = {
-        name: state[inside].detach().to("cpu", dtype).contiguous()
+        name: state[inside].detach().to("cpu", torch.float32 if name.endswith(layout.exact) else dtype).contiguous()
         for name, (inside, _) in layout.tensors(config).items()
     }
     ids = drafter.draft_to_target
@@ -159,7 +160,7 @@ def load_weights(drafter: Drafter, folder: Path) -> None:
     found: dict[str, torch.Tensor] = {}
     for file in _files(folder):
         with safe_open(file, "pt") as reader:
-            found |= {name: reader.get_tensor(name) for name in reader.keys() if layout.belongs(name)}  # noqa: SIM118
+            found |= {name: reader.get_tensor(name) for name in reader.keys() if layout.belongs(name, config)}  # noqa: SIM118
     found, table = layout.canonical(found, config), layout.tensors(config)
     wanted = set(table) | ({"d2t"} if config.reduced_vocabulary else set())
     faults = [f"{name} is missing" for name in sorted(wanted - set(found))]
@@ -173,7 +174,7 @@ def load_weights(drafter: Drafter, folder: Path) -> None:
         faults.append(f"d2t has shape {list(found['d2t'].shape)}, expected [{config.draft_vocab_size}]")
     if faults:
         raise CheckpointError(f"drafter {folder}: {len(faults)} fault(s) in the weights: " + "; ".join(faults))
-    state = {inside: found[name] for name, (inside, _) in table.items()}
+    state = dict(layout.packed({inside: found[name] for name, (inside, _) in table.items()}))
     if config.reduced_vocabulary:
         state["target_ids"] = from_offsets(found["d2t"], config.vocab_size, str(folder))
     drafter.load_state_dict(state, strict=True)

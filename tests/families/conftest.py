@@ -28,6 +28,10 @@ CASES: dict[str, Case] = {
     "eagle3": Case("eagle3", {"draft_vocab_size": 40}, taps=(1, 2, 3)),
     "eagle3, whole vocabulary, gemma3": Case("eagle3", architecture="gemma3", taps=(0, 3)),
     "eagle3, two layers": Case("eagle3", {"num_layers": 2, "draft_vocab_size": 40}, taps=(1, 2, 3)),
+    "mtp": Case("mtp"),
+    "mtp, the state before the norm, qwen3": Case("mtp", {"hidden_state": "residual"}, {}, "qwen3", (3,)),
+    "mtp, gemma3": Case("mtp", architecture="gemma3"),
+    "mtp, layer of deepseek_v3": Case("mtp", architecture="deepseek_v3"),
 }
 
 
