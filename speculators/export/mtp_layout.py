@@ -1,8 +1,8 @@
 """The checkpoint layouts of multi-token-prediction modules, in the names that their targets' own checkpoints have.
 
 `mimo`: `model.mtp_layers.0.*`, beside a target or in a folder of its own; `deepseek_v3`: `model.layers.{L}.*` behind
-the last of L layers; `qwen3_next`: `mtp.*`. The last two carry their target's config.json, since the layer is built from
-it. Embedding and head are the target's; where a checkpoint repeats them (DeepSeek-V3) they are not read.
+the last of L layers; `qwen3_next`: `mtp.*`. The last two carry their target's config.json, since the layer is built
+from it. Embedding and head are the target's; where a checkpoint repeats them (DeepSeek-V3) they are not read.
 """
 
 from __future__ import annotations

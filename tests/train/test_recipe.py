@@ -7,6 +7,7 @@ import math
 import pytest
 import yaml
 
+from speculators.drafter import FAMILIES
 from speculators.errors import ConfigError
 from train.recipe import Recipe, describe_schema, load_recipe
 from train.recipe_sections import GATE_METRICS, split_gate
@@ -184,7 +185,7 @@ MALFORMED = {
     "'linear'; training.seed: expected an integer >= 0, got -1",
     "learning_rate: 1e-4": AT + "learning_rate: unknown key; did you mean 'training.learning_rate'?",
     "zzz: 1": AT + "zzz: unknown key; valid keys here: name, output_dir, ...",
-    "family: eagle9": AT + "family: expected one of eagle3, got 'eagle9'",
+    "family: eagle9": AT + f"family: expected one of {', '.join(FAMILIES)}, got 'eagle9'",
     "loss: {kl: 1}": AT + "loss.kl: unknown divergence; ...",
     "loss: {tv: -1}": AT + "loss.tv.weight: expected a positive number, got -1...",
     "loss: {jsd: {weight: 1, gamma: 2}}": AT + "loss.jsd.gamma: unknown option of jsd; it takes beta",
