@@ -134,8 +134,8 @@ def _layout_of(fields: dict[str, Any], names: set[str], where: str) -> Layout:
     if family not in LAYOUTS:
         raise CheckpointError(
             f"{where}: not a drafter this version reads (architectures {fields.get('architectures')}, "
-            f"family {family}); "
-            f"it reads {', '.join(LAYOUTS)}"
+            f"family {family}); it reads {', '.join(LAYOUTS)}, and targets that carry a module of their own; give the "
+            "folder of one of these, or start from scratch"
         )
     return LAYOUTS[family]
 

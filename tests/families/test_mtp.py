@@ -248,7 +248,7 @@ def test_position_zero_is_blind_where_it_is_in_vllm(tiny_model, qwen3_next) -> N
     for architecture in ("llama", "deepseek_v3"):
         target = FrozenTarget(tiny_model(architecture))
         worlds.append((target, shaken(Mtp(config_for_target(target, "mtp")).attach(target))))
-    for target, drafter in worlds:
+    for _, drafter in worlds:
         last = torch.randn(1, IDS.shape[1], 32)
         other = IDS.clone()
         other[0, 1] = 50
