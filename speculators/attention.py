@@ -27,10 +27,10 @@ def unrolled_attention(
     scale: float,
     chunk: int = 256,
 ) -> Tensor:
-    """query [B, h, M, d] of the slots `slots` [B, M]; key, value [B, g, T, d] of depth 0, one per slot.
+    """query [B, h, M, d] of the slots `slots` [B, M]; key [B, g, T, d], value [B, g, T, v] of depth 0, one per slot.
 
-    diagonals: (key, value) [B, g, M, d] of the same slots at depths 1..i. `segment_ids` [B, T]: documents of a packed
-    row; padding is -1 and attends to itself only. Returns [B, h, M, d].
+    diagonals: (key, value) [B, g, M, ·] of the same slots at depths 1..i. `segment_ids` [B, T]: documents of a packed
+    row; padding is -1 and attends to itself only. Returns [B, h, M, v].
     """
     M = query.shape[2]
     width = chunk if M > chunk else M
@@ -61,7 +61,7 @@ def _attend(
 ) -> Tensor:
     """One chunk of c queries over S keys of depth 0, and i own keys each."""
     B, h, c, d = q.shape
-    g, S, repeat = k.shape[1], k.shape[2], h // k.shape[1]
+    g, S, repeat, width = k.shape[1], k.shape[2], h // k.shape[1], v.shape[-1]
     q = q.reshape(B, g, repeat * c, d)  # query heads of one group share its keys
     places = torch.arange(S, device=q.device)
     q_segments = segment_ids.gather(1, slots)  # [B, c]
@@ -73,10 +73,10 @@ def _attend(
     scores = scores.view(B, g, repeat, c, S).masked_fill_(hidden[:, None, None], float("-inf")).view(B, g, -1, S)
     keys, values = own[0::2], own[1::2]
     if not keys:
-        return (scores.softmax(-1).to(v.dtype) @ v).reshape(B, h, c, d)
+        return (scores.softmax(-1).to(v.dtype) @ v).reshape(B, h, c, width)
     per_slot = [(q * key.repeat(1, 1, repeat, 1)).float().sum(-1, keepdim=True) * scale for key in keys]
     weights = torch.cat([scores, *per_slot], dim=-1).softmax(-1).to(v.dtype)  # [B, g, h/g·c, S + i]
     out = weights[..., :S] @ v
     for i, value in enumerate(values):
         out = out + weights[..., S + i : S + i + 1] * value.repeat(1, 1, repeat, 1)
-    return out.reshape(B, h, c, d)
+    return out.reshape(B, h, c, width)

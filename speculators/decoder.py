@@ -157,12 +157,23 @@ class DecoderLayer(nn.Module):
         self.self_attn.fused = self.mlp.fused = None
 
 
-class RotaryTable(nn.Module):
-    """Cosines and sines of a head's positions."""
+class ExactBuffers(nn.Module):
+    """A module whose buffers keep their precision when its weights change theirs: frequencies, biases of a router."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def _apply(self, fn: Callable, *args, **kwargs) -> nn.Module:
+        exact = [(each, name, b) for each in self.modules() for name, b in each._buffers.items() if b is not None]
+        super()._apply(fn, *args, **kwargs)
+        for each, name, before in exact:
+            each._buffers[name] = before.to(each._buffers[name].device)
+        return self
+
+
+class RotaryTable(ExactBuffers):
+    """Cosines and sines of a head's positions; `rotary_emb`: how an architecture makes them, if not as Llama does."""
+
+    def __init__(self, config: DecoderConfig, rotary_emb: nn.Module | None = None) -> None:
         super().__init__()
-        self.rotary_emb = LlamaRotaryEmbedding(config=_llama_config(config))
+        self.rotary_emb = rotary_emb or LlamaRotaryEmbedding(config=_llama_config(config))
         self._table: Rotary | None = None  # [positions, d], made when drafting begins
 
     def forward(self, like: Tensor, position_ids: Tensor) -> Rotary:

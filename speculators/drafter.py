@@ -26,6 +26,7 @@ FAMILIES: dict[str, str] = {
     "eagle3": "speculators.families.eagle3:Eagle3",
     "medusa": "speculators.families.medusa:Medusa",
     "mlp": "speculators.families.mlp:MLPSpeculator",
+    "mtp": "speculators.families.mtp:Mtp",
 }
 
 
@@ -76,8 +77,8 @@ class Drafter(nn.Module):
     config_class: ClassVar[type[DrafterConfig]] = DrafterConfig
     options: ClassVar[type[DrafterOptions]] = DrafterOptions  # the `drafter:` section of its recipes
     defaults: ClassVar[dict[str, Any]] = {}  # published defaults of other sections: {"training": {...}, "loss": {...}}
-    reads_taps: ClassVar[bool] = False
-    reads_last_hidden: ClassVar[bool] = False
+    reads_taps: bool = False  # these two are the family's; a drafter may be told otherwise by its config
+    reads_last_hidden: bool = False
     one_head: ClassVar[bool] = True  # `head` is the same at every depth
 
     def __init__(self, config: DrafterConfig) -> None:

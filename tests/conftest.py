@@ -44,6 +44,21 @@ ARCHITECTURES: dict[str, dict] = {
     ),
     "mixtral": dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2),
     "granite": dict(model_type="granite", logits_scaling=4.0, embedding_multiplier=3.0),
+    "deepseek_v3": dict(
+        model_type="deepseek_v3",
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=12,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+    ),
     "cohere2": dict(model_type="cohere2", sliding_window=4, layer_types=_MIXED, logit_scale=0.25),
 }
 

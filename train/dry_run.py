@@ -21,7 +21,6 @@ from rich.table import Table
 from inference.llm_loading import load_tokenizer
 from speculators.attention import RECOMPUTE_FROM
 from speculators.config import DrafterConfig
-from speculators.drafter import family_class
 from speculators.errors import CheckpointError, DataError
 from speculators.target import FrozenTarget
 from train.chunked import default_chunk_size
@@ -58,6 +57,7 @@ class DryRun:
     drafter: DrafterConfig
     shapes: dict[str, tuple[int, ...]]  # of the drafter's tensors
     trainable: int
+    reads_last_hidden: bool
     sources: list[TokenCount] = field(default_factory=list)
     validation: list[TokenCount] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)  # bytes, by what takes them
@@ -104,7 +104,8 @@ def estimate(recipe: Recipe) -> DryRun:
     config = drafter_config(recipe, cast(FrozenTarget, target))
     drafter = sketch_drafter(recipe, config).prepare_training(recipe.drafter)
     parameters = {name: tuple(p.shape) for name, p in drafter.named_parameters() if p.requires_grad}
-    plan = DryRun(recipe, target, config, parameters, sum(p.numel() for p in drafter.trainable_parameters()))
+    trainable = sum(p.numel() for p in drafter.trainable_parameters())
+    plan = DryRun(recipe, target, config, parameters, trainable, drafter.reads_last_hidden)
     count = _counter(recipe)
     plan.sources = [count(source) for source in recipe.data.train]
     plan.validation = [count(source) for source in recipe.data.validation]
@@ -252,9 +253,9 @@ def _model_rows(plan: DryRun) -> Rows:
 
 def _reads(plan: DryRun) -> str:
     """Which of the target's states."""
-    taps, family = plan.drafter.tap_layers, family_class(plan.drafter.family)
+    taps = plan.drafter.tap_layers
     parts = [f"taps {list(taps)} of 0..{plan.target.num_layers} (0: embedding output, i: output of layer i-1)"]
-    return "; ".join(parts * bool(taps) + ["the last hidden state"] * family.reads_last_hidden)
+    return "; ".join(parts * bool(taps) + ["the last hidden state"] * plan.reads_last_hidden)
 
 
 def _data_rows(plan: DryRun) -> Rows:

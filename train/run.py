@@ -238,11 +238,11 @@ def drafter_config(recipe: Recipe, target: FrozenTarget) -> DrafterConfig:
     """The recipe's drafter for this target; with `init_from`, that head's own, which the recipe may not contradict."""
     options, fields = recipe.drafter, family_class(recipe.family).config_class.model_fields
     wanted = options.shape(fields)
-    if options.init_from is None:
+    if (start := start_folder(recipe)) is None:
         if "draft_vocab_size" in wanted and wanted["draft_vocab_size"] is None:
             wanted["draft_vocab_size"] = min(DEFAULT_DRAFT_VOCABULARY, target.vocab_size)
         return config_for_target(target, recipe.family, **wanted)
-    config = read_drafter_config(options.init_from, target.num_layers)
+    config = read_drafter_config(start, target.num_layers)
     if config.family != recipe.family:
         raise ConfigError(
             f"drafter.init_from: {options.init_from} is of family {config.family!r}, the recipe's is {recipe.family!r}"
@@ -255,6 +255,13 @@ def drafter_config(recipe: Recipe, target: FrozenTarget) -> DrafterConfig:
             )
     options.accept(config)
     return config
+
+
+def start_folder(recipe: Recipe) -> Path | None:
+    """The folder whose head the recipe starts from (`target`: the target's own), None where it starts from scratch."""
+    if recipe.drafter.init_from == "target":
+        return resolve(recipe.target.model, recipe.target.revision)
+    return None if recipe.drafter.init_from is None else resolve(recipe.drafter.init_from)
 
 
 def checkpoints(recipe: Recipe, stage: str | None = None) -> Path:
@@ -278,8 +285,8 @@ def make_drafter(
     """A drafter ready to train: draft vocabulary chosen from the supervised tokens, weights warm or initialised (but
     not fitted where a checkpoint in `folder` will replace them)."""
     drafter = family_class(config.family)(config).attach(target)
-    if recipe.drafter.init_from is not None:
-        load_weights(drafter, resolve(recipe.drafter.init_from))
+    if (start := start_folder(recipe)) is not None:
+        load_weights(drafter, start)
         return drafter
     if config.reduced_vocabulary:
         counts = torch.zeros(config.vocab_size)

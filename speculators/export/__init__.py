@@ -26,6 +26,7 @@ from speculators.export.eagle_layout import EagleLayout
 from speculators.export.layout import Layout
 from speculators.export.medusa_layout import MedusaLayout
 from speculators.export.mlp_layout import MLPLayout
+from speculators.export.mtp_layout import MtpLayout
 from speculators.target import FrozenTarget
 from speculators.vocab import from_offsets, to_offsets
 
@@ -38,6 +39,7 @@ LAYOUTS: dict[str, Layout] = {
         EagleLayout(),
         MedusaLayout(),
         MLPLayout(),
+        MtpLayout(),
     )
 }
 
@@ -52,9 +54,9 @@ def export_drafter(
     folder = Path(folder)
     config = drafter.config.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
     layout = LAYOUTS[config.family]
-    state = drafter.state_dict()
+    state = layout.unpacked(drafter.state_dict())
     tensors = {
-        name: state[inside].detach().to("cpu", dtype).contiguous()
+        name: state[inside].detach().to("cpu", torch.float32 if name.endswith(layout.exact) else dtype).contiguous()
         for name, (inside, _) in layout.tensors(config).items()
     }
     ids = drafter.draft_to_target
@@ -144,8 +146,8 @@ def _layout_of(fields: dict[str, Any], names: set[str], where: str) -> Layout:
     if family not in LAYOUTS:
         raise CheckpointError(
             f"{where}: not a drafter this version reads (architectures {fields.get('architectures')}, "
-            f"family {family}); "
-            f"it reads {', '.join(LAYOUTS)}"
+            f"family {family}); it reads {', '.join(LAYOUTS)}, and targets that carry a module of their own; give the "
+            "folder of one of these, or start from scratch"
         )
     return LAYOUTS[family]
 
@@ -170,7 +172,8 @@ def load_weights(drafter: Drafter, folder: Path) -> None:
     found: dict[str, torch.Tensor] = {}
     for file in _files(folder):
         with safe_open(file, "pt") as reader:
-            found |= {name: reader.get_tensor(name) for name in reader.keys() if layout.belongs(name)}  # noqa: SIM118
+            mine = [name for name in reader.keys() if layout.belongs(name, config)]  # noqa: SIM118 (not a dict)
+            found |= {name: reader.get_tensor(name) for name in mine}
     try:
         found, table = layout.canonical(found, config), layout.tensors(config)
     except CheckpointError as error:
@@ -187,7 +190,7 @@ def load_weights(drafter: Drafter, folder: Path) -> None:
         faults.append(f"d2t has shape {list(found['d2t'].shape)}, expected [{config.draft_vocab_size}]")
     if faults:
         raise CheckpointError(f"drafter {folder}: {len(faults)} fault(s) in the weights: " + "; ".join(faults))
-    state = {inside: found[name] for name, (inside, _) in table.items()}
+    state = dict(layout.packed({inside: found[name] for name, (inside, _) in table.items()}))
     if config.reduced_vocabulary:
         state["target_ids"] = from_offsets(found["d2t"], config.vocab_size, str(folder))
     drafter.load_state_dict(state, strict=True)

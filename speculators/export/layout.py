@@ -18,6 +18,7 @@ class Layout:
 
     family: ClassVar[str]
     ignored: ClassVar[tuple[str, ...]] = ()  # tensors that other tools write and no loader reads
+    exact: ClassVar[tuple[str, ...]] = ()  # endings of names whose tensors stay in float32
 
     def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
         """Whether a folder that does not name its family is one of these: config.json, names of the tensors."""
@@ -37,9 +38,17 @@ class Layout:
         """config.json and the names of the tensors beside it -> the config. CheckpointError names the field."""
         raise NotImplementedError
 
-    def belongs(self, name: str) -> bool:
+    def belongs(self, name: str, config: Any) -> bool:
         """Whether a tensor of the folder is the drafter's; others are not read (a target's that carries its own)."""
         return True
+
+    def unpacked(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The module's state in the pieces that `tensors` names."""
+        return state
+
+    def packed(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Undoes `unpacked`."""
+        return state
 
     def canonical(self, found: dict[str, Tensor], config: DrafterConfig) -> dict[str, Tensor]:
         """Tensors under the names of `tensors`, whichever of the names in the wild they have."""

@@ -53,6 +53,10 @@ CASES: dict[str, Case] = {
         architecture="gemma3",
     ),
     "mlp, wide": Case("mlp", {"inner_dim": 48}, {"unroll_steps": 3}, architecture="qwen3"),
+    "mtp": Case("mtp"),
+    "mtp, the state before the norm, qwen3": Case("mtp", {"hidden_state": "residual"}, {}, "qwen3", (3,)),
+    "mtp, gemma3": Case("mtp", architecture="gemma3"),
+    "mtp, layer of deepseek_v3": Case("mtp", architecture="deepseek_v3"),
 }
 
 

@@ -1,0 +1,261 @@
+"""Multi-token prediction: one more layer of the target, run again and again (DeepSeek-V3, arXiv 2412.19437).
+
+Slot t joins the target's state at t with the embedding of x_{t+1}, runs them through one decoder layer and a norm, and
+asks the target's own head for x_{t+2}; the normed state takes the place of the target's for the next token
+(speculators/chain.py). One module serves all depths (FastMTP, arXiv 2509.18362). Three wirings, those of published
+modules: `mimo` brings a dense layer of its own and can be added to any target; `deepseek_v3` and `qwen3_next` use a
+layer of the target's own kind (speculators/borrowed_layer.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from speculators.borrowed_layer import BorrowedLayer, layer_fields
+from speculators.chain import ChainDrafter
+from speculators.config import DecoderConfig
+from speculators.decoder import Attend, DecoderLayer, RMSNorm, Rotary, RotaryTable
+from speculators.errors import ConfigError
+from speculators.options import DrafterOptions, PositiveInt, Text
+from speculators.target import FrozenTarget, TargetFeatures
+
+LayoutName = Literal["mimo", "deepseek_v3", "qwen3_next"]
+BORROWED = ("deepseek_v3", "qwen3_next")  # layouts named after the model_type whose layer they use
+SIZES = (  # what vLLM takes from the target for the mimo layout, whatever the module's own config.json says
+    "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters",
+)  # fmt: skip
+PROBE_TOKENS = 64  # on which the start of the final norm is fitted
+
+
+class Wiring(NamedTuple):
+    """What differs between the published modules beside names and layer."""
+
+    hidden_first: bool  # input_proj reads [hidden; embedding], else [embedding; hidden]
+    blind_first: bool  # the embedding counts as zero at position 0
+
+
+WIRINGS: dict[str, Wiring] = {
+    "mimo": Wiring(hidden_first=True, blind_first=True),
+    "deepseek_v3": Wiring(hidden_first=False, blind_first=True),
+    "qwen3_next": Wiring(hidden_first=False, blind_first=False),
+}
+
+
+class MtpConfig(DecoderConfig):
+    """The wiring, the state that the target hands over, and the layer."""
+
+    layout: LayoutName = "mimo"
+    hidden_state: Literal["normed", "residual"] = Field(
+        "normed", description="what the target hands over: its last state after the final norm, or before it"
+    )
+    target_fields: dict[str, Any] | None = Field(
+        None, description="the target's configuration, where the layer is of its kind (borrowed_layer.layer_fields)"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _implied(cls, fields: Any) -> Any:
+        """Fields that follow from others."""
+        if not isinstance(fields, dict):
+            return fields
+        fields = dict(fields)
+        if fields.get("hidden_state") == "residual" and not fields.get("tap_layers"):
+            fields["tap_layers"] = (fields.get("num_target_layers"),)
+        if fields.get("layout", "mimo") not in BORROWED:
+            fields["target_fields"] = None
+            fields["attention_bias"] = True
+        return fields
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        taps = (self.num_target_layers,) if self.hidden_state == "residual" else ()
+        if self.tap_layers != taps:
+            raise ValueError(f"tap_layers {list(self.tap_layers)}: hidden_state {self.hidden_state} reads {list(taps)}")
+        fixed = dict(num_layers=1, qk_norm=False, own_embeddings=False, draft_vocab_size=self.vocab_size)
+        fixed["hidden_size"] = self.target_hidden_size
+        for name, only in fixed.items():
+            if getattr(self, name) != only:
+                raise ValueError(f"{name} is {getattr(self, name)}; an MTP module has {only}")
+        found = (self.target_fields or {}).get("model_type")
+        if self.layout in BORROWED and found != self.layout:
+            raise ValueError(
+                f"layout {self.layout} needs a target of model_type {self.layout}, this one's is {found}; use mimo"
+            )
+        return self
+
+    @classmethod
+    def for_target(cls, target: FrozenTarget, family: str) -> dict[str, Any]:
+        c = target.config
+        own = c.model_type in BORROWED
+        turned = (getattr(c, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1
+        if turned != 1 and not own:
+            raise ConfigError(
+                f"drafter of family mtp: target {target.name_or_path!r} rotates {turned:g} of each head, and vLLM "
+                "would rotate an added module likewise, which this one does not; use another family, such as eagle3"
+            )
+        return super().for_target(target, family) | dict(
+            layout=c.model_type if own else "mimo",
+            target_fields=layer_fields(c) if own else None,
+            head_dim=c.hidden_size // c.num_attention_heads,  # as vLLM divides, whatever the target's own head is
+        )
+
+    def describe(self) -> str:
+        kind = f"one {self.layout} layer" if self.target_fields else super().describe()
+        return f"{kind}; reads the state {'after' if self.hidden_state == 'normed' else 'before'} the final norm"
+
+
+class MtpOptions(DrafterOptions):
+    """The trained module. Its sizes are the target's."""
+
+    layout: LayoutName | None = Field(
+        None, description="wiring and names; null: the target's own kind if it is one of these, else mimo"
+    )
+    hidden_state: Literal["normed", "residual"] | None = Field(
+        None,
+        description="the target's state that the module reads, after or before the final norm; null: normed, which is "
+        "what vLLM hands over (before the norm by MiMo's own targets only)",
+    )
+    unroll_steps: PositiveInt = Field(3, description="depths trained through the one module; 3 is FastMTP's")
+    step_decay: float = Field(0.6, gt=0, le=1, description="weight of depth k is step_decay**k; 0.6 is FastMTP's")
+    init_from: Text | None = Field(
+        None,
+        description="exported module (directory or id) to start from, or `target`: the one in the target's own folder; "
+        "null: a new one",
+    )
+
+
+class Mtp(ChainDrafter):
+    """One module: two norms, their joint projection, a decoder layer, a final norm. The head is the target's."""
+
+    config_class = MtpConfig
+    options = MtpOptions
+    defaults: ClassVar = {"training": {"learning_rate": 5e-5, "warmup_ratio": 0.05}}  # FastMTP's script
+    reads_last_hidden = True
+
+    def __init__(self, config: MtpConfig) -> None:
+        super().__init__(config)
+        self.reads_taps = config.hidden_state == "residual"
+        self.reads_last_hidden = not self.reads_taps
+        self.wiring = WIRINGS[config.layout]
+        width = config.hidden_size
+        self.input_proj = nn.Linear(2 * width, width, bias=False)
+        self.layer: DecoderLayer | BorrowedLayer
+        if config.target_fields is None:
+            self.layer = DecoderLayer(config)
+            self.positions = RotaryTable(config)
+            norms = [RMSNorm(width, eps=config.rms_norm_eps) for _ in range(3)]
+        else:
+            self.layer, self.asks = BorrowedLayer(config.target_fields), False
+            self.positions = RotaryTable(config, self.layer.rotary_embedding())
+            norms = [self.layer.norm() for _ in range(3)]
+        self.embed_norm, self.hidden_norm, self.final_norm = norms
+        self._reset()
+
+    @property
+    def attention_layers(self) -> int:
+        return 1
+
+    def attach(self, target: FrozenTarget) -> Mtp:
+        """See `Drafter.attach`. ConfigError also if the layer is not what vLLM would build for this target."""
+        super().attach(target)
+        for name, expected in target_sizes(target, self.config.layout).items():
+            if (found := getattr(self.config, name)) != expected:
+                raise ConfigError(
+                    f"drafter of family mtp: {name} is {found}, but an MTP module ({self.config.layout} layout) for "
+                    f"target {target.name_or_path!r} has {expected}: its layer follows the target's configuration, "
+                    "not its own; use the target it was made for"
+                )
+        return self
+
+    # -------------------------------------------------------------- starting weights
+
+    @torch.no_grad()
+    def _reset(self) -> None:
+        """Random matrices, small where the residual stream is written; norms as they are."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                last = "o_proj" in name or "down_proj" in name
+                parameter.normal_(std=parameter.shape[-1] ** -0.5 * (0.1 if last else 0.5))
+            elif name.endswith(".bias"):
+                parameter.zero_()
+
+    @torch.no_grad()
+    def initialise_from(
+        self,
+        target: FrozenTarget,
+        options: MtpOptions | None = None,
+        features: Sequence[TargetFeatures] | None = None,
+    ) -> Mtp:
+        """The target's state passes through, so that a new module says what the target just said, one token late. The
+        final norm's weight is fitted channel by channel to give that state back its size."""
+        self._reset()
+        width = self.config.hidden_size
+        hidden = slice(0, width) if self.wiring.hidden_first else slice(width, None)
+        self.input_proj.weight[:, hidden] *= 0.1
+        self.input_proj.weight[:, hidden] += torch.eye(width, device=self.input_proj.weight.device)
+        if self.reads_taps and tuple(target.tap_layers) != tuple(self.config.tap_layers):
+            raise ConfigError(
+                f"initialise_from: the target taps layers {list(target.tap_layers)}, the module reads "
+                f"{list(self.config.tap_layers)}; load the target with the module's tap_layers"
+            )
+        ids = torch.arange(PROBE_TOKENS, device=target.device)[None] * 7919 % target.vocab_size
+        taps, last = target(ids)
+        state = (taps if self.reads_taps else last)[0].float()  # [T, H]
+        x = state / state.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
+        scale = (last[0].float() * x).sum(0) / x.square().sum(0).clamp(min=1e-6)  # [H]
+        shifted = self.config.layout == "qwen3_next"  # its norms scale by 1 + weight
+        self.final_norm.weight.copy_(scale - 1 if shifted else scale)
+        return self
+
+    @torch.no_grad()
+    def freeze(self) -> Mtp:
+        super().freeze()
+        if isinstance(self.layer, DecoderLayer):
+            self.layer.fuse()
+        return self
+
+    def thaw(self) -> None:
+        super().thaw()
+        if isinstance(self.layer, DecoderLayer):
+            self.layer.unfuse()
+
+    # -------------------------------------------------------------- shared by training and drafting
+
+    def first_state(self, taps: Tensor | None, last_hidden: Tensor | None) -> Tensor:
+        """The one of the two that the module reads [B, T, H]."""
+        state = cast(Tensor, taps if self.reads_taps else last_hidden)
+        return state.to(self.input_proj.weight.dtype)
+
+    def embed(self, token_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        embeds = super().embed(token_ids, position_ids)
+        if not self.wiring.blind_first or position_ids is None:
+            return embeds
+        return embeds.masked_fill((position_ids == 0)[..., None], 0)
+
+    def rotary(self, position_ids: Tensor, like: Tensor, length: int | None = None) -> Rotary:
+        if length is None:
+            return self.positions(like, position_ids)
+        return self.positions.lookup(position_ids, length, like)
+
+    def run(
+        self, embeds: Tensor, state: Tensor, rotary: Rotary, attends: Sequence[Attend], asking: Tensor | None = None
+    ) -> Tensor:
+        """The normed state, which is fed back and read by the target's head."""
+        parts = [self.embed_norm(embeds.to(state.dtype)), self.hidden_norm(state)]
+        joined = torch.cat(parts[::-1] if self.wiring.hidden_first else parts, dim=-1)
+        return self.final_norm(self.layer(self.input_proj(joined), rotary, attends[0], asking))
+
+    def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
+        """[N, H] states -> [N, V], the target's own logits of them."""
+        return self.target.logits(hidden.to(self.target.dtype))
+
+
+def target_sizes(target: FrozenTarget, layout: str) -> dict[str, Any]:
+    """The fields of an MTP module's config that this target settles."""
+    fields = MtpConfig.for_target(target, "mtp")
+    return {name: fields[name] for name in (("target_fields",) if layout in BORROWED else SIZES)}
