@@ -97,13 +97,16 @@ def own_texts():
 @pytest.fixture
 def same_in_vllm(serve, tmp_path: Path):
     """`same_in_vllm(model, drafter, k)`: exports `drafter`, drafts with it greedily in vLLM and in our runtime, asserts
-    that all is the same, and returns the counters. `options`: further options of vLLM's `speculative_config`."""
+    that all is the same, and returns the counters. `engine`: further options of vLLM's LLM; `options`: of its
+    `speculative_config`."""
 
-    def check(model: Any, drafter: Drafter, k: int, **options: Any) -> SpecDecodeCounters:
+    def check(
+        model: Any, drafter: Drafter, k: int, *, engine: dict[str, Any] | None = None, **options: Any
+    ) -> SpecDecodeCounters:
         head = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
         model.save_pretrained(tmp_path / "target")
         config = {"method": drafter.config.family, "model": str(head), "num_speculative_tokens": k, **options}
-        job = {"model": str(tmp_path / "target"), "prompts": PROMPTS, "max_tokens": WRITTEN}
+        job = {"model": str(tmp_path / "target"), "prompts": PROMPTS, "max_tokens": WRITTEN, "options": engine or {}}
         theirs = serve(job | {"speculative_config": config})
         token_ids, drafts, counters = _ours(model, head, k)
         assert theirs["token_ids"] == token_ids
