@@ -44,7 +44,7 @@ def test_vllm_drafts_the_same(servable_model, own_texts, same_in_vllm, family, a
     assert counters.num_drafts / 8 < counters.num_accepted_tokens < 3 * counters.num_drafts
 
 
-def _train(target: FrozenTarget, drafter: Any, features: list[Any], steps: int = 30) -> None:
+def _train(target: FrozenTarget, drafter: Any, features: list[Any], steps: int = 12) -> None:
     """Cross-entropy on what the target wrote, over three depths."""
     optimizer = torch.optim.AdamW(drafter.trainable_parameters(), lr=3e-3)
     ids = drafter.draft_to_target
