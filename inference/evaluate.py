@@ -45,7 +45,8 @@ class EvaluationSettings:
     timed_prompts         prompts of one timed pass, fresh ones in every repeat while there are any, so that the median
                           is not that of three texts
     repeats               interleaved passes: on, off, transformers, then in reverse
-    transformers_repeats  passes that include `transformers.generate`; 0 is off. It is slow, and only for reference
+    transformers_repeats  repeats that include `transformers.generate` on the first `batch_size` prompts; 0 is off. It is
+                          slow, and only for reference
     batch_size            requests in flight while timing
     cost_trials           forwards of each kind in one isolated measurement
     lossless_prompts      prompts for the float32 comparison; 0 is off
@@ -286,7 +287,8 @@ class _Evaluation:
 
         passes = {"speculative": lambda: ours(True), "autoregressive": lambda: ours(False)}
         if repeat < s.transformers_repeats:
-            passes["transformers_generate"] = lambda: (self._transformers(prompts, params[0], s.seed + repeat), 0, 0)
+            few = prompts[: s.batch_size]
+            passes["transformers_generate"] = lambda: (self._transformers(few, params[0], s.seed + repeat), 0, 0)
         return passes
 
     def _transformers(self, prompts: Prompts, params: SamplingParams, seed: int) -> int:
@@ -351,8 +353,8 @@ class _Evaluation:
     def _timing_work(self, cell: _Cell) -> float:
         s = self.settings
         timed = -(-min(s.timed_prompts, len(cell.prompts)) // s.batch_size) * s.max_tokens
-        passes = 1.5 * s.repeats + 1.3 * min(s.transformers_repeats, s.repeats)
-        return passes * timed + 3 * s.cost_trials * s.repeats
+        reference = 1.3 * min(s.transformers_repeats, s.repeats) * s.max_tokens
+        return 1.5 * s.repeats * timed + reference + 3 * s.cost_trials * s.repeats
 
     def _lossless_work(self) -> float:
         s = self.settings
