@@ -45,8 +45,8 @@ class EvaluationSettings:
     timed_prompts         prompts of one timed pass, fresh ones in every repeat while there are any, so that the median
                           is not that of three texts
     repeats               interleaved passes: on, off, transformers, then in reverse
-    transformers_repeats  repeats that include `transformers.generate` on the first `batch_size` prompts; 0 is off. It is
-                          slow, and only for reference
+    transformers_repeats  repeats that include `transformers.generate` on the first `batch_size` prompts; 0 is off. It
+                          is slow, and only for reference
     batch_size            requests in flight while timing
     cost_trials           forwards of each kind in one isolated measurement
     lossless_prompts      prompts for the float32 comparison; 0 is off

@@ -9,7 +9,16 @@ from torch import Tensor
 
 from speculators.config import DrafterConfig, build_config, decoder_fields, default_tap_layers
 from speculators.errors import CheckpointError
-from speculators.export.layout import Layout, Table, dtype_of, layer_rows, own_fields, require, target_layers
+from speculators.export.layout import (
+    Layout,
+    Table,
+    dtype_of,
+    layer_rows,
+    own_fields,
+    owns_embeddings,
+    require,
+    target_layers,
+)
 
 ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
@@ -90,7 +99,7 @@ class Eagle3Layout(Layout):
             tap_layers=tuple(sorted(fields.get("eagle_aux_hidden_state_layer_ids") or default_tap_layers(layers))),
             **decoder_fields(fields),
             qk_norm=fields.get("model_type") == "qwen3",
-            own_embeddings="embed_tokens.weight" in names,
+            own_embeddings=owns_embeddings(fields, names),
             dtype=dtype_of(fields),
             **{switch: bool(fields.get(switch, False)) for switch in SWITCHES},
         )

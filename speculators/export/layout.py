@@ -70,8 +70,14 @@ def target_layers(fields: Mapping[str, Any], num_target_layers: int | None, wher
 
 
 def own_fields(config: DrafterConfig) -> dict[str, Any]:
-    """What every export says of itself."""
-    return {"draftsmith": {"family": config.family, "num_target_layers": config.num_target_layers}}
+    """What every export says of itself: enough to notice a tensor whose absence would mean something else."""
+    own: dict[str, Any] = {"family": config.family, "num_target_layers": config.num_target_layers}
+    return {"draftsmith": own | ({"own_embeddings": True} if config.own_embeddings else {})}
+
+
+def owns_embeddings(fields: Mapping[str, Any], names: set[str]) -> bool:
+    """Whether the head has a table of its own: as we said, or as the tensors do."""
+    return bool((fields.get("draftsmith") or {}).get("own_embeddings")) or "embed_tokens.weight" in names
 
 
 def dtype_of(fields: Mapping[str, Any]) -> str:

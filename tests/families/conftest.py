@@ -40,6 +40,14 @@ CASES: dict[str, Case] = {
     "eagle3": Case("eagle3", {"draft_vocab_size": 40}, taps=(1, 2, 3)),
     "eagle3, whole vocabulary, gemma3": Case("eagle3", architecture="gemma3", taps=(0, 3)),
     "eagle3, two layers": Case("eagle3", {"num_layers": 2, "draft_vocab_size": 40}, taps=(1, 2, 3)),
+    "eagle3, 3.1 fc_norm, qwen3": Case("eagle3", {"fc_norm": True, "norm_output": True}, {}, "qwen3", (1, 2, 3)),
+    "eagle3, 3.1 norm_before_fc": Case(
+        "eagle3", {"norm_before_fc": True, "norm_before_residual": True}, architecture="gemma3", taps=(1, 2, 3)
+    ),
+    "eagle3, qk_norm": Case("eagle3", {"qk_norm": True, "draft_vocab_size": 40}, taps=(1, 2, 3)),
+    "eagle3, own embeddings, four taps": Case(
+        "eagle3", {"own_embeddings": True}, {"own_embeddings": True}, "qwen3", (0, 1, 2, 3)
+    ),
     "medusa": Case("medusa", {"num_heads": 3}),
     "medusa, two blocks, no bias": Case(
         "medusa", {"num_heads": 4, "num_layers": 2, "fc_bias": False}, architecture="qwen3"
