@@ -1,9 +1,9 @@
-"""Write the figures of an acceptance report into the README's table of results, by the keys its rows name.
+"""Write the figures of an acceptance report, and of a comparison, into the README's tables of results.
 
     python scripts/readme_results.py                    # runs/quickstart/eagle3/acceptance.json -> README.md
 
-Rows whose last cell is a key of `summary` are filled, `t<T>` standing for the temperature of the column; all else
-stays as it is.
+Rows whose last cell is a key of `summary` are filled, `t<T>` standing for the temperature of the column. Between the
+`comparison` marks stands the table of runs/compare/comparison.json, if there is one. All else stays as it is.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from inference.report import load_report
+from train.compare import Comparison, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 ROW = re.compile(r"^\| (?P<name>[^|]+) \|[^|]*\|[^|]*\| `(?P<key>[a-z_<>T.]+)` \|$", re.MULTILINE)
@@ -35,13 +36,27 @@ def fill(text: str, summary: dict[str, float]) -> str:
     return ROW.sub(row, text)
 
 
+def put_comparison(text: str, table: str) -> str:
+    """The README with `table` between the marks; ValueError if they are not there."""
+    before, begin, rest = text.partition("<!-- comparison:begin -->\n")
+    _, end, after = rest.partition("<!-- comparison:end -->")
+    if not (begin and end):
+        raise ValueError("the README has no <!-- comparison:begin --> and <!-- comparison:end -->")
+    return f"{before}{begin}\n{table}\n{end}{after}"
+
+
 def main(
     report: Annotated[Path, typer.Argument(help="acceptance.json of a run.")] = ROOT
     / "runs/quickstart/eagle3/acceptance.json",
+    comparison: Annotated[Path, typer.Option(help="comparison.json of `draftsmith compare`.")] = ROOT
+    / "runs/compare/comparison.json",
     readme: Annotated[Path, typer.Option(help="The file to write into.")] = ROOT / "README.md",
 ) -> None:
-    """Fill the table of results."""
-    readme.write_text(fill(readme.read_text(encoding="utf-8"), load_report(report).summary), encoding="utf-8")
+    """Fill the tables of results."""
+    text = fill(readme.read_text(encoding="utf-8"), load_report(report).summary)
+    if comparison.exists():
+        text = put_comparison(text, markdown(Comparison.model_validate_json(comparison.read_text(encoding="utf-8"))))
+    readme.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

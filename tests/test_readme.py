@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from inference.report import SUMMARY_KEYS
-from scripts.readme_results import ROW, fill
+from scripts.readme_results import ROW, fill, put_comparison
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
 
@@ -24,3 +24,10 @@ def test_rows_are_filled_by_key_and_nothing_else_changes():
     assert fill(filled, summary) == filled and len(filled.splitlines()) == len(README.splitlines())
     with pytest.raises(KeyError):
         fill(README, {})
+
+
+def test_a_comparison_stands_between_its_marks():
+    once = put_comparison(README, "| a |\n")
+    assert "| a |" in once and put_comparison(once, "| b |\n") == put_comparison(README, "| b |\n")
+    with pytest.raises(ValueError, match="comparison:begin"):
+        put_comparison("no marks", "")
