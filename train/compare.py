@@ -218,10 +218,10 @@ def markdown(comparison: Comparison) -> str:
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """The table on a terminal, within 80 columns for two temperatures: exp. is τ expected, × the speedup."""
+    """The table on a terminal, within 80 columns for two temperatures: exp is τ expected, × the speedup."""
     title = f"{comparison.minutes:g} minutes of training each, K={comparison.num_speculative_tokens}"
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    short = {"parameters": "size", "τ expected": "exp.", "speedup": "×", "draft share": "draft"}
+    short = {"parameters": "size", "τ expected": "exp", "speedup": "×", "draft share": "draft"}
     for i, heading in enumerate(columns(comparison)):
         for long, brief in short.items():
             heading = heading.replace(long, brief)
