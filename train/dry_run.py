@@ -236,12 +236,13 @@ def _sections(plan: DryRun) -> list[tuple[str, Rows]]:
 def _model_rows(plan: DryRun) -> Rows:
     t, d, recipe = plan.target, plan.drafter, plan.recipe
     vocabulary = f"{d.draft_vocab_size:,} of the target's {d.vocab_size:,} tokens"
+    trained = f"trained along by a LoRA of rank {recipe.joint.r}" if recipe.joint else "frozen"
     return [
         (
             "target",
             f"{t.name_or_path}: {t.config.model_type}, {t.num_layers} x {t.hidden_size}, vocabulary {t.vocab_size:,}",
         ),
-        ("", f"{_count(t.num_parameters)} parameters, frozen, {str(t.dtype).removeprefix('torch.')}"),
+        ("", f"{_count(t.num_parameters)} parameters, {trained}, {str(t.dtype).removeprefix('torch.')}"),
         ("reads", _reads(plan)),
         ("drafter", d.describe()),
         ("", f"{_count(plan.trainable)} trainable parameters, {plan.trainable / t.num_parameters:.1%} of the target's"),

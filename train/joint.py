@@ -13,11 +13,13 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from speculators.drafter import valid_terms
 from speculators.export import replace_folder
 from speculators.target import FrozenTarget, TargetFeatures
 from train.losses import chunked_objective
@@ -77,20 +79,20 @@ class JointTarget(nn.Module):
 
     def loss(self, features: TargetFeatures, normaliser: float) -> Tensor:
         """base_loss_weight · Σ -log p(x) / normaliser over the supervised tokens of the rows."""
-        ids, segments = features.input_ids, features.segment_ids
-        kept = features.loss_mask[:, 1:].bool() & (segments[:, 1:] == segments[:, :-1])  # [B, T-1]
-        states = features.last_hidden[:, :-1][kept]  # [N, H]
+        ids, kept = features.input_ids, valid_terms(features, 1)  # [B, T]
+        states = features.last_hidden[kept]  # [N, H]
         weight = torch.full((len(states),), self.section.base_loss_weight / max(normaliser, 1.0), device=ids.device)
         constant = states.detach()
         logits = self.target.logits
-        loss, _ = chunked_objective(states, logits, constant, logits, weight, ids[:, 1:][kept], {"cross_entropy": 1.0})
+        loss, _ = chunked_objective(
+            states, logits, constant, logits, weight, ids.roll(-1, 1)[kept], {"cross_entropy": 1.0}
+        )
         return loss
 
     @staticmethod
     def count_terms(batch: dict[str, Tensor]) -> Tensor:
         """Supervised tokens of a batch that `loss` reads."""
-        segments = batch["segment_ids"]
-        return (batch["loss_mask"][:, 1:].bool() & (segments[:, 1:] == segments[:, :-1])).sum()
+        return valid_terms(SimpleNamespace(**batch), 1).sum()
 
     # -------------------------------------------------------------- held-out text, and what is exported
 
