@@ -131,7 +131,7 @@ class IsolatedCosts:
         """All true slots of the context but the last `kept`, which every trial appends anew."""
         drafter, kept, rows = self.drafter, self.kept, self.rows
         self.head_cache = RaggedCache(rows, self.context + 2 * self.k + 1, device=self.target.device)
-        next_ids = torch.cat([ids[:, 1:], ids[:, :1]], dim=1)  # slot p holds token p + 1
+        next_ids = ids.roll(-drafter.first_token, 1)  # slot p holds token p + first_token
         before, after = slice(None, self.context - kept), slice(self.context - kept, None)
 
         def part(which: slice) -> tuple[Tensor, Tensor | None, Tensor | None]:

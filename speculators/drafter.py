@@ -22,6 +22,7 @@ from speculators.target import FrozenTarget, TargetFeatures
 
 # family name -> "module:class". Adding a family adds a line here.
 FAMILIES: dict[str, str] = {
+    "draft_model": "speculators.families.draft_model:DraftModel",
     "eagle": "speculators.families.eagle:Eagle",
     "eagle3": "speculators.families.eagle3:Eagle3",
     "medusa": "speculators.families.medusa:Medusa",
@@ -80,6 +81,7 @@ class Drafter(nn.Module):
     reads_taps: bool = False  # these two are the family's; a drafter may be told otherwise by its config
     reads_last_hidden: bool = False
     one_head: ClassVar[bool] = True  # `head` is the same at every depth
+    first_token: ClassVar[int] = 1  # slot p of its cache holds token x_{p + first_token}
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -194,7 +196,7 @@ class Drafter(nn.Module):
         """Inference: append true slots, then draft `k` tokens per row with the same maths as `unroll`.
 
         `cache` is the ragged cache of the head's own layers, rows [start, stop) of it: slot p of a row holds the pair
-        (token x_{p+1}, target features of position p). `token_ids` [b, M] and `taps` [b, M, n·H] / `last_hidden`
+        (token x_{p+1}, target features of position p), or token x_p alone where `first_token` is 0. `token_ids` [b, M] and `taps` [b, M, n·H] / `last_hidden`
         [b, M, H] are `counts[i]` true slots per row, padded to M. `sample` maps draft logits [b, V_draft] to target
         token ids [b] and is called once per depth. Speculative slots are rolled back before returning. `k=0` appends
         only. Returns target token ids [b, k].

@@ -34,8 +34,9 @@ class DrafterOptions(Section):
     def accept(self, head: Any) -> None:
         """Raises ConfigError where `head`, the DrafterConfig of `init_from`, needs a word that these options lack."""
 
-    def shape(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """What these options say of `fields`, those of the family's DrafterConfig; None where they leave it open."""
+    def shape(self, fields: dict[str, Any], target: Any = None) -> dict[str, Any]:
+        """What these options say of `fields`, those of the family's DrafterConfig, for this target (or a sketch of
+        it); None where they leave it open."""
         return {
             name: tuple(value) if isinstance(value := getattr(self, name), list) else value
             for name in type(self).model_fields

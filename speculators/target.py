@@ -11,6 +11,7 @@ This module must not know about drafters, caches with rows of different length, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -196,9 +197,10 @@ class FrozenTarget(nn.Module):
         loss_mask: Tensor,
         *,
         gradients: bool = False,
+        autocast: bool = False,
     ) -> TargetFeatures:
         """All [B, T]. Packed rows: a token attends to earlier tokens of its own segment only. `gradients`: for whoever
-        put trainable weights into the model, such as an adapter."""
+        trains weights in the model; `autocast`: leave the one in force in force, instead of computing as at run time."""
         positions = mask = None
         starts = (segment_ids[:, 1:] != segment_ids[:, :-1]) & (segment_ids[:, 1:] >= 0)  # [B, T-1]
         if bool(starts.any()):  # more than one segment in a row; trailing padding needs no mask, nothing sees it
@@ -207,7 +209,8 @@ class FrozenTarget(nn.Module):
             mask = (segment_ids[:, None, :, None] == segment_ids[:, None, None, :]) & (
                 positions[:, None, :, None] >= positions[:, None, None, :]
             )  # [B, 1, T, T]
-        with torch.set_grad_enabled(gradients), torch.autocast(self._device.type, enabled=False):  # as at run time
+        kept = nullcontext() if autocast else torch.autocast(self._device.type, enabled=False)
+        with torch.set_grad_enabled(gradients), kept:
             taps, last_hidden = self._run(input_ids, position_ids, mask, positions, 0, None)
         return TargetFeatures(input_ids, position_ids, segment_ids, loss_mask, taps, last_hidden)
 

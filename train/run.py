@@ -237,7 +237,7 @@ def _per_workload(examples: Sequence[Example], limit: int) -> list[Example]:
 def drafter_config(recipe: Recipe, target: FrozenTarget) -> DrafterConfig:
     """The recipe's drafter for this target; with `init_from`, that head's own, which the recipe may not contradict."""
     options, fields = recipe.drafter, family_class(recipe.family).config_class.model_fields
-    wanted = options.shape(fields)
+    wanted = options.shape(fields, target)
     if (start := start_folder(recipe)) is None:
         if "draft_vocab_size" in wanted and wanted["draft_vocab_size"] is None:
             wanted["draft_vocab_size"] = min(DEFAULT_DRAFT_VOCABULARY, target.vocab_size)

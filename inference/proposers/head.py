@@ -1,7 +1,7 @@
 """Drafts of a trained head: feeds it the target's features of the committed text and samples its logits.
 
 Slot p of the head's cache is (token x_{p+1}, features of position p), so features wait here until their next token is
-known. The head's maths is the family's (`Drafter.draft`); which draft is taken is decided here, as the request's
+known; a draft model, which reads no features, has slots of tokens alone. The head's maths is the family's (`Drafter.draft`); which draft is taken is decided here, as the request's
 sampling parameters say. Knows no verification rule and no file format.
 """
 
@@ -47,7 +47,6 @@ class HeadProposer(Proposer):
         self._device = torch.device(device)
         # a round writes at most K+1 padded true slots and K speculative ones
         self._cache = RaggedCache(max_rows, max_model_len + 2 * num_speculative_tokens + 1, device=device)
-        self._waiting = [0] * max_rows  # features per row that the head has not seen
         self._taps: Tensor | None = None  # [max_rows, K+1, n·H], the waiting ones
         self._last_hidden: Tensor | None = None  # [max_rows, K+1, H]
 
@@ -65,10 +64,9 @@ class HeadProposer(Proposer):
         for i, (request, count) in enumerate(zip(requests, counts, strict=True)):
             row = first_row + i
             done = self._cache.lengths[row]
-            known.append(min(count, len(request.token_ids) - 1 - done))
+            known.append(min(count, len(request.token_ids) - self._drafter.first_token - done))
             if known[i] < count:  # the prompt's last position: its next token is not sampled yet
                 self._hold(row, row + 1, *(_slots(each, i, known[i]) for each in (taps, last_hidden)))
-                self._waiting[row] = 1
         if any(known):
             features = [None if f is None else f[:, : max(known)] for f in self._read(taps, last_hidden)]
             self._draft(first_row, requests, known, *features)
@@ -77,7 +75,6 @@ class HeadProposer(Proposer):
         self, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
     ) -> None:
         self._hold(0, len(requests), taps, last_hidden)
-        self._waiting[: len(counts)] = counts
 
     def _hold(self, start: int, stop: int, taps: Tensor | None, last_hidden: Tensor | None) -> None:
         """Keeps features [b, T, ·] of rows [start, stop) until the next round; T is at most K + 1."""
@@ -102,7 +99,8 @@ class HeadProposer(Proposer):
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
         counts = [min(limit, self.num_speculative_tokens) for limit in limits]
-        rows, waiting = len(requests), self._waiting[: len(requests)]
+        rows, first = len(requests), self._drafter.first_token
+        waiting = [len(r.token_ids) - first - seen for r, seen in zip(requests, self._cache.lengths)]
         width, depth = max(waiting), max(counts)
         taps = None if self._taps is None else self._taps[:rows, :width]
         last_hidden = None if self._last_hidden is None else self._last_hidden[:rows, :width]
@@ -113,7 +111,6 @@ class HeadProposer(Proposer):
             chain = _SampledChain(requests, counts, depth, self._draft_to_target, self._device)
             token_ids = self._draft(0, requests, waiting, taps, last_hidden, depth, chain)
             q = scatter_to_target(chain.distributions(), self._draft_to_target, self._vocab_size)
-        self._waiting[:rows] = [0] * rows
         return Proposal(token_ids, counts, q)
 
     def _draft(
@@ -130,7 +127,7 @@ class HeadProposer(Proposer):
         width = max(counts)
         tokens = []
         for i, (request, count) in enumerate(zip(requests, counts, strict=True)):
-            start = self._cache.lengths[first_row + i] + 1  # slot p holds token p + 1
+            start = self._cache.lengths[first_row + i] + self._drafter.first_token
             tokens.append(request.token_ids[start : start + count] + [0] * (width - count))
         token_ids = torch.tensor(tokens, dtype=torch.long, device=self._device)  # [b, M]
         stop = first_row + len(requests)
@@ -146,11 +143,9 @@ class HeadProposer(Proposer):
 
     def reset(self, row: int) -> None:
         self._cache.reset(row)
-        self._waiting[row] = 0
 
     def move(self, src_row: int, dst_row: int) -> None:
         self._cache.move(src_row, dst_row)
-        self._waiting[dst_row], self._waiting[src_row] = self._waiting[src_row], 0
         for buffer in (self._taps, self._last_hidden):
             if buffer is not None:
                 buffer[dst_row] = buffer[src_row]

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from speculators.config import DrafterConfig
 from speculators.drafter import Drafter, family_class
 from speculators.errors import CheckpointError
+from speculators.export.draft_model_layout import DraftModelLayout
 from speculators.export.eagle3_layout import Eagle3Layout
 from speculators.export.eagle_layout import EagleLayout
 from speculators.export.layout import Layout
@@ -28,9 +28,7 @@ from speculators.export.medusa_layout import MedusaLayout
 from speculators.export.mlp_layout import MLPLayout
 from speculators.export.mtp_layout import MtpLayout
 from speculators.target import FrozenTarget
-from speculators.vocab import from_offsets, to_offsets
 
-WEIGHTS = "model.safetensors"
 # One line a family; a folder that does not name its family belongs to the first that recognises it.
 LAYOUTS: dict[str, Layout] = {
     layout.family: layout
@@ -40,6 +38,7 @@ LAYOUTS: dict[str, Layout] = {
         MedusaLayout(),
         MLPLayout(),
         MtpLayout(),
+        DraftModelLayout(),  # last: every causal LM is one
     )
 }
 
@@ -54,21 +53,12 @@ def export_drafter(
     folder = Path(folder)
     config = drafter.config.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
     layout = LAYOUTS[config.family]
-    state = layout.unpacked(drafter.state_dict())
-    tensors = {
-        name: state[inside].detach().to("cpu", torch.float32 if name.endswith(layout.exact) else dtype).contiguous()
-        for name, (inside, _) in layout.tensors(config).items()
-    }
-    ids = drafter.draft_to_target
-    if ids is not None:
-        tensors["d2t"] = to_offsets(ids.cpu())
-        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids.cpu(), True)
     fields = layout.to_config(config)
     fields["draftsmith"] |= provenance or {}
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
+        layout.write(drafter, config, fresh, dtype)
         (fresh / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
         fresh.chmod(0o755)
         replace_folder(fresh, folder)
@@ -167,30 +157,4 @@ def load_drafter(path_or_id: str | Path, target: FrozenTarget, *, dtype: torch.d
 
 def load_weights(drafter: Drafter, folder: Path) -> None:
     """Fills `drafter` from the tensors of `folder`, strictly. Nothing of the drafter keeps its old value."""
-    config = drafter.config
-    layout = LAYOUTS[config.family]
-    found: dict[str, torch.Tensor] = {}
-    for file in _files(folder):
-        with safe_open(file, "pt") as reader:
-            mine = [name for name in reader.keys() if layout.belongs(name, config)]  # noqa: SIM118 (not a dict)
-            found |= {name: reader.get_tensor(name) for name in mine}
-    try:
-        found, table = layout.canonical(found, config), layout.tensors(config)
-    except CheckpointError as error:
-        raise CheckpointError(f"drafter {folder}: {error}") from error
-    wanted = set(table) | ({"d2t"} if config.reduced_vocabulary else set())
-    faults = [f"{name} is missing" for name in sorted(wanted - set(found))]
-    faults += [f"{name} is unexpected" for name in sorted(set(found) - wanted - set(layout.ignored))]
-    for name, (_, shape) in table.items():
-        if name in found and tuple(found[name].shape) != shape:
-            faults.append(f"{name} has shape {list(found[name].shape)}, expected {list(shape)}")
-        elif name in found and not torch.isfinite(found[name].float()).all():
-            faults.append(f"{name} holds values that are not finite")
-    if "d2t" in found and config.reduced_vocabulary and tuple(found["d2t"].shape) != (config.draft_vocab_size,):
-        faults.append(f"d2t has shape {list(found['d2t'].shape)}, expected [{config.draft_vocab_size}]")
-    if faults:
-        raise CheckpointError(f"drafter {folder}: {len(faults)} fault(s) in the weights: " + "; ".join(faults))
-    state = dict(layout.packed({inside: found[name] for name, (inside, _) in table.items()}))
-    if config.reduced_vocabulary:
-        state["target_ids"] = from_offsets(found["d2t"], config.vocab_size, str(folder))
-    drafter.load_state_dict(state, strict=True)
+    LAYOUTS[drafter.config.family].read(drafter, folder, _files(folder))

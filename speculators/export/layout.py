@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from speculators.config import DrafterConfig
+from speculators.drafter import Drafter
 from speculators.errors import CheckpointError
+from speculators.vocab import from_offsets, to_offsets
+
+WEIGHTS = "model.safetensors"
 
 Table = dict[str, tuple[str, tuple[int, ...]]]  # name in the file -> (name in the module, shape)
 
@@ -19,6 +27,50 @@ class Layout:
     family: ClassVar[str]
     ignored: ClassVar[tuple[str, ...]] = ()  # tensors that other tools write and no loader reads
     exact: ClassVar[tuple[str, ...]] = ()  # endings of names whose tensors stay in float32
+
+    # -------------------------------------------------------------- files
+
+    def write(self, drafter: Drafter, config: DrafterConfig, folder: Path, dtype: torch.dtype) -> None:
+        """Everything but config.json into an empty folder."""
+        state = self.unpacked(drafter.state_dict())
+        tensors = {
+            name: state[inside].detach().to("cpu", torch.float32 if name.endswith(self.exact) else dtype).contiguous()
+            for name, (inside, _) in self.tensors(config).items()
+        }
+        ids = drafter.draft_to_target
+        if ids is not None:
+            tensors["d2t"] = to_offsets(ids.cpu())
+            tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids.cpu(), True)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+    def read(self, drafter: Drafter, folder: Path, files: Sequence[Path]) -> None:
+        """Fills `drafter` from the safetensors `files` of `folder`. CheckpointError names every tensor at fault."""
+        config, found = drafter.config, {}
+        for file in files:
+            with safe_open(file, "pt") as reader:
+                mine = [name for name in reader.keys() if self.belongs(name, config)]  # noqa: SIM118 (not a dict)
+                found |= {name: reader.get_tensor(name) for name in mine}
+        try:
+            found, table = self.canonical(found, config), self.tensors(config)
+        except CheckpointError as error:
+            raise CheckpointError(f"drafter {folder}: {error}") from error
+        wanted = set(table) | ({"d2t"} if config.reduced_vocabulary else set())
+        faults = [f"{name} is missing" for name in sorted(wanted - set(found))]
+        faults += [f"{name} is unexpected" for name in sorted(set(found) - wanted - set(self.ignored))]
+        for name, (_, shape) in table.items():
+            if name in found and tuple(found[name].shape) != shape:
+                faults.append(f"{name} has shape {list(found[name].shape)}, expected {list(shape)}")
+            elif name in found and not torch.isfinite(found[name].float()).all():
+                faults.append(f"{name} holds values that are not finite")
+        if "d2t" in found and config.reduced_vocabulary and tuple(found["d2t"].shape) != (config.draft_vocab_size,):
+            faults.append(f"d2t has shape {list(found['d2t'].shape)}, expected [{config.draft_vocab_size}]")
+        refuse(faults, folder)
+        state = dict(self.packed({inside: found[name] for name, (inside, _) in table.items()}))
+        if config.reduced_vocabulary:
+            state["target_ids"] = from_offsets(found["d2t"], config.vocab_size, str(folder))
+        drafter.load_state_dict(state, strict=True)
+
+    # -------------------------------------------------------------- names, shapes and fields
 
     def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
         """Whether a folder that does not name its family is one of these: config.json, names of the tensors."""
@@ -53,6 +105,12 @@ class Layout:
     def canonical(self, found: dict[str, Tensor], config: DrafterConfig) -> dict[str, Tensor]:
         """Tensors under the names of `tensors`, whichever of the names in the wild they have."""
         return found
+
+
+def refuse(faults: Sequence[str], folder: Path) -> None:
+    """CheckpointError that lists them, if there are any."""
+    if faults:
+        raise CheckpointError(f"drafter {folder}: {len(faults)} fault(s) in the weights: " + "; ".join(faults))
 
 
 def require(fields: Mapping[str, Any], names: tuple[str, ...], where: str, kind: str) -> None:

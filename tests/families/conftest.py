@@ -13,6 +13,12 @@ from speculators.drafter import Drafter, family_class
 from speculators.target import FrozenTarget
 
 
+OPT = {
+    "hidden_size": 24, "ffn_dim": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 24,
+    "max_position_embeddings": 256, "init_std": 0.2, "dropout": 0.0,
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Case:
     """One drafter: `shape` are fields of its config, `options` keys of its recipes."""
@@ -26,6 +32,13 @@ class Case:
 
 
 CASES: dict[str, Case] = {
+    "draft_model, cut": Case("draft_model", options={"from_target": {"last": 2}}, noise=0.05),
+    "draft_model, cut, sliding windows": Case(
+        "draft_model", options={"from_target": [0, 1]}, architecture="gemma3", noise=0.05
+    ),
+    "draft_model, another architecture": Case(
+        "draft_model", options={"config": {"model_type": "opt", **OPT}}, architecture="qwen2", noise=0.1
+    ),
     "eagle": Case("eagle", options={"init": "pass_through"}, noise=0.12),
     "eagle, HASS, gemma3": Case(
         "eagle", options={"unroll_steps": 3, "detach": True}, architecture="gemma3", noise=0.12
@@ -71,10 +84,12 @@ CASES: dict[str, Case] = {
 def make(case: Case, model: Any, *, noise: float | None = None) -> tuple[FrozenTarget, Drafter]:
     """The target and a drafter with every parameter random, attached and in evaluation mode."""
     target = FrozenTarget(model, case.taps)
-    config = config_for_target(target, case.family, tap_layers=case.taps or None, **case.shape)
+    family = family_class(case.family)
+    shape = case.shape or family.options.model_validate(case.options).shape(family.config_class.model_fields, target)
+    config = config_for_target(target, case.family, tap_layers=case.taps or None, **shape)
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        drafter = family_class(case.family)(config).attach(target)
+        drafter = family(config).attach(target)
         for parameter in drafter.parameters():
             parameter.data += (case.noise if noise is None else noise) * torch.randn_like(parameter)
         if drafter.draft_to_target is not None:

@@ -58,20 +58,21 @@ def draft_logits(world: World, ids: torch.Tensor, anchor: int, k: int, forced: t
     """Draft logits [k, V_draft] of the runtime path for slot `anchor` of one document, forcing the drafted tokens."""
     target, drafter = world
     taps, last = target(ids[None, : anchor + 1])
-    cache, seen = RaggedCache(1, 64), []
+    cache, seen, first = RaggedCache(1, 64), [], drafter.first_token
+    slots = anchor + 2 - first  # up to the token after the anchor's
 
     def sample(logits):
         seen.append(logits[0])
         return forced[len(seen) - 1][None]
 
     split = anchor // 2  # two calls: an append, then append and draft
-    for part, depth in ((slice(0, split), 0), (slice(split, anchor + 1), k)):
+    for part, depth in ((slice(0, split), 0), (slice(split, slots), k)):
         count = part.stop - part.start
         if count:
             features = read(drafter, None if taps is None else taps[:, part], last[:, part])
-            next_ids = ids[None, part.start + 1 : part.stop + 1]
+            next_ids = ids[None, part.start + first : part.stop + first]
             drafter.draft(cache, 0, 1, next_ids, *features, [count], depth, sample)
-    assert cache.lengths[0] == anchor + 1  # speculative slots are rolled back
+    assert cache.lengths[0] == slots  # speculative slots are rolled back
     return torch.stack(seen)
 
 
@@ -129,17 +130,18 @@ def test_ragged_rows_draft_as_alone(world: World) -> None:
         return best if ids is None else ids[best]
 
     def run(chosen: list[int]) -> torch.Tensor:
-        cache, width = RaggedCache(len(chosen), 64), max(lengths[i] for i in chosen) - 1
+        cache, first = RaggedCache(len(chosen), 64), drafter.first_token
+        width = max(lengths[i] for i in chosen) - first
         ids = torch.zeros(len(chosen), width, dtype=torch.long)
         taps = torch.zeros(len(chosen), width, len(target.tap_layers) * target.hidden_size)
         last = torch.zeros(len(chosen), width, target.hidden_size)
         for j, i in enumerate(chosen):
-            n = lengths[i] - 1
-            seen, last[j, :n] = (None if f is None else f[0] for f in target(rows[i][None, :-1]))
-            ids[j, :n] = rows[i][1:]
+            n = lengths[i] - first
+            seen, last[j, :n] = (None if f is None else f[0] for f in target(rows[i][None, :n]))
+            ids[j, :n] = rows[i][first:]
             if seen is not None:
                 taps[j, :n] = seen
-        counts = [lengths[i] - 1 for i in chosen]
+        counts = [lengths[i] - first for i in chosen]
         return drafter.draft(cache, 0, len(chosen), ids, *read(drafter, taps, last), counts, DEPTHS, greedy)
 
     together = run([0, 1, 2])
@@ -339,4 +341,4 @@ def test_every_family_has_a_case(all_cases) -> None:
     assert {case.family for case in all_cases.values()} == set(FAMILIES)
     for name in FAMILIES:
         cls = family_class(name)
-        assert cls.reads_taps or cls.reads_last_hidden
+        assert cls.reads_taps or cls.reads_last_hidden or cls.first_token == 0  # tokens alone, from the first one on

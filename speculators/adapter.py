@@ -1,0 +1,111 @@
+"""Adapters of peft on a language model: put on in place, merged and taken out again, saved as peft itself does.
+
+Knows no family, no training and no folder layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from speculators.errors import CheckpointError, ConfigError
+
+CONFIG = "adapter_config.json"
+
+
+def check_adapter(fields: Mapping[str, Any]) -> Any:
+    """The peft configuration of these fields. ConfigError (a ValueError too) names what peft does not take."""
+    from peft import PeftType, get_peft_config
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+    from peft.tuners.tuners_utils import BaseTuner
+
+    kind = str(fields.get("peft_type", "")).upper()
+    tuner = PEFT_TYPE_TO_TUNER_MAPPING.get(kind) if kind in PeftType.__members__ else None
+    mergeable = sorted(
+        str(name.value) for name, cls in PEFT_TYPE_TO_TUNER_MAPPING.items() if issubclass(cls, BaseTuner)
+    )
+    if tuner is None or not issubclass(tuner, BaseTuner):
+        raise AdapterError(
+            f"peft_type is {fields.get('peft_type')!r}; expected one that changes layers and can be merged into them "
+            f"({', '.join(mergeable)}): virtual tokens are nothing an engine drafts with"
+        )
+    try:
+        return get_peft_config({"task_type": "CAUSAL_LM", **fields, "peft_type": kind})
+    except (TypeError, ValueError) as error:
+        raise AdapterError(f"peft does not take this {kind} configuration: {error}") from error
+
+
+class AdapterError(ConfigError, ValueError):
+    """Raised inside recipes too, where pydantic wants a ValueError."""
+
+
+class Adapter:
+    """An adapter that `model` runs through from now on; its parameters alone are trained."""
+
+    def __init__(self, model: PreTrainedModel, fields: Mapping[str, Any], base: str | None = None) -> None:
+        from peft import get_peft_model
+
+        config = check_adapter(fields)
+        try:
+            self.peft = get_peft_model(model, config)
+        except (ValueError, RuntimeError) as error:
+            raise ConfigError(f"peft: this adapter does not fit a {model.config.model_type} model: {error}") from error
+        config.base_model_name_or_path = base
+        self.merged = False
+
+    def merge(self) -> None:
+        """The layers answer with the adapter added to their weights, until `unmerge`."""
+        if not self.merged:
+            self.peft.merge_adapter()
+            self.merged = True
+
+    def unmerge(self) -> None:
+        if self.merged:
+            self.peft.unmerge_adapter()
+            self.merged = False
+
+    def merged_state(self) -> dict[str, Tensor]:
+        """The model's own tensors under their own names, with the adapter added: copies, which stay as they are."""
+        before, self_merged = self.merged, self.merge
+        self_merged()
+        try:
+            return merged_names(self.peft.get_base_model().state_dict(), self.peft.base_model.prefix, clone=True)
+        finally:
+            if not before:
+                self.unmerge()
+
+    def save(self, folder: Path) -> None:
+        """`adapter_config.json` and `adapter_model.safetensors`, which peft loads onto the base model."""
+        self.peft.save_pretrained(folder)
+
+
+def merged_names(state: Mapping[str, Tensor], prefix: str, *, clone: bool = False) -> dict[str, Tensor]:
+    """A state dict without the adapter's tensors (`prefix`: how peft's names of them begin), under the base's names."""
+    return {
+        name.replace(".base_layer.", "."): tensor.detach().clone() if clone else tensor
+        for name, tensor in state.items()
+        if prefix not in name
+    }
+
+
+def merge_saved_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """`model` with the adapter in `folder` merged into its weights. CheckpointError if it does not fit exactly."""
+    from peft import PeftModel
+    from peft.utils import load_peft_weights
+
+    try:
+        adapted = PeftModel.from_pretrained(model, str(folder))
+    except (RuntimeError, ValueError, OSError) as error:
+        raise CheckpointError(f"drafter {folder}: the adapter does not fit its base model: {error}") from error
+    wanted = {name.replace(".default", "") for name in adapted.state_dict() if adapted.base_model.prefix in name}
+    found = {name for name in load_peft_weights(str(folder), device="cpu") if adapted.base_model.prefix in name}
+    if wanted != found:
+        raise CheckpointError(
+            f"drafter {folder}: the adapter's tensors are not those of its configuration: "
+            f"{', '.join(sorted(wanted ^ found)[:3])}"
+        )
+    return adapted.merge_and_unload()

@@ -1,0 +1,312 @@
+"""A small language model as the drafter (DistillSpec, arXiv 2310.08461).
+
+It reads tokens alone, so that its distribution after a prefix is the same at every depth: slot p holds token x_p, and
+depth k of a round anchored at x_a is the model's own next-token distribution after x_a and k drafts. Any causal LM of
+transformers serves: one that exists, one cut out of the target (speculators/student.py), or one from a configuration;
+trained whole, or by any adapter of peft that changes its layers. With another tokenizer than the target's it drafts the
+tokens that both have (speculators/token_map.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, field_validator, model_validator
+from torch import Tensor
+
+from speculators.adapter import Adapter, check_adapter
+from speculators.config import DrafterConfig
+from speculators.drafter import Drafter, DraftStep, valid_terms
+from speculators.errors import ConfigError
+from speculators.options import Count, DrafterOptions, PositiveInt, Text
+from speculators.student import build_model, copy_layers, cut_fields, cut_layers, plain_fields
+from speculators.target import FrozenTarget, TargetFeatures
+
+Kept = dict[Literal["first", "last", "spread"], PositiveInt]
+
+
+class DraftModelConfig(DrafterConfig):
+    """Any causal LM. `vocab_size` and `draft_vocab_size` are its own; which of its tokens the target has is found when
+    it is attached."""
+
+    model: dict[str, Any] = Field(description="the fields of its config.json")
+    adapter_of: str | None = Field(None, description="the folder holds an adapter of this model")
+    other_tokenizer: bool = Field(False, description="drafts by a map between its tokens and the target's")
+
+    @property
+    def size(self) -> str:
+        layers, heads = self.model.get("num_hidden_layers"), self.model.get("num_attention_heads")
+        return f"{layers} x {self.hidden_size}, {heads} heads"
+
+    def describe(self) -> str:
+        return f"a causal LM of its own: {self.model.get('model_type')}, {self.size}"
+
+    def activation_bytes(self, tokens: int, width: int, *, recompute: bool) -> int:
+        """See `DrafterConfig.activation_bytes`: as a decoder of the usual shape."""
+        inner = self.model.get("intermediate_size") or self.model.get("ffn_dim") or 4 * self.hidden_size
+        scores = 0 if recompute else (self.model.get("num_attention_heads") or 1) * tokens * (4 + width)
+        return (self.model.get("num_hidden_layers") or 1) * (width * (14 * self.hidden_size + 3 * inner) + scores)
+
+
+class DraftModelOptions(DrafterOptions):
+    """The student. Exactly one of init_from, from_target and config says what it starts as."""
+
+    unroll_steps: PositiveInt = Field(
+        1, description="depths with a term in the loss; a draft model is the same at each, so that one is enough"
+    )
+    from_target: Kept | list[Count] | None = Field(
+        None,
+        description="cut the student from the target: {first: n}, {last: n}, {spread: n} or a list of layers; its "
+        "embedding, norm and head are kept",
+    )
+    config: dict[str, Any] | None = Field(
+        None, description="config.json fields of a student with random weights, model_type among them"
+    )
+    vocab: Literal["same", "intersection"] = Field(
+        "same",
+        description="same: the student's tokenizer must be the target's; intersection: it may be another, and only "
+        "tokens that both have are drafted",
+    )
+    peft: dict[str, Any] | None = Field(
+        None,
+        description="train an adapter: any peft configuration that changes layers, such as {peft_type: LORA, r: 16, "
+        "target_modules: all-linear}; null: every weight is trained",
+    )
+    peft_export: Literal["merged", "adapter"] = Field(
+        "merged", description="what is written of it: a whole model with the adapter merged, or the adapter alone"
+    )
+
+    @field_validator("from_target")
+    @classmethod
+    def _one_way(cls, kept: Any) -> Any:
+        if isinstance(kept, dict) and len(kept) != 1:
+            raise ValueError(f"expected one of first, last, spread, got {kept}")
+        if kept == []:
+            raise ValueError("expected at least one layer, got []")
+        return kept
+
+    @field_validator("peft")
+    @classmethod
+    def _known_adapter(cls, fields: dict[str, Any] | None) -> dict[str, Any] | None:
+        if fields is not None:
+            check_adapter(fields)
+        return fields
+
+    @model_validator(mode="after")
+    def _one_start(self) -> DraftModelOptions:
+        given = [name for name in ("init_from", "from_target", "config") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"expected one of init_from, from_target, config, got {' and '.join(given)}")
+        if self.peft_export == "adapter" and (self.peft is None or self.init_from is None):
+            raise ValueError(
+                "peft_export: adapter needs peft, and init_from: an adapter is loaded onto a model that others have"
+            )
+        return self
+
+    def shape(self, fields: dict[str, Any], target: Any = None) -> dict[str, Any]:
+        """See `DrafterOptions.shape`. ConfigError if nothing says what the student starts as."""
+        if self.init_from is not None:
+            return {}
+        if self.from_target is not None:
+            where = "drafter.from_target"
+            layers = cut_layers(self.from_target, target.num_layers, where)
+            model = cut_fields(target.config, layers, where)
+        elif self.config is not None:
+            model = plain_fields({"vocab_size": target.vocab_size} | self.config, "drafter.config")
+        else:
+            raise ConfigError(
+                "drafter: what is the student? Give init_from (a model), from_target (layers of the target, such as "
+                "{first: 2}) or config (fields of a new model)"
+            )
+        return sizes_of(model)
+
+
+def sizes_of(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a DraftModelConfig that follow from its model's."""
+    return {
+        "model": dict(model),
+        "hidden_size": model["hidden_size"],
+        "target_hidden_size": model["hidden_size"],  # it reads no state of the target
+        "vocab_size": model["vocab_size"],
+        "draft_vocab_size": model["vocab_size"],
+    }
+
+
+class DraftModel(Drafter):
+    """`model` is transformers' own; `runner` runs it as the target is run: packed rows, ragged caches, any mask."""
+
+    config_class = DraftModelConfig
+    options = DraftModelOptions
+    first_token = 0
+    defaults: ClassVar[dict[str, Any]] = {"training": {"learning_rate": 3e-5, "max_grad_norm": 1.0}}
+
+    def __init__(self, config: DraftModelConfig) -> None:
+        super().__init__(config)
+        self.model = build_model(config.model)
+        self.adapter: Adapter | None = None
+        self.token_map: Any = None
+        self.tokenizer: Any = None  # goes into the export, which is a model like any other
+        self._runners: list[FrozenTarget] = []  # in a list, so that nn.Module does not register it
+        self._shared: Tensor | None = None
+
+    # -------------------------------------------------------------- the model
+
+    @property
+    def runner(self) -> FrozenTarget:
+        if not self._runners:
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            self._runners = [FrozenTarget(self.model)]
+            for parameter in trained:
+                parameter.requires_grad_(True)
+            self.model.train(self.training)
+        return self._runners[0]
+
+    def take_model(self, model: Any) -> None:
+        """Another one of the same configuration in its place."""
+        self._runners, self.model = [], model.eval()
+
+    def state_of_model(self) -> dict[str, Tensor]:
+        """The tensors of the model, with an adapter's merged."""
+        return self.model.state_dict() if self.adapter is None else self.adapter.merged_state()
+
+    def _apply(self, fn: Callable, *args, **kwargs) -> Drafter:
+        self._runners = []
+        super()._apply(fn, *args, **kwargs)
+        if self.token_map is not None:
+            self.token_map = self.token_map.to(next(self.parameters()).device)
+        return self
+
+    def snapshot(self, dtype: torch.dtype) -> Drafter:
+        self._runners = []
+        return super().snapshot(dtype)
+
+    # -------------------------------------------------------------- the two vocabularies
+
+    def attach(self, target: FrozenTarget) -> Drafter:
+        """Any target with the same tokenizer; the tables of the two may be padded to different sizes."""
+        self._target = [target]
+        return self
+
+    @property
+    def draft_to_target(self) -> Tensor | None:
+        if self.token_map is not None:
+            return self.token_map.target_ids
+        own, vocab = self.config.vocab_size, self.target.vocab_size
+        if own >= vocab:
+            return None
+        if self._shared is None or self._shared.device != self.target.device:
+            self._shared = torch.arange(own, device=self.target.device)
+        return self._shared
+
+    # -------------------------------------------------------------- starting weights, and how it is trained
+
+    def initialise_from(
+        self, target: FrozenTarget, options: Any = None, features: Sequence[TargetFeatures] | None = None
+    ) -> Drafter:
+        """The target's layers, or weights as transformers initialises them."""
+        if options is not None and options.from_target is not None:
+            layers = cut_layers(options.from_target, target.num_layers, "drafter.from_target")
+            copy_layers(target.model, layers, self.model)
+        return self
+
+    def prepare_training(self, options: DraftModelOptions) -> Drafter:
+        if options.peft is None:
+            self.requires_grad_(True)
+        elif self.adapter is None:
+            self._runners = []
+            self.adapter = Adapter(self.model, options.peft, options.init_from)
+            if options.peft_export == "adapter":
+                self.config = self.config.model_copy(update={"adapter_of": options.init_from})
+        return self
+
+    def freeze(self) -> Drafter:
+        if self.adapter is not None:
+            self.adapter.merge()
+        return super().freeze()
+
+    def thaw(self) -> None:
+        super().thaw()
+        if self.adapter is not None:
+            self.adapter.unmerge()
+
+    # -------------------------------------------------------------- training
+
+    def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
+        """The states of one pass over the rows, as every depth reads them."""
+        states = self._states(features)  # [B·T, D], after the token of each slot
+        for depth in range(steps):
+            anchors = valid_terms(features, depth + 2).flatten().nonzero().flatten()
+            index = anchors + depth + 1
+            yield DraftStep(
+                depth=depth,
+                hidden=states[index],
+                target_index=index,
+                anchor_index=anchors,
+                weight=torch.ones(len(anchors), device=states.device),
+            )
+
+    def _states(self, features: TargetFeatures) -> Tensor:
+        runner, ids = self.runner, features.input_ids
+        own = runner.features(
+            self._known(ids),
+            features.position_ids,
+            features.segment_ids,
+            features.loss_mask,
+            gradients=torch.is_grad_enabled(),
+            autocast=True,
+        )
+        return own.last_hidden.flatten(0, 1)
+
+    def _known(self, token_ids: Tensor) -> Tensor:
+        """Target ids as its own; what only the target's padding of the table could bring becomes its last token."""
+        return token_ids.clamp(max=self.config.vocab_size - 1)
+
+    def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
+        """[N, D] -> [N, V_draft]: the model's own head, over the tokens that the target has."""
+        logits = self.runner.logits(hidden)
+        if self.token_map is not None:
+            return logits[..., self.token_map.draft_ids]
+        return logits[..., : self.target.vocab_size] if logits.shape[-1] > self.target.vocab_size else logits
+
+    def head_parameters(self) -> list[torch.nn.Parameter]:
+        return [p for p in self.runner.lm_head.parameters() if p.requires_grad]
+
+    # -------------------------------------------------------------- inference
+
+    def draft(
+        self,
+        cache,
+        start: int,
+        stop: int,
+        token_ids: Tensor,
+        taps: Tensor | None,
+        last_hidden: Tensor | None,
+        counts: Sequence[int],
+        k: int,
+        sample: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """See `Drafter.draft`; slot p holds token x_p."""
+        states = self._extend(cache, start, stop, self._known(token_ids))
+        for row, count in enumerate(counts, start):
+            cache.advance(row, count)
+        if k == 0:
+            return token_ids[:, :0]
+        last = torch.tensor(counts, device=states.device) - 1
+        state = states[torch.arange(len(counts), device=states.device), last]  # [b, D]
+        drafted = [sample(self.head(state))]
+        for _ in range(k - 1):
+            state = self._extend(cache, start, stop, self._known(drafted[-1][:, None]))[:, 0]
+            for row in range(start, stop):
+                cache.advance(row, 1)
+            drafted.append(sample(self.head(state)))
+        for row in range(start, stop):
+            cache.truncate(row, cache.lengths[row] - (k - 1))
+        return torch.stack(drafted, dim=1)
+
+    def _extend(self, cache, start: int, stop: int, token_ids: Tensor) -> Tensor:
+        """One pass over M new tokens per row, written at each row's own length: states [b, M, D]."""
+        M = token_ids.shape[1]
+        positions, mask = cache.position_ids(start, stop, M), cache.mask(start, stop, M)
+        return self.runner(token_ids, positions, mask, cache.view(start, stop, M))[1]
