@@ -50,15 +50,15 @@ class TokenMap:
     are spelt by nothing: written out, '<|im_start|>' would tell the draft model that someone typed it. So are ids that
     no token has (embeddings are often padded).
 
-    `opening_ids`: what the draft model's tokenizer puts before any text (its BOS token), and what the model has to see
-    there, unless the target's own opening is spelt so already.
+    `opening_ids`: what the draft model's tokenizer puts before any text (a BOS token, mostly), and what the model has
+    to see there, unless the target's own opening is spelt so already.
     """
 
     target_ids: Tensor  # [S], ascending
     draft_ids: Tensor  # [S], the same tokens
     spelling_ids: Tensor  # [N]
     spelling_offsets: Tensor  # [V + 1]: id i is spelt by spelling_ids[offsets[i] : offsets[i + 1]]
-    opening_ids: Tensor  # [0] or [1]
+    opening_ids: Tensor  # [K], mostly one or none
 
     @classmethod
     def between(
@@ -79,9 +79,10 @@ class TokenMap:
         if texts < LEAST_SHARED:
             shares = [f"{texts / max(len(found.text), 1):.1%}" for found in (target, draft)]
             raise ConfigError(
-                f"the target's tokenizer ({len(target.text):,} text tokens) and the draft model's ({len(draft.text):,}) "
-                f"share {texts:,} of them, {shares[0]} of the target's and {shares[1]} of the draft model's: too few to "
-                f"draft with (at least {LEAST_SHARED}); choose a draft model for the same languages"
+                f"the target's tokenizer ({len(target.text):,} text tokens) and the draft model's "
+                f"({len(draft.text):,}) share {texts:,} of them, {shares[0]} of the target's and {shares[1]} of the "
+                f"draft model's: too few to draft with (at least {LEAST_SHARED}); choose a draft model for the same "
+                "languages"
             )
         speller = _Speller(draft)
         spellings = [
@@ -272,6 +273,6 @@ class _Speller:
 
 
 def _opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The BOS token, if the tokenizer begins every text with it."""
-    bos = tokenizer.bos_token_id
-    return [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
+    """What the tokenizer puts before any text, whichever of its tokens it calls BOS."""
+    whole, text = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+    return next((whole[:at] for at in range(len(whole)) if text and whole[at : at + len(text)] == text), [])

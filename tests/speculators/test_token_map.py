@@ -70,7 +70,7 @@ def sentencepiece(kind="bpe", fallback=True, bos=False):
     tokenizer = Tokenizer.from_str(json.dumps(fields))
     if bos:
         tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
 
 
 MAKERS = {
@@ -202,7 +202,8 @@ def test_ids_beyond_the_embeddings_cannot_occur(tokenizer):
 
 def test_the_opening_is_the_drafts_unless_the_target_writes_it(tokenizer):
     plain, draft = tokenizer("byte level"), sentencepiece(bos=True)
-    assert between(plain, draft).opening_ids.tolist() == [draft.bos_token_id]
+    assert between(plain, draft).opening_ids.tolist() == [draft.get_vocab()["<s>"]]
+    assert between(plain, tokenizer("sentencepiece")).opening_ids.tolist() == []
     assert between(draft, draft).opening_ids.tolist() == []
     assert between(draft, plain).opening_ids.tolist() == []
 
