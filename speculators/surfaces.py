@@ -1,0 +1,184 @@
+"""What the tokens of a tokenizer stand for in running text, and whether two tokenizers number the same tokens alike.
+
+How a token becomes text is read from the tokenizer's own decoder. Knows tokenizers; no models, no tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from speculators.errors import ConfigError
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _alphabet() -> dict[str, int]:
+    """The characters byte-level tokenizers write bytes with: printable Latin-1 as itself, the rest from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_ALPHABET = _alphabet()
+
+
+@dataclass(frozen=True)
+class Surfaces:
+    """`text`: the bytes of every token that is text. `added`: the content of every added token.
+
+    A *special* token (`<|im_end|>`: control, not text) is in `added` only. An added token that its tokenizer does not
+    call special (`<think>`, a run of spaces) is in both. `byte_tokens` (`<0x41>`) stand for a byte that an ordinary
+    token of the same vocabulary may stand for as well.
+    """
+
+    text: dict[int, bytes]
+    added: dict[int, str]
+    byte_tokens: frozenset[int]
+
+
+def surfaces(tokenizer: PreTrainedTokenizerBase, whose: str) -> Surfaces:
+    """What the tokens of `tokenizer` mean: byte-level vocabularies, and those that mark a space by a sign such as '▁'.
+
+    `whose` names the tokenizer in errors. ConfigError if its decoder does not settle the bytes of a token by itself:
+    WordPiece and suffixed BPE (where spaces depend on the neighbours), an unknown decoder, or none.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ConfigError(
+            f"{whose} ({type(tokenizer).__name__}): no tokenizer.json behind it, so what its tokens stand for cannot "
+            "be established; use a model whose tokenizer is a fast one, or convert it and save a tokenizer.json"
+        )
+    fields = json.loads(backend.to_str())
+    decoder = _Decoder.read(fields, whose)
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    added = {id: token.content for id, token in tokenizer.added_tokens_decoder.items()}
+    special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    unknown = _unknown_token(fields["model"], vocabulary)
+    if unknown is not None:
+        special.add(unknown[0])
+        added.setdefault(*unknown)
+    text = {id: content.encode() for id, content in added.items() if id not in special}
+    ordinary = {id: token for token, id in vocabulary.items() if id not in special}
+    text |= {id: decoder.bytes_of(token) for id, token in ordinary.items()}
+    return Surfaces(text, added, frozenset(id for id, token in ordinary.items() if decoder.byte_of(token) is not None))
+
+
+def _unknown_token(model: dict[str, Any], vocabulary: dict[str, int]) -> tuple[int, str] | None:
+    """(id, content) of the token that stands for whatever the model cannot write; it is never text."""
+    if model.get("unk_id") is not None:  # Unigram
+        return model["unk_id"], model["vocab"][model["unk_id"]][0]
+    token = model.get("unk_token")
+    return (vocabulary[token], token) if token in vocabulary else None
+
+
+@dataclass(frozen=True)
+class _Decoder:
+    """A tokenizer's decoder, token by token: texts replaced first, then bytes taken from what is left.
+
+    What a decoder does at the two ends of the whole text (dropping the leading space) is not part of running text.
+    """
+
+    replacements: tuple[tuple[str, str], ...]
+    bytes_by: str | None  # "ByteLevel", "ByteFallback" or neither
+
+    @classmethod
+    def read(cls, fields: dict[str, Any], whose: str) -> _Decoder:
+        """From the fields of a tokenizer.json. ConfigError for one that cannot be followed token by token."""
+        model, steps = fields["model"], _flat(fields["decoder"])
+        names = " + ".join(step["type"] for step in steps) or "none"
+
+        def refuse(reason: str) -> ConfigError:
+            return ConfigError(
+                f"{whose} (model {model.get('type')}, decoder {names}): {reason}, so the text of its tokens cannot be "
+                "told one by one; expected a byte-level tokenizer or one that marks spaces as sentencepiece does; use "
+                "a draft model with such a tokenizer, or with the target's own"
+            )
+
+        for field in ("continuing_subword_prefix", "end_of_word_suffix"):
+            if model.get(field):
+                raise refuse(f"its {field} is {model[field]!r}")
+        replacements: list[tuple[str, str]] = []
+        bytes_by, joined = None, False
+        for step in steps:
+            kind, pattern = step["type"], step.get("pattern") or {}
+            if kind == "Fuse" or (kind == "Strip" and joined):
+                joined = True
+            elif joined or bytes_by is not None:
+                raise refuse(f"{kind} comes after its tokens were joined or turned into bytes")
+            elif kind in ("ByteLevel", "ByteFallback"):
+                bytes_by, joined = kind, kind == "ByteLevel"
+            elif kind == "Metaspace":
+                replacements.append((step["replacement"], " "))
+            elif kind == "Replace" and "String" in pattern:
+                replacements.append((pattern["String"], step["content"]))
+            else:
+                raise refuse(f"{kind} is not a step that can be followed")
+        if bytes_by != "ByteLevel" and " " not in dict(replacements).values():
+            raise refuse("nothing says which sign stands for a space")
+        encoder = {step["type"] for part in ("normalizer", "pre_tokenizer") for step in _flat(fields[part])}
+        if (bytes_by == "ByteLevel") != ("ByteLevel" in encoder):
+            raise refuse("text is turned into tokens by " + (" + ".join(sorted(encoder)) or "nothing"))
+        return cls(tuple(replacements), bytes_by)
+
+    def bytes_of(self, token: str) -> bytes:
+        """The bytes that an ordinary token adds to a text."""
+        for old, new in self.replacements:
+            token = token.replace(old, new)
+        if self.bytes_by == "ByteLevel" and all(character in _ALPHABET for character in token):
+            return bytes(_ALPHABET[character] for character in token)
+        byte = self.byte_of(token)
+        return token.encode() if byte is None else bytes([byte])
+
+    def byte_of(self, token: str) -> int | None:
+        """The byte that a token such as <0x41> stands for, where such tokens do."""
+        found = _BYTE_TOKEN.fullmatch(token) if self.bytes_by == "ByteFallback" else None
+        return int(found[1], 16) if found else None
+
+
+def _flat(node: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The steps of a normalizer, pre-tokenizer or decoder, sequences within sequences laid out."""
+    if node is None:
+        return []
+    inner = next((node[key] for key in ("decoders", "pretokenizers", "normalizers") if key in node), None)
+    return [node] if inner is None else [step for each in inner for step in _flat(each)]
+
+
+def same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> str | None:
+    """None if an id means the same to both tokenizers; else what differs, with counts and examples.
+
+    Either may have added tokens at ids that the other does not use, as the sizes and generations of a model line do;
+    all ordinary tokens must be there in both. Whether the draft model's embedding has a row for each of the target's
+    ids is for its user to check.
+    """
+    vocabularies = [(target.get_vocab(), target.added_tokens_decoder), (draft.get_vocab(), draft.added_tokens_decoder)]
+    (target_ids, _), (draft_ids, _) = vocabularies
+    reasons = []
+    moved = sorted(token for token in target_ids if draft_ids.get(token, target_ids[token]) != target_ids[token])
+    if moved:
+        examples = _examples(moved, lambda token: f"{token!r}: {target_ids[token]} and {draft_ids[token]}")
+        reasons.append(f"{len(moved):,} of {len(target_ids):,} tokens have another id in the draft model ({examples})")
+    for (ids, added), other, name in zip(vocabularies, (draft_ids, target_ids), ("target", "draft model")):
+        alone = sorted(token for token, id in ids.items() if token not in other and id not in added)
+        if alone:
+            reasons.append(f"{len(alone):,} tokens are only in the {name}'s ({_examples(alone, repr)})")
+    draft_tokens = {id: token for token, id in draft_ids.items()}
+    clashes = sorted(
+        token
+        for token, id in target_ids.items()
+        if token not in draft_ids and id in draft_tokens and draft_tokens[id] not in target_ids
+    )
+    if clashes:
+        shown = _examples(
+            clashes, lambda token: f"{target_ids[token]}: {token!r} and {draft_tokens[target_ids[token]]!r}"
+        )
+        reasons.append(f"{len(clashes):,} ids stand for other tokens in the draft model ({shown})")
+    return "; ".join(reasons) or None
+
+
+def _examples(tokens: list[str], show: Any) -> str:
+    return ", ".join(show(token) for token in tokens[:2]) + (", …" if len(tokens) > 2 else "")
