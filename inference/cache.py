@@ -114,6 +114,12 @@ class RaggedCache:
         """Memory held now, in bytes: all layers, all rows, the whole capacity."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
 
+    def keys_of(self, layer_idx: int, start: int, stop: int) -> Tensor:
+        """[b, kv_heads, capacity, head_dim] of rows [start, stop), of which each row's own length is meaningful."""
+        keys = self._keys[layer_idx]
+        assert keys is not None, f"nothing was written to layer {layer_idx}"
+        return keys[start:stop]
+
     # ------------------------------------------------------------------ memory
 
     def _tensors(self) -> list[Tensor]:

@@ -77,8 +77,8 @@ class LLM:
         config = parse_speculative_config(speculative_config)
         source: dict[str, Any] = dict(trust_remote_code=trust_remote_code, revision=revision)
         target = load_target(model, dtype=dtype, device=default_device(device), **source)
-        target, drafter = load_drafter_for(target, config)
         tokenizer = load_tokenizer(model, tokenizer, **source)
+        target, drafter = load_drafter_for(target, config, tokenizer)
         max_model_len = model_limit(target, max_model_len)
         proposer = make_proposer(config, target, drafter, max_num_seqs, max_model_len)
         engine = Engine(

@@ -30,8 +30,11 @@ def load_target(
     return FrozenTarget.from_pretrained(str(model), tap_layers=tap_layers, **options)
 
 
-def load_drafter_for(target: FrozenTarget, config: SpeculativeConfig) -> tuple[FrozenTarget, Drafter | None]:
-    """The exported head, and the target with the taps that the head's configuration names."""
+def load_drafter_for(
+    target: FrozenTarget, config: SpeculativeConfig, tokenizer: Any = None
+) -> tuple[FrozenTarget, Drafter | None]:
+    """The exported head, and the target with the taps that the head's configuration names. `tokenizer`: the target's;
+    a draft model whose own means something else is refused."""
     if not config.trained:
         return load_target(target), None
     from speculators.export import load_drafter, read_drafter_config
@@ -43,7 +46,15 @@ def load_drafter_for(target: FrozenTarget, config: SpeculativeConfig) -> tuple[F
             f"family {head.family!r}"
         )
     target = load_target(target, head.tap_layers)
-    return target, load_drafter(config.model, target)
+    drafter = load_drafter(config.model, target)
+    if tokenizer is not None:
+        drafter.meet_tokenizers(
+            tokenizer,
+            lambda: load_tokenizer(None, config.model),
+            intersection=config.use_heterogeneous_vocab,
+            where="use_heterogeneous_vocab: true",
+        )
+    return target, drafter
 
 
 def make_proposer(

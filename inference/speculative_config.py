@@ -23,6 +23,9 @@ class SpeculativeConfig(BaseModel):
     num_speculative_tokens: int | None = Field(None, ge=1, description="K, drafts per row and round")
     prompt_lookup_max: int | None = Field(None, ge=1, description="ngram: longest match looked for (default 4)")
     prompt_lookup_min: int | None = Field(None, ge=1, description="ngram: shortest match that counts (default 2)")
+    use_heterogeneous_vocab: bool = Field(
+        False, description="draft_model: it may have another tokenizer; only tokens that both have are drafted"
+    )
     draft_sample_method: Literal["probabilistic", "greedy"] = Field(
         "probabilistic", description="at temperature > 0: sample from q, or take its argmax"
     )
@@ -60,6 +63,8 @@ class SpeculativeConfig(BaseModel):
         shortest, longest = self.lookup_sizes
         if shortest > longest:
             raise ValueError(f"prompt_lookup_min {shortest} is above prompt_lookup_max {longest}")
+        if self.method != "draft_model" and self.use_heterogeneous_vocab:
+            raise ValueError(f"use_heterogeneous_vocab belongs to draft_model, not to {self.method!r}")
         if self.method != "ngram" and (self.prompt_lookup_min or self.prompt_lookup_max):
             raise ValueError(f"prompt_lookup_min and prompt_lookup_max belong to ngram, not to {self.method!r}")
         return self

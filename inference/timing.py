@@ -130,7 +130,8 @@ class IsolatedCosts:
     def _fill_head(self, ids: Tensor, taps: Tensor | None, last_hidden: Tensor) -> None:
         """All true slots of the context but the last `kept`, which every trial appends anew."""
         drafter, kept, rows = self.drafter, self.kept, self.rows
-        self.head_cache = RaggedCache(rows, self.context + 2 * self.k + 1, device=self.target.device)
+        longest = drafter.cache_length(self.context + 2 * self.k + 1)
+        self.head_cache = RaggedCache(rows, longest, device=self.target.device)
         next_ids = ids.roll(-drafter.first_token, 1)  # slot p holds token p + first_token
         before, after = slice(None, self.context - kept), slice(self.context - kept, None)
 
@@ -140,11 +141,12 @@ class IsolatedCosts:
 
         self.appended, filled = part(after), part(before)
         drafter.draft(self.head_cache, 0, rows, *filled, [self.context - kept] * rows, 0, self._best)
+        self.filled = list(self.head_cache.lengths)
 
     def _draft(self) -> None:
         self.drafter.draft(self.head_cache, 0, self.rows, *self.appended, [self.kept] * self.rows, self.k, self._best)
-        for row in range(self.rows):
-            self.head_cache.truncate(row, self.context - self.kept)
+        for row, length in enumerate(self.filled):
+            self.head_cache.truncate(row, length)
 
     def _best(self, logits: Tensor) -> Tensor:
         return to_target_ids(argmax(logits), self.drafter.draft_to_target)

@@ -133,6 +133,13 @@ class Drafter(nn.Module):
                 f"drafts one token with each; ask for {self.max_depth} or fewer"
             )
 
+    def require_length(self, tokens: int) -> None:
+        """ConfigError unless it can draft in texts of that many tokens."""
+
+    def cache_length(self, slots: int) -> int:
+        """Positions that its cache may need for that many slots of a row."""
+        return slots
+
     def start_terms(self, options: Any) -> int:
         """Terms of features that `initialise_from` wants to be fitted to."""
         return 0
@@ -162,6 +169,13 @@ class Drafter(nn.Module):
     def _apply(self, fn: Callable, *args, **kwargs) -> Drafter:
         self.thaw()  # weights move or change type: copies of them would not
         return super()._apply(fn, *args, **kwargs)
+
+    def meet_tokenizers(
+        self, of_target: Any, own: Callable[[], Any] | None = None, *, intersection: bool = False, where: str = ""
+    ) -> None:
+        """For a family that has a tokenizer of its own, which `own` loads (None: it is the target's): makes sure that
+        tokens mean the same to both models, or makes a map between them. ConfigError with the reason if they do not and
+        `intersection` does not allow it; `where` names the option that would."""
 
     # -------------------------------------------------------------- the contract
 
@@ -196,9 +210,9 @@ class Drafter(nn.Module):
         """Inference: append true slots, then draft `k` tokens per row with the same maths as `unroll`.
 
         `cache` is the ragged cache of the head's own layers, rows [start, stop) of it: slot p of a row holds the pair
-        (token x_{p+1}, target features of position p), or token x_p alone where `first_token` is 0. `token_ids` [b, M] and `taps` [b, M, n·H] / `last_hidden`
-        [b, M, H] are `counts[i]` true slots per row, padded to M. `sample` maps draft logits [b, V_draft] to target
-        token ids [b] and is called once per depth. Speculative slots are rolled back before returning. `k=0` appends
-        only. Returns target token ids [b, k].
+        (token x_{p+1}, target features of position p), or token x_p alone where `first_token` is 0. `token_ids` [b, M]
+        and `taps` [b, M, n·H] / `last_hidden` [b, M, H] are `counts[i]` true slots per row, padded to M. `sample` maps
+        draft logits [b, V_draft] to target token ids [b] and is called once per depth. Speculative slots are rolled
+        back before returning. `k=0` appends only. Returns target token ids [b, k].
         """
         raise NotImplementedError

@@ -200,7 +200,7 @@ class FrozenTarget(nn.Module):
         autocast: bool = False,
     ) -> TargetFeatures:
         """All [B, T]. Packed rows: a token attends to earlier tokens of its own segment only. `gradients`: for whoever
-        trains weights in the model; `autocast`: leave the one in force in force, instead of computing as at run time."""
+        trains weights in the model; `autocast`: under the one in force, instead of in the model's own precision."""
         positions = mask = None
         starts = (segment_ids[:, 1:] != segment_ids[:, :-1]) & (segment_ids[:, 1:] >= 0)  # [B, T-1]
         if bool(starts.any()):  # more than one segment in a row; trailing padding needs no mask, nothing sees it

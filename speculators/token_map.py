@@ -106,6 +106,13 @@ class TokenMap:
         """V: how many ids the target has."""
         return len(self.spelling_offsets) - 1
 
+    def to(self, device: torch.device | str) -> TokenMap:
+        return TokenMap(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
+    def longest_row(self, tokens: int) -> int:
+        """Draft ids that so many target tokens may become, the opening included."""
+        return tokens * max(int(self.spelling_offsets.diff().max()), 1) + len(self.opening_ids)
+
     def coverage(self, counts: Tensor) -> float:
         """counts [V], how often the target wrote each token -> the share of its text that can be drafted."""
         return vocab.coverage(counts, self.target_ids)

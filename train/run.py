@@ -22,6 +22,7 @@ from accelerate.utils import set_seed
 
 from inference import LLM
 from inference.expected import expected_acceptance
+from inference.llm_loading import load_tokenizer
 from inference.provenance import text_sha256, weights_sha256
 from inference.replay import ReplayResult
 from inference.report_provenance import local_folder
@@ -306,6 +307,17 @@ def make_drafter(
     return drafter
 
 
+def meet_tokenizers(recipe: Recipe, drafter: Drafter, tokenizer: Any) -> None:
+    """For a drafter that has a tokenizer of its own; ConfigError if it does not fit the target's `tokenizer`."""
+    start = start_folder(recipe)
+    drafter.meet_tokenizers(
+        tokenizer,
+        None if start is None else lambda: load_tokenizer(None, str(start)),
+        intersection=getattr(recipe.drafter, "vocab", "same") == "intersection",
+        where="drafter.vocab: intersection",
+    )
+
+
 def _features_of_some_rows(drafter: Drafter, features: RowFeatures, wanted: int, advance) -> list[TargetFeatures]:
     """Rows with `wanted` terms, spread over the data, one by one."""
     terms, found = 0, []
@@ -353,6 +365,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
         folder = checkpoints(recipe, name)
         if drafter is None:
             drafter = make_drafter(part, config, target, features, stages, folder)
+            meet_tokenizers(recipe, drafter, tokenizer)
             trained = sum(p.numel() for p in drafter.trainable_parameters())
             stages.say(
                 f"      {recipe.family}: {trained / 1e6:.2f} M trainable parameters on a target of "

@@ -1,8 +1,9 @@
 """Drafts of a trained head: feeds it the target's features of the committed text and samples its logits.
 
 Slot p of the head's cache is (token x_{p+1}, features of position p), so features wait here until their next token is
-known; a draft model, which reads no features, has slots of tokens alone. The head's maths is the family's (`Drafter.draft`); which draft is taken is decided here, as the request's
-sampling parameters say. Knows no verification rule and no file format.
+known; a draft model reads no features, and its slots are tokens alone. The maths is the family's (`Drafter.draft`);
+which draft is taken is decided here, as the request's sampling parameters say. Knows no verification rule and no file
+format.
 """
 
 from __future__ import annotations
@@ -42,11 +43,14 @@ class HeadProposer(Proposer):
     ) -> None:
         super().__init__(num_speculative_tokens)
         drafter.require_depth(num_speculative_tokens, "num_speculative_tokens")
+        drafter.require_length(max_model_len)
         self._drafter, self._vocab_size, self._probabilistic = drafter, vocab_size, probabilistic
         self._draft_to_target = drafter.draft_to_target
         self._device = torch.device(device)
+        self._seen = [0] * max_rows  # slots of each row that the drafter holds
         # a round writes at most K+1 padded true slots and K speculative ones
-        self._cache = RaggedCache(max_rows, max_model_len + 2 * num_speculative_tokens + 1, device=device)
+        longest = drafter.cache_length(max_model_len + 2 * num_speculative_tokens + 1)
+        self._cache = RaggedCache(max_rows, longest, device=device)
         self._taps: Tensor | None = None  # [max_rows, K+1, n·H], the waiting ones
         self._last_hidden: Tensor | None = None  # [max_rows, K+1, H]
 
@@ -63,7 +67,7 @@ class HeadProposer(Proposer):
         known = []
         for i, (request, count) in enumerate(zip(requests, counts, strict=True)):
             row = first_row + i
-            done = self._cache.lengths[row]
+            done = self._seen[row]
             known.append(min(count, len(request.token_ids) - self._drafter.first_token - done))
             if known[i] < count:  # the prompt's last position: its next token is not sampled yet
                 self._hold(row, row + 1, *(_slots(each, i, known[i]) for each in (taps, last_hidden)))
@@ -100,7 +104,7 @@ class HeadProposer(Proposer):
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
         counts = [min(limit, self.num_speculative_tokens) for limit in limits]
         rows, first = len(requests), self._drafter.first_token
-        waiting = [len(r.token_ids) - first - seen for r, seen in zip(requests, self._cache.lengths)]
+        waiting = [len(r.token_ids) - first - seen for r, seen in zip(requests, self._seen)]
         width, depth = max(waiting), max(counts)
         taps = None if self._taps is None else self._taps[:rows, :width]
         last_hidden = None if self._last_hidden is None else self._last_hidden[:rows, :width]
@@ -127,8 +131,9 @@ class HeadProposer(Proposer):
         width = max(counts)
         tokens = []
         for i, (request, count) in enumerate(zip(requests, counts, strict=True)):
-            start = self._cache.lengths[first_row + i] + self._drafter.first_token
+            start = self._seen[first_row + i] + self._drafter.first_token
             tokens.append(request.token_ids[start : start + count] + [0] * (width - count))
+            self._seen[first_row + i] += count
         token_ids = torch.tensor(tokens, dtype=torch.long, device=self._device)  # [b, M]
         stop = first_row + len(requests)
         return self._drafter.draft(
@@ -143,9 +148,11 @@ class HeadProposer(Proposer):
 
     def reset(self, row: int) -> None:
         self._cache.reset(row)
+        self._seen[row] = 0
 
     def move(self, src_row: int, dst_row: int) -> None:
         self._cache.move(src_row, dst_row)
+        self._seen[dst_row], self._seen[src_row] = self._seen[src_row], 0
         for buffer in (self._taps, self._last_hidden):
             if buffer is not None:
                 buffer[dst_row] = buffer[src_row]

@@ -19,8 +19,9 @@ from speculators.config import DrafterConfig, build_config
 from speculators.drafter import Drafter
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export.layout import Layout, dtype_of, own_fields, refuse
-from speculators.families.draft_model import DraftModel, sizes_of
+from speculators.families.draft_model import DraftModel, DraftModelConfig, sizes_of
 from speculators.student import plain_fields
+from speculators.token_map import TokenMap
 
 
 class DraftModelLayout(Layout):
@@ -61,7 +62,7 @@ class DraftModelLayout(Layout):
 
     def write(self, drafter: Drafter, config: DrafterConfig, folder: Path, dtype: torch.dtype) -> None:
         drafter = cast(DraftModel, drafter)
-        if drafter.adapter is not None and drafter.config.adapter_of is not None:
+        if drafter.adapter is not None and cast(DraftModelConfig, config).adapter_of is not None:
             drafter.adapter.save(folder)
         else:
             state = drafter.state_of_model()
@@ -72,8 +73,8 @@ class DraftModelLayout(Layout):
             drafter.token_map.save(folder)
 
     def read(self, drafter: Drafter, folder: Path, files: Sequence[Path]) -> None:
-        drafter = cast(DraftModel, drafter)
-        base = drafter.config.adapter_of
+        drafter, own = cast(DraftModel, drafter), cast(DraftModelConfig, drafter.config)
+        base = own.adapter_of
         if base is None and (folder / CONFIG).exists():
             raise CheckpointError(
                 f"drafter {folder}: {CONFIG} says that this is an adapter, config.json does not; load the merged model"
@@ -82,16 +83,15 @@ class DraftModelLayout(Layout):
         if base is not None:
             drafter.take_model(merge_saved_adapter(drafter.model, folder))
         _refuse_infinite(drafter, folder)
-        if drafter.config.other_tokenizer:
-            from speculators.token_map import TokenMap
-
-            drafter.token_map = TokenMap.load(folder)
+        if own.other_tokenizer:
+            drafter.token_map = TokenMap.load(folder, drafter.target.vocab_size, own.vocab_size)
 
 
 def _load(path: str | Path) -> Any:
     """The causal LM of a folder or repository id in float32. CheckpointError names every tensor that is not its own."""
+    loaded: Any
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=torch.float32,
             use_safetensors=True,
@@ -100,6 +100,7 @@ def _load(path: str | Path) -> Any:
         )
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         raise CheckpointError(f"drafter {path}: transformers cannot load it: {error}") from error
+    model, info = loaded
     faults = [f"{name} is missing" for name in sorted(info.get("missing_keys") or ())]
     faults += [f"{name} is unexpected" for name in sorted(info.get("unexpected_keys") or ())]
     for name, found, expected in sorted(info.get("mismatched_keys") or ()):

@@ -45,7 +45,8 @@ class Layout:
 
     def read(self, drafter: Drafter, folder: Path, files: Sequence[Path]) -> None:
         """Fills `drafter` from the safetensors `files` of `folder`. CheckpointError names every tensor at fault."""
-        config, found = drafter.config, {}
+        config = drafter.config
+        found: dict[str, Tensor] = {}
         for file in files:
             with safe_open(file, "pt") as reader:
                 mine = [name for name in reader.keys() if self.belongs(name, config)]  # noqa: SIM118 (not a dict)

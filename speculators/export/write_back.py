@@ -14,7 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from speculators.errors import CheckpointError
-from speculators.export import WEIGHTS, replace_folder
+from speculators.export import replace_folder
+from speculators.export.layout import WEIGHTS
 
 
 def write_back(export: str | Path, target: str | Path, out: str | Path) -> Path:

@@ -20,9 +20,11 @@ from speculators.adapter import Adapter, check_adapter
 from speculators.config import DrafterConfig
 from speculators.drafter import Drafter, DraftStep, valid_terms
 from speculators.errors import ConfigError
-from speculators.options import Count, DrafterOptions, PositiveInt, Text
+from speculators.options import Count, DrafterOptions, PositiveInt
 from speculators.student import build_model, copy_layers, cut_fields, cut_layers, plain_fields
+from speculators.surfaces import same_vocabulary
 from speculators.target import FrozenTarget, TargetFeatures
+from speculators.token_map import TokenMap
 
 Kept = dict[Literal["first", "last", "spread"], PositiveInt]
 
@@ -146,7 +148,7 @@ class DraftModel(Drafter):
         super().__init__(config)
         self.model = build_model(config.model)
         self.adapter: Adapter | None = None
-        self.token_map: Any = None
+        self.token_map: TokenMap | None = None
         self.tokenizer: Any = None  # goes into the export, which is a model like any other
         self._runners: list[FrozenTarget] = []  # in a list, so that nn.Module does not register it
         self._shared: Tensor | None = None
@@ -200,6 +202,36 @@ class DraftModel(Drafter):
             self._shared = torch.arange(own, device=self.target.device)
         return self._shared
 
+    def meet_tokenizers(
+        self, of_target: Any, own: Callable[[], Any] | None = None, *, intersection: bool = False, where: str = ""
+    ) -> None:
+        """See `Drafter.meet_tokenizers`."""
+        self.tokenizer = of_target if own is None else own()
+        reason = same_vocabulary(of_target, self.tokenizer)
+        if reason is None or self.token_map is not None:
+            return
+        if not intersection:
+            raise ConfigError(
+                f"the draft model's tokenizer is not the target's: {reason}. Its drafts would mean other text; choose "
+                f"a draft model of the target's family, or set {where} to draft only the tokens that both have"
+            )
+        found = TokenMap.between(of_target, self.tokenizer, self.target.vocab_size, self.config.vocab_size)
+        self.token_map = found.to(next(self.parameters()).device)
+        self.config = self.config.model_copy(update={"other_tokenizer": True})
+
+    def cache_length(self, slots: int) -> int:
+        """See `Drafter.cache_length`: as if every token were the one with the longest spelling."""
+        return slots if self.token_map is None else self.token_map.longest_row(slots)
+
+    def require_length(self, tokens: int) -> None:
+        """See `Drafter.require_length`."""
+        most = getattr(self.model.config, "max_position_embeddings", None)
+        if most is not None and tokens > most and self.token_map is None:
+            raise ConfigError(
+                f"max_model_len is {tokens}, but the draft model was made for {most} positions; set max_model_len to "
+                f"{most} or less, or choose a draft model for longer texts"
+            )
+
     # -------------------------------------------------------------- starting weights, and how it is trained
 
     def initialise_from(
@@ -248,19 +280,21 @@ class DraftModel(Drafter):
             )
 
     def _states(self, features: TargetFeatures) -> Tensor:
-        runner, ids = self.runner, features.input_ids
-        own = runner.features(
-            self._known(ids),
-            features.position_ids,
-            features.segment_ids,
-            features.loss_mask,
-            gradients=torch.is_grad_enabled(),
-            autocast=True,
-        )
-        return own.last_hidden.flatten(0, 1)
+        ids, positions, segments = features.input_ids, features.position_ids, features.segment_ids
+        ends = None
+        if self.token_map is not None:
+            rows = self.token_map.spell_packed(ids, segments)
+            ids, positions, segments, ends = rows.input_ids, rows.position_ids, rows.segment_ids, rows.ends
+        own = self.runner.features(
+            self._known(ids), positions, segments, segments >= 0, gradients=torch.is_grad_enabled(), autocast=True
+        ).last_hidden  # [B, T', D]
+        if ends is not None:  # after each target token; zero before the first
+            states = own.gather(1, ends.clamp(min=0)[..., None].expand(-1, -1, own.shape[-1]))
+            own = torch.where(ends[..., None] < 0, 0.0, states)
+        return own.flatten(0, 1)
 
     def _known(self, token_ids: Tensor) -> Tensor:
-        """Target ids as its own; what only the target's padding of the table could bring becomes its last token."""
+        """Ids within its own table; what only the padding of the target's could bring becomes its last token."""
         return token_ids.clamp(max=self.config.vocab_size - 1)
 
     def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
@@ -288,25 +322,55 @@ class DraftModel(Drafter):
         sample: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """See `Drafter.draft`; slot p holds token x_p."""
-        states = self._extend(cache, start, stop, self._known(token_ids))
+        before = cache.lengths[start:stop]
+        ids, counts = self._spelt(token_ids, counts, before)
+        states = self._extend(cache, start, stop, ids)
         for row, count in enumerate(counts, start):
             cache.advance(row, count)
         if k == 0:
             return token_ids[:, :0]
-        last = torch.tensor(counts, device=states.device) - 1
-        state = states[torch.arange(len(counts), device=states.device), last]  # [b, D]
-        drafted = [sample(self.head(state))]
+        state = self._newest(cache, start, stop, states, counts)
+        kept, drafted = cache.lengths[start:stop], [sample(self.head(state))]
         for _ in range(k - 1):
-            state = self._extend(cache, start, stop, self._known(drafted[-1][:, None]))[:, 0]
+            ids, counts = self._spelt(drafted[-1][:, None], [1] * (stop - start), kept)  # one each: they are shared
+            state = self._extend(cache, start, stop, ids)[:, 0]
             for row in range(start, stop):
                 cache.advance(row, 1)
             drafted.append(sample(self.head(state)))
-        for row in range(start, stop):
-            cache.truncate(row, cache.lengths[row] - (k - 1))
+        for row, length in enumerate(kept, start):
+            cache.truncate(row, length)
         return torch.stack(drafted, dim=1)
+
+    def _spelt(self, token_ids: Tensor, counts: Sequence[int], before: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
+        """counts [b] target tokens of rows that hold `before` [b] of its own -> its own ids [b, M'] and counts."""
+        if self.token_map is None:
+            return self._known(token_ids), counts
+        given, empty = (torch.tensor(x, device=token_ids.device) for x in (list(counts), [n == 0 for n in before]))
+        ids, found = self.token_map.spell_rows(token_ids, given, empty)
+        return ids, found.tolist()
 
     def _extend(self, cache, start: int, stop: int, token_ids: Tensor) -> Tensor:
         """One pass over M new tokens per row, written at each row's own length: states [b, M, D]."""
         M = token_ids.shape[1]
-        positions, mask = cache.position_ids(start, stop, M), cache.mask(start, stop, M)
-        return self.runner(token_ids, positions, mask, cache.view(start, stop, M))[1]
+        positions, mask, view = (
+            cache.position_ids(start, stop, M),
+            cache.mask(start, stop, M),
+            cache.view(start, stop, M),
+        )
+        most = getattr(self.model.config, "max_position_embeddings", None)
+        if most is not None and max(cache.lengths[start:stop]) + M > most:
+            positions = positions.clamp(max=most - 1)
+        view = cache.view(start, stop, M)
+        states = self.runner(token_ids, positions, mask, view)[1]
+        if self.token_map is not None:  # a target token may be spelt by nothing: the state before it is asked for then
+            view.update(states[:, None], states[:, None, :, :1], self.runner.num_layers)
+        return states
+
+    def _newest(self, cache, start: int, stop: int, states: Tensor, counts: Sequence[int]) -> Tensor:
+        """The state after the last token of each row [b, D]."""
+        rows = torch.arange(stop - start, device=states.device)
+        if self.token_map is None:
+            return states[rows, torch.tensor(counts, device=states.device) - 1]
+        kept = cache.keys_of(self.runner.num_layers, start, stop)[:, 0]  # [b, capacity, D]
+        lengths = torch.tensor(cache.lengths[start:stop], device=states.device)
+        return torch.where(lengths[:, None] > 0, kept[rows, (lengths - 1).clamp(min=0)], 0.0)

@@ -12,7 +12,6 @@ from speculators.config import config_for_target
 from speculators.drafter import Drafter, family_class
 from speculators.target import FrozenTarget
 
-
 OPT = {
     "hidden_size": 24, "ffn_dim": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 24,
     "max_position_embeddings": 256, "init_std": 0.2, "dropout": 0.0,
@@ -85,7 +84,9 @@ def make(case: Case, model: Any, *, noise: float | None = None) -> tuple[FrozenT
     """The target and a drafter with every parameter random, attached and in evaluation mode."""
     target = FrozenTarget(model, case.taps)
     family = family_class(case.family)
-    shape = case.shape or family.options.model_validate(case.options).shape(family.config_class.model_fields, target)
+    shape = case.shape
+    if case.family == "draft_model":  # its options alone say what it is
+        shape = family.options.model_validate(case.options).shape({}, target)
     config = config_for_target(target, case.family, tap_layers=case.taps or None, **shape)
     with torch.random.fork_rng():
         torch.manual_seed(1)
