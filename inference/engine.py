@@ -7,7 +7,7 @@ rolls the rest back by not counting it. Knows no tokenizer, no file and no parti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import torch
@@ -22,6 +22,10 @@ from inference.request import Request
 from inference.scheduler import Scheduler
 from speculators.errors import ConfigError, DraftsmithError
 from speculators.target import FrozenTarget
+
+# What was judged in a round, before it is committed: the requests in their rows, their drafts, the new tokens of each
+# (the accepted drafts and one more; what follows the end of a response among them will be dropped).
+OnRound = Callable[[Sequence[Request], Proposal, Sequence[Sequence[int]]], None]
 
 PHASES = ("schedule", "draft", "verify", "sample", "commit", "prefill")
 
@@ -43,13 +47,14 @@ class Engine:
         max_num_batched_tokens: int = 512,
         proposer: Proposer | None = None,
         rule: str = "token",
+        on_round: OnRound | None = None,
     ) -> None:
         if max_num_batched_tokens < 1:
             raise ConfigError(f"max_num_batched_tokens={max_num_batched_tokens}; expected at least 1")
         self.target, self.rule, self.max_model_len = target, rule, max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
         self.scheduler = Scheduler(max_num_seqs)
-        self._proposer = proposer
+        self._proposer, self._on_round = proposer, on_round
         drafts = proposer.num_speculative_tokens if proposer is not None else 0
         self._cache = RaggedCache(max_num_seqs, max_model_len + drafts, device=target.device)
         self._speculate = True
@@ -122,6 +127,8 @@ class Engine:
         t3 = clock()
         new_tokens = self._decide(logits, proposal, rows)
         t4 = clock()
+        if self._on_round is not None:
+            self._on_round(rows, proposal, new_tokens)
         for row, (request, new, drafted) in enumerate(zip(rows, new_tokens, proposal.counts, strict=True)):
             self._cache.advance(row, len(new))  # the anchor and the accepted drafts
             accepted = min(len(new) - 1, request.commit(new))  # what follows the end of a response was not accepted

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from inference.detokenizer import Detokenizer
-from inference.engine import Engine
+from inference.engine import Engine, OnRound
 from inference.llm_loading import (
     default_device,
     end_of_sequence_ids,
@@ -106,6 +106,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_batched_tokens: int = 512,
         rule: str = "token",
+        on_round: OnRound | None = None,
     ) -> LLM:
         """From parts made elsewhere: a proposer, or a drafter in memory (attached to the target here). For tests and
         measurements during training; what is reported is always measured on an export."""
@@ -130,6 +131,7 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             proposer=proposer,
             rule=rule,
+            on_round=on_round,
         )
         llm._set_up(engine, tokenizer, seed)
         return llm

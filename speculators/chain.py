@@ -3,7 +3,8 @@
 Slot t of such a head pairs the token x_{t+1} with what the target computed at t and predicts x_{t+2}; depth k of the
 slot reads x_{t+1+k} and the depth k-1 output, at rotary position t + k, and predicts x_{t+2+k}. `unroll` does that for
 all slots at once (training-time test, arXiv 2503.01840), `draft` for the newest slot of each row with a cache; both run
-the family's `run`. Knows no tensor of any family.
+the family's `run`. The tokens that deeper depths read may be drafts that were rejected (`term_paths`). Knows no tensor
+of any family.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from speculators.attention import unrolled_attention
 from speculators.decoder import Attend, Rotary, RotaryTable
-from speculators.drafter import Drafter, DraftStep, valid_terms
+from speculators.drafter import Drafter, DraftStep, term_paths
 from speculators.target import TargetFeatures
 
 
@@ -57,22 +58,23 @@ class ChainDrafter(Drafter):
     # -------------------------------------------------------------- training
 
     def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
-        """`steps` depths; a slot's terms are those `valid_terms` allows.
+        """`steps` depths; a slot's terms, and what they read and match, are those of `term_paths`.
 
         Every slot gives keys and values at depth 0, since later slots attend to it. All the rest, from the last layer's
         queries on, runs over slots that have a term at some depth, which in chat data is the smaller part of a row.
         """
         ids, segments, positions = features.input_ids, features.segment_ids, features.position_ids
         B, T = ids.shape
-        valid = [valid_terms(features, depth + 2) for depth in range(steps)]  # each [B, T]
+        valid, paths = zip(*(term_paths(features, depth) for depth in range(steps)))  # each [B, T]
         slots = torch.arange(T, device=ids.device).expand(B, T)
+        rows = T * torch.arange(B, device=ids.device)[:, None]
         chosen = _slots_in_use(torch.stack(valid).any(0)) if self.asks else slots  # [B, M]
         state = self.first_state(features.taps, features.last_hidden)
         layers = self.attention_layers
         causal: list[tuple[Tensor, Tensor]] = []  # per layer: keys and values of depth 0
         own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(layers)]  # per layer: those of each later depth
         for depth in range(steps):
-            tokens = ids.gather(1, (slots + 1 + depth) % T)  # x_{t+1+depth}; what wraps is never valid
+            tokens = ids.gather(1, paths[depth].gather(1, slots))  # x_{t+1+depth}
             asking = chosen if depth == 0 and self.asks else None
             attends = [
                 self._unrolled(i, depth, causal, own[i], slots if i < layers - 1 else chosen, segments)
@@ -83,11 +85,11 @@ class ChainDrafter(Drafter):
             state = self.run(self.embed(tokens, places), state, self.rotary(places, state), attends, asking)
             slots = chosen
             terms = valid[depth].gather(1, slots)
-            anchors = (slots + T * torch.arange(B, device=ids.device)[:, None])[terms]
+            anchors = (slots + rows)[terms]
             yield DraftStep(
                 depth=depth,
                 hidden=state[terms],
-                target_index=anchors + depth + 1,
+                target_index=(paths[depth].gather(1, slots) + rows)[terms],
                 anchor_index=anchors,
                 weight=torch.ones(len(anchors), device=state.device),
             )

@@ -6,6 +6,7 @@ Knows nothing of losses, optimizers, verification rules or engines.
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,23 @@ def valid_terms(features: Any, shift: int) -> Tensor:
     return valid
 
 
+def term_paths(features: Any, depth: int) -> tuple[Tensor, Tensor]:
+    """(valid bool [B, T], path long [B, T]) of one depth of an unroll, for every slot.
+
+    `path` is the slot of the row whose token the depth reads and whose target distribution it must match: t + 1 +
+    depth, unless the row has `paths` that name another, as where a draft was rejected. `valid`: there is a term, by
+    `valid_terms`, or with `paths` where one is named. Reads no field of `features` beside these and `valid_terms`'.
+    """
+    T = features.segment_ids.shape[1]
+    onward = torch.arange(1 + depth, T + 1 + depth, device=features.segment_ids.device) % T  # what wraps is not valid
+    onward = onward.expand_as(features.segment_ids)
+    paths = getattr(features, "paths", None)
+    if paths is None:
+        return valid_terms(features, depth + 2), onward
+    named = paths[..., depth]
+    return named >= 0, torch.where(named >= 0, named, onward)
+
+
 class Drafter(nn.Module):
     """Base of every trained head. Sub-classes build their modules from a `DrafterConfig`.
 
@@ -82,6 +100,8 @@ class Drafter(nn.Module):
     reads_last_hidden: bool = False
     one_head: ClassVar[bool] = True  # `head` is the same at every depth
     first_token: ClassVar[int] = 1  # slot p of its cache holds token x_{p + first_token}
+    writes: ClassVar[bool] = False  # text by itself
+    reads_drafts: bool = True  # a depth depends on the tokens drafted before it
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -161,6 +181,16 @@ class Drafter(nn.Module):
         """Undoes what `freeze` made of the weights as they were."""
         thaw_linears(self)
 
+    @property
+    def writer(self) -> FrozenTarget | None:
+        """What writes text of its own, in the target's tokens, if the drafter can; None otherwise."""
+        return None
+
+    def snapshot(self, dtype: torch.dtype) -> Drafter:
+        """A frozen copy in `dtype` that drafts as an export of this moment would; it shares the target."""
+        shared = {id(target): target for target in self._target}
+        return copy.deepcopy(self, shared).to(dtype).freeze()
+
     def train(self, mode: bool = True) -> Drafter:
         if mode:
             self.thaw()
@@ -184,8 +214,8 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
     def count_terms(self, batch: Any, steps: int) -> Tensor:
-        """[steps] valid terms of each depth that `unroll` will yield for a batch (`segment_ids`, `loss_mask`)."""
-        return torch.stack([valid_terms(batch, depth + 2).sum() for depth in range(steps)])
+        """[steps] valid terms of each depth that `unroll` will yield for a batch; it needs no features of it."""
+        return torch.stack([term_paths(batch, depth)[0].sum() for depth in range(steps)])
 
     def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
         """[N, D] states of one depth -> draft logits [N, V_draft]."""

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from speculators.drafter import Drafter, DraftStep, valid_terms
+from speculators.drafter import Drafter, DraftStep, term_paths
 from speculators.target import TargetFeatures
 
 
@@ -44,21 +44,24 @@ class SlotwiseDrafter(Drafter):
     # -------------------------------------------------------------- training
 
     def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
-        """`steps` depths; a slot's terms are those `valid_terms` allows. A slot goes on while a term is to come."""
-        valid = torch.stack([valid_terms(features, depth + 2).flatten() for depth in range(steps)])  # [K, B·T]
-        ids = features.input_ids.flatten()
+        """`steps` depths; a slot's terms are those of `term_paths`. A slot goes on while a term is to come."""
+        ids, (B, T) = features.input_ids.flatten(), features.input_ids.shape
+        found = [term_paths(features, depth) for depth in range(steps)]
+        valid = torch.stack([each for each, _ in found]).flatten(1)  # [K, B·T]
+        rows = T * torch.arange(B, device=ids.device)[:, None]
+        paths = [(path + rows).flatten() for _, path in found]  # each [B·T], flat slots
         slots = valid.any(0).nonzero().flatten()  # [N]
         state = self.start(features.last_hidden.flatten(0, 1)[slots])
         for depth in range(steps):
             going = valid[depth:, slots].any(0)
             slots, state = slots[going], state[going]
-            state = self.advance(state, ids[slots + 1 + depth], depth)
+            state = self.advance(state, ids[paths[depth][slots]], depth)
             terms = valid[depth, slots]
             anchors = slots[terms]
             yield DraftStep(
                 depth=depth,
                 hidden=self.read(state[terms], depth),
-                target_index=anchors + depth + 1,
+                target_index=paths[depth][anchors],
                 anchor_index=anchors,
                 weight=torch.ones(len(anchors), device=state.device),
             )

@@ -114,6 +114,7 @@ def copy_layers(source: PreTrainedModel, layers: Sequence[int], student: PreTrai
         )
     for name, tensor in own.items():
         tensor.copy_(renamed[name])
+    student.generation_config = deepcopy(source.generation_config)  # what ends a text
 
 
 def layers_name(model: nn.Module) -> str:

@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache
 
 from speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
 from speculators.grouped_attention import decoding, worthwhile
+from speculators.packed_mask import packed_mask
 from speculators.target_probe import (
     ATTENTION,
     FULL,
@@ -39,7 +40,11 @@ _SHIFTED_NORMS = ("gemma", "gemma2", "gemma3", "gemma3_text")  # their norms sca
 
 @dataclass
 class TargetFeatures:
-    """What a drafter learns from; every field but the last two as given to `FrozenTarget.features`."""
+    """What a drafter learns from; every field but `taps` and `last_hidden` as given to `FrozenTarget.features`.
+
+    `paths` and `forks` are those of rows whose text is followed by branches, tokens that were drafted and rejected:
+    the paths lead into them (`drafter.term_paths`). Other rows have neither.
+    """
 
     input_ids: Tensor  # [B, T]
     position_ids: Tensor  # [B, T], restarting in each segment
@@ -47,6 +52,8 @@ class TargetFeatures:
     loss_mask: Tensor  # [B, T]
     taps: Tensor | None  # [B, T, n·H], in the order of tap_layers; None without taps
     last_hidden: Tensor  # [B, T, H], after the final norm: the output head's input
+    paths: Tensor | None = None  # [B, T, K], the slot that depth k of slot t reads and must match; -1: no term
+    forks: Tensor | None = None  # [B, T], of a branch's token the slot after which it left its text; of others -1
 
 
 class FrozenTarget(nn.Module):
@@ -183,7 +190,7 @@ class FrozenTarget(nn.Module):
                     "target: past_key_values drops positions in its sliding layers; pass a cache that keeps them all "
                     "(RaggedCache, or DynamicCache() without a config)"
                 )
-        return self._run(input_ids, position_ids, attention_mask, position_ids, past, past_key_values)
+        return self._run(input_ids, position_ids, attention_mask, (position_ids, None), past, past_key_values)
 
     def logits(self, last_hidden: Tensor) -> Tensor:
         """last_hidden [..., H] -> logits [..., V], with the architecture's own scale and soft cap."""
@@ -195,24 +202,21 @@ class FrozenTarget(nn.Module):
         position_ids: Tensor,
         segment_ids: Tensor,
         loss_mask: Tensor,
+        paths: Tensor | None = None,
+        forks: Tensor | None = None,
         *,
         gradients: bool = False,
         autocast: bool = False,
     ) -> TargetFeatures:
-        """All [B, T]. Packed rows: a token attends to earlier tokens of its own segment only. `gradients`: for whoever
-        trains weights in the model; `autocast`: under the one in force, instead of in the model's own precision."""
-        positions = mask = None
-        starts = (segment_ids[:, 1:] != segment_ids[:, :-1]) & (segment_ids[:, 1:] >= 0)  # [B, T-1]
-        if bool(starts.any()):  # more than one segment in a row; trailing padding needs no mask, nothing sees it
-            T = input_ids.shape[1]
-            positions = torch.arange(T, device=input_ids.device)[None]  # [1, T], where a token is, not its position id
-            mask = (segment_ids[:, None, :, None] == segment_ids[:, None, None, :]) & (
-                positions[:, None, :, None] >= positions[:, None, None, :]
-            )  # [B, 1, T, T]
+        """Shapes as in TargetFeatures. Packed rows: a token attends to earlier tokens of its own segment only, and one
+        of a branch to the text before its branch and to the branch. `gradients`: for whoever trains weights in the
+        model; `autocast`: under the one in force, instead of in the model's own precision."""
+        mask = packed_mask(segment_ids, forks)
+        places = (None, None) if mask is None else (position_ids, position_ids)
         kept = nullcontext() if autocast else torch.autocast(self._device.type, enabled=False)
         with torch.set_grad_enabled(gradients), kept:
-            taps, last_hidden = self._run(input_ids, position_ids, mask, positions, 0, None)
-        return TargetFeatures(input_ids, position_ids, segment_ids, loss_mask, taps, last_hidden)
+            taps, last_hidden = self._run(input_ids, position_ids, mask, places, 0, None)
+        return TargetFeatures(input_ids, position_ids, segment_ids, loss_mask, taps, last_hidden, paths, forks)
 
     def _probe_packed(self, *packed: Tensor) -> Tensor:
         """input_ids, position_ids, segment_ids [1, T] -> last_hidden [1, T, H], having looked at the taps' shape."""
@@ -225,13 +229,14 @@ class FrozenTarget(nn.Module):
             )
         return features.last_hidden
 
-    def _run(self, input_ids, position_ids, mask, query_slots, past, past_key_values) -> tuple[Tensor | None, Tensor]:
+    def _run(self, input_ids, position_ids, mask, places, past, past_key_values) -> tuple[Tensor | None, Tensor]:
+        """`places`: the positions of queries and keys, where a mask is given."""
         self._collected = {}
         try:
             with decoding(self.config, worthwhile(self._device, past_key_values)):
                 output = self._parts.decoder(
                     input_ids=input_ids,
-                    attention_mask=self._masks(mask, query_slots, past, input_ids.shape[1]),
+                    attention_mask=self._masks(mask, *places, past, input_ids.shape[1]),
                     position_ids=position_ids,
                     past_key_values=past_key_values,
                     use_cache=past_key_values is not None,
@@ -241,23 +246,23 @@ class FrozenTarget(nn.Module):
             self._collected = None
         return taps, output.last_hidden_state
 
-    def _masks(self, mask: Tensor | None, query_slots: Tensor | None, past: int, T: int):
+    def _masks(self, mask: Tensor | None, queries: Tensor | None, keys: Tensor | None, past: int, T: int):
         """What the decoder takes as attention_mask: additive [B, 1, T, S] per kind of layer, or None where the
-        attention kernel's own causal rule is enough. `query_slots` [B, T]: the key index of each query."""
+        attention kernel's own causal rule is enough. Positions `queries` [B, T] and `keys` [B, S], between which a
+        window is measured; None: those of one text per row."""
         narrow = self._has_sliding and past + T > self._window
         if mask is None:
             if not narrow and (T == 1 or (past == 0 and not self._eager)):
                 return self._shape_masks(None, None)
-            keys = torch.arange(past + T, device=self._device)  # [S]
-            query_slots = keys[None, past:]
-            mask = keys <= query_slots[:, None, :, None]  # [1, 1, T, S]
+            keys = torch.arange(past + T, device=self._device)[None]  # [1, S]
+            queries = keys[:, past:]
+            mask = keys <= queries[:, None, :, None]  # [1, 1, T, S]
         full = additive_mask(mask, self._dtype) if self._has_full or not narrow else None
         if not narrow:
             return self._shape_masks(full, full)
-        keys = torch.arange(mask.shape[-1], device=self._device)  # [S]
-        if query_slots is None:
-            query_slots = keys[None, past:]
-        inside = keys > query_slots[:, None, :, None] - self._window  # [B, 1, T, S]
+        keys = torch.arange(mask.shape[-1], device=self._device)[None] if keys is None else keys
+        queries = keys[:, past:] if queries is None else queries
+        inside = keys[:, None, None, :] > queries[:, None, :, None] - self._window  # [B, 1, T, S]
         return self._shape_masks(full, additive_mask(mask & inside, self._dtype))
 
     def _shape_masks(self, full: Tensor | None, sliding: Tensor | None):

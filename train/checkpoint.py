@@ -81,8 +81,8 @@ def load(
         raise CheckpointError(f"{folder}/state.json: unreadable ({error}); delete the folder to start again") from error
     if state.fingerprint != fingerprint:
         raise CheckpointError(
-            f"{folder}: was made by another recipe (target, drafter, data, regenerate, loss or training differ); "
-            "give the new one another `name` or `output_dir`, or delete the folder to start again"
+            f"{folder}: was made by another recipe (target, drafter, data, regenerate, loss, training or on_policy "
+            "differ); give the new one another `name` or `output_dir`, or delete the folder to start again"
         )
     _load_weights(folder, drafter, adapter)
     saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)

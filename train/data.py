@@ -2,7 +2,8 @@
 
 Rows longer than `max_length` are cut, those left without a supervised token are dropped; both are counted.
 Packing joins documents into rows of at most `max_length` tokens with positions that restart and segment ids
-that keep attention apart. Must not know: templates (`train.masks`), sources (`train.sources`), models.
+that keep attention apart; `Shuffled` is the order in which steps see them.
+Must not know: templates (`train.masks`), sources (`train.sources`), models.
 """
 
 from __future__ import annotations
@@ -178,6 +179,8 @@ class PackedRow:
     segment_ids: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # bool [T]
     workloads: tuple[str, ...]  # of each segment
+    paths: np.ndarray | None = None  # int32 [T, K] and [T]: only in rows with branches, see TargetFeatures
+    forks: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -193,11 +196,17 @@ def pack(rows: Sequence[TokenRow], max_length: int, *, packing: bool = True) -> 
             raise DataError(f"a row of {len(row)} tokens does not fit max_length={max_length}; call fit_rows first")
     if not packing:
         return [_join([row]) for row in rows]
+    return [_join([rows[i] for i in members]) for members in best_fit([len(row) for row in rows], max_length)]
+
+
+def best_fit(lengths: Sequence[int], max_length: int) -> list[list[int]]:
+    """Which of things of these lengths go together, at most `max_length` in all: the longest first, each where the
+    least room is left."""
     bins: list[list[int]] = []
     room: list[list[int]] = [[] for _ in range(max_length + 1)]  # room[r]: bins with r tokens left
     sizes: list[int] = []  # the r > 0 whose list is not empty, sorted
-    for index in sorted(range(len(rows)), key=lambda i: (-len(rows[i]), i)):
-        length = len(rows[index])
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
         place = bisect.bisect_left(sizes, length)
         if place < len(sizes):
             left = sizes[place]
@@ -212,7 +221,7 @@ def pack(rows: Sequence[TokenRow], max_length: int, *, packing: bool = True) -> 
             if not room[left - length]:
                 bisect.insort(sizes, left - length)
             room[left - length].append(chosen)
-    return [_join([rows[i] for i in members]) for members in bins]
+    return bins
 
 
 def _join(rows: Sequence[TokenRow]) -> PackedRow:
@@ -226,20 +235,39 @@ def _join(rows: Sequence[TokenRow]) -> PackedRow:
     )
 
 
+class Shuffled:
+    """The endless stream of 0 .. count - 1 in which each epoch is a permutation of its own; `seed`: of all of them."""
+
+    def __init__(self, seed: Sequence[int], count: int) -> None:
+        self.seed, self.count = seed, count
+        self._epoch: tuple[int, np.ndarray] | None = None
+
+    def __getitem__(self, position: int) -> int:
+        epoch, offset = divmod(position, self.count)
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = epoch, np.random.default_rng([*self.seed, epoch]).permutation(self.count)
+        return int(self._epoch[1][offset])
+
+
 def collate(rows: Sequence[PackedRow], *, length: int | None = None, pad_token_id: int = 0) -> dict[str, torch.Tensor]:
     """A batch: input_ids, position_ids, segment_ids (int64) and loss_mask (bool), each [B, T].
 
     T is `length`, or the longest row's. Padding has segment -1, position 0 and no loss; its token is never
-    attended.
+    attended. Rows with branches also give paths [B, T, K] and forks [B, T]; they go together only with their like.
     """
     size = max(map(len, rows)) if length is None else length
     if size < max(map(len, rows)):
         raise DataError(f"a packed row of {max(map(len, rows))} tokens does not fit a batch of length {size}")
     filling = {"input_ids": pad_token_id, "position_ids": 0, "segment_ids": -1, "loss_mask": False}
+    branching = [row.paths is not None for row in rows]
+    if any(branching):
+        if not all(branching):
+            raise DataError("rows with branches and rows without are in one batch; make a batch of each")
+        filling |= {"paths": -1, "forks": -1}
     batch = {}
     for name, fill in filling.items():
         dtype = torch.bool if name == "loss_mask" else torch.long
-        batch[name] = torch.full((len(rows), size), fill, dtype=dtype)
+        batch[name] = torch.full((len(rows), size, *getattr(rows[0], name).shape[1:]), fill, dtype=dtype)
         for i, row in enumerate(rows):
             batch[name][i, : len(row)] = torch.from_numpy(getattr(row, name)).to(dtype)
     return batch

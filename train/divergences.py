@@ -152,6 +152,7 @@ DIVERGENCES: dict[str, Callable[..., Tensor]] = {
     "smooth_l1": smooth_l1,
 }
 ON_STATES = frozenset({"smooth_l1"})
+ON_LABELS = frozenset({"cross_entropy"})
 
 
 @dataclass(frozen=True)

@@ -307,7 +307,29 @@ def _training_rows(plan: DryRun) -> Rows:
             f"{t.learning_rate:g}, {t.lr_schedule} after {t.warmup_ratio:.0%} warm-up, clip {t.max_grad_norm:g}",
         ),
         ("precision", "bf16 autocast, float32 weights" if t.mixed_precision == "bf16" else "float32"),
+        *_on_policy_rows(plan.recipe),
     ]
+
+
+def _on_policy_rows(recipe: Recipe) -> Rows:
+    """What each stage learns from texts of the drafter in training."""
+    rows: Rows = []
+    for name, part in recipe.training_stages():
+        if (section := part.on_policy) is None:
+            continue
+        share = section.share
+        steps = f"{share.start:.0%}" + (f" at first, {share.end:.0%} at the end," if share.end != share.start else "")
+        drafted = section.num_speculative_tokens or recipe.evaluation.num_speculative_tokens
+        suffix = ", ".join(f"{weight} x {term}" for term, weight in section.suffix_loss.items())
+        rows += [
+            (
+                f"on-policy{f', stage {name}' if name else ''}",
+                f"{steps} of the micro-steps; {section.prompts} texts of at most {section.max_new_tokens} tokens every "
+                f"{section.refresh_every} steps, at temperature {section.temperature:g}, {drafted} drafts per round",
+            ),
+            ("", f"rejected suffixes: {suffix}, weighted {section.suffix_weight:g} x {section.suffix_decay:g}^j"),
+        ]
+    return rows
 
 
 def _output_rows(recipe: Recipe) -> Rows:

@@ -2,7 +2,8 @@
 
 Per optimizer step: batches -> frozen target's features -> the drafter's unroll -> one chunked objective over all
 depths -> gradients summed over processes -> clip -> optimizer. The loss is sum_k w_k L_k / sum_k w_k with L_k a mean
-over every valid term of depth k in the whole step: all processes and all accumulated batches.
+over every valid term of depth k in the whole step: all processes and all accumulated batches. With `on_policy`, some
+micro-steps learn from texts that the drafter had a part in, and rejected suffixes add a mean of their own.
 Knows no family, no divergence and no file format; which rows come when is a function of the step alone, so a run that
 was killed continues to the same weights.
 """
@@ -17,7 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -25,13 +25,15 @@ from torch import Tensor
 from speculators.drafter import Drafter, DraftStep
 from speculators.target import FrozenTarget, TargetFeatures
 from train import checkpoint
-from train.data import PackedRow
+from train.data import PackedRow, Shuffled
 from train.features import RowFeatures
 from train.joint import JointTarget
-from train.losses import chunked_objective
+from train.losses import Loss, chunked_objective
+from train.on_policy import OnPolicy
 from train.optimizers import make_optimizer
 from train.recipe import Recipe
 from train.step_metrics import StepMetrics, expected_acceptance_length_in_loop
+from train.suffix import branch_weights, count_suffix, split
 
 Evaluate = Callable[[Drafter], dict[str, float]]  # held-out figures; "expected_acceptance_length" decides the best
 
@@ -56,6 +58,7 @@ class Trainer:
         evaluate: Evaluate | None = None,
         features: RowFeatures | None = None,
         joint: JointTarget | None = None,
+        on_policy: OnPolicy | None = None,
         pad_token_id: int = 0,
     ) -> None:
         self.recipe, self.target, self.drafter, self.rows = recipe, target, drafter.to(accelerator.device), rows
@@ -63,7 +66,7 @@ class Trainer:
         t = self.recipe.training
         self.features = features or RowFeatures(target, rows, pad_token_id=pad_token_id)
         drafter.prepare_training(recipe.drafter)
-        self.joint = joint
+        self.joint, self.on_policy = joint, on_policy
         others = joint.trainable_parameters() if joint else []
         rate = t.learning_rate / joint.section.head_lr_multiplier if joint else None
         self.parameters = drafter.trainable_parameters() + others
@@ -75,6 +78,7 @@ class Trainer:
         decay = torch.tensor([recipe.drafter.step_decay**k for k in range(depths)])
         self.depth_weights = decay / decay.sum()  # [K]
         self.state = checkpoint.TrainState(fingerprint=fingerprint)
+        self.order = Shuffled([t.seed], len(rows))
         self.stop_signal: int | None = None
 
     # -------------------------------------------------------------- the run
@@ -87,6 +91,8 @@ class Trainer:
         found = checkpoint.latest(self.folder)
         if found is not None:
             self.state = checkpoint.load(found, self.drafter, self.optimizer, self.fingerprint, self.joint)
+        if self.on_policy is not None:
+            self.on_policy.resume(self.state.step)
         before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
         try:
             while (share := self.share_done()) < 1:
@@ -118,16 +124,17 @@ class Trainer:
 
     def step(self, share: float) -> dict[str, Any]:
         """One optimizer step; returns what it measured."""
+        sources = [self._source(i, share) for i in range(self.micro)]
+        batches = [features.batch(rows) for features, rows in sources]
         self.drafter.train()
-        chosen = [self.chosen(self.state.step, i) for i in range(self.micro)]
-        batches = [self.features.batch(rows) for rows in chosen]
-        # [K] valid terms of each depth in the whole step, known before any loss is computed
-        counts = self._sum(
-            sum(self.drafter.count_terms(SimpleNamespace(**b), len(self.depth_weights)) for b in batches)
-        )
+        counts, suffix = self._count(batches)
         row_weights = (self.depth_weights.to(counts.device) / counts.clamp(min=1)).float()
         if self.joint is None:
-            measured = [self._micro_step(self.features.of(*each), row_weights) for each in zip(chosen, batches)]
+            scale = 1 / max(float(suffix[-1]), 1e-9)
+            measured = [
+                self._micro_step(features.of(rows, batch), row_weights, suffix_scale=scale)
+                for (features, rows), batch in zip(sources, batches)
+            ]
         else:
             row_weights = row_weights * self.joint.heads_weight(share)
             supervised = float(self._sum(sum(self.joint.count_terms(b) for b in batches)))
@@ -140,10 +147,10 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.state.step += 1
-        totals = self._sum(torch.stack([m["totals"] for m in measured]).sum(0))  # [2K + 1]
+        totals = self._sum(torch.stack([m["totals"] for m in measured]).sum(0))  # [2K + 3]
         K = len(self.depth_weights)
         loss = sum(m["loss"] for m in measured)
-        return {
+        record = {
             "step": self.state.step,
             "loss": float(self._sum(torch.as_tensor(loss))),
             "learning_rate": rate,
@@ -153,27 +160,59 @@ class Trainer:
             "in_loop_acceptance_length": float(totals[2 * K]) / (self.micro * self.accelerator.num_processes),
             "terms": int(counts.sum()),
         }
+        if self.on_policy is not None:
+            micro_steps = sum(features is not self.features for features, _ in sources)
+            record |= self._on_policy_record(micro_steps, suffix, totals[2 * K + 1 :])
+        return record
+
+    def _count(self, batches: Sequence[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Of the whole step, before any loss is computed: [K] valid terms of each depth outside rejected suffixes, and
+        what `count_suffix` says of those inside [K + 1]."""
+        depths, spaces = len(self.depth_weights), [SimpleNamespace(**batch) for batch in batches]
+        counts = self._sum(sum(self.drafter.count_terms(batch, depths) for batch in spaces))
+        if self.on_policy is None:
+            return counts, torch.zeros(depths + 1)
+        decay = self.on_policy.section.suffix_decay
+        suffix = self._sum(sum(count_suffix(batch, depths, decay) for batch in spaces))
+        return counts - suffix[:depths].to(counts.dtype), suffix
 
     def _micro_step(
-        self, features: TargetFeatures, row_weights: Tensor, supervised: float | None = None
+        self,
+        features: TargetFeatures,
+        row_weights: Tensor,
+        supervised: float | None = None,
+        suffix_scale: float = 0.0,
     ) -> dict[str, Any]:
         """Forward and backward of one batch; gradients add up in the parameters. `supervised`: tokens of the step that
-        a target trained along has a loss on."""
+        a target trained along has a loss on. `suffix_scale`: 1 / the normaliser of terms in rejected suffixes."""
+        section = self.on_policy.section if self.on_policy is not None else None
+        suffix_loss, suffix_alpha = torch.zeros(()), torch.zeros(())
         with self.accelerator.autocast():
-            steps = list(self.drafter.unroll(features, len(row_weights)))
-            together = [steps] if self.drafter.one_head else [[step] for step in steps]  # what one head reads
-            losses, parts = zip(*(self._objective(features, group, row_weights) for group in together))
+            branches = branch_weights(features, section.suffix_decay) if section is not None else None
+            steps, rejected = split(list(self.drafter.unroll(features, len(row_weights))), branches)
+            loss, parts = self._objectives(features, steps, row_weights, self.recipe.loss)
             if self.joint is not None:
-                losses = (*losses, self.joint.loss(features, supervised))
-        loss = sum(losses)
+                loss = loss + self.joint.loss(features, supervised)
+            if rejected and section is not None:
+                scales = torch.full_like(row_weights, suffix_scale)
+                suffix_loss, found = self._objectives(features, rejected, scales, section.suffix_loss)
+                suffix_alpha = sum(part.alpha_sum for part in found)
+                loss = loss + section.suffix_weight * suffix_loss
         loss.backward()
-        parts = [part for group in parts for part in group]
         length = expected_acceptance_length_in_loop([p.alpha for p in parts], [s.anchor_index for s in steps])
-        totals = [p.alpha_sum for p in parts] + [p.agreement_sum for p in parts] + [length]
-        return {"loss": float(loss.detach()), "totals": torch.stack([torch.as_tensor(t).float().cpu() for t in totals])}
+        totals = [p.alpha_sum for p in parts] + [p.agreement_sum for p in parts] + [length, suffix_loss, suffix_alpha]
+        return {"loss": float(loss.detach()), "totals": torch.stack([t.detach().float().cpu() for t in totals])}
+
+    def _objectives(
+        self, features: TargetFeatures, steps: Sequence[DraftStep], scales: Tensor, mix: Loss
+    ) -> tuple[Tensor, list[StepMetrics]]:
+        """The loss over terms of several depths, each weighted by its depth's of `scales` [K]; the metrics of each."""
+        together = [steps] if self.drafter.one_head else [[step] for step in steps]  # what one head reads
+        losses, parts = zip(*(self._objective(features, group, scales, mix) for group in together))
+        return sum(losses), [part for group in parts for part in group]
 
     def _objective(
-        self, features: TargetFeatures, steps: Sequence[DraftStep], row_weights: Tensor
+        self, features: TargetFeatures, steps: Sequence[DraftStep], scales: Tensor, mix: Loss
     ) -> tuple[Tensor, list[StepMetrics]]:
         """The loss over depths that share a head, and the metrics of each."""
         depth = steps[0].depth
@@ -183,9 +222,9 @@ class Trainer:
             lambda hidden: self.drafter.head(hidden, depth),
             features.last_hidden.flatten(0, 1),
             self.target.logits,
-            torch.cat([s.weight * row_weights[s.depth] for s in steps]),
-            labels=features.input_ids.flatten()[index + 1],
-            mix=self.recipe.loss,
+            torch.cat([s.weight * scales[s.depth] for s in steps]),
+            labels=features.input_ids.flatten().roll(-1)[index],
+            mix=mix,
             draft_to_target=self.drafter.draft_to_target,
             chunk_size=self.recipe.training.loss_chunk_size,
             target_index=index,
@@ -208,19 +247,18 @@ class Trainer:
 
     # -------------------------------------------------------------- data
 
+    def _source(self, micro: int, share: float) -> tuple[RowFeatures, list[int]]:
+        """What a micro-step of the coming step learns from: rows of the data, or of texts the drafter had a part in."""
+        step, depths = self.state.step, len(self.depth_weights)
+        if self.on_policy is not None and self.on_policy.wants(step, micro, share):
+            return self.on_policy.rows(step, micro, self.drafter, depths)
+        return self.features, self.chosen(step, micro)
+
     def chosen(self, step: int, micro: int) -> list[int]:
         """This process's rows of one micro-step: a function of the step alone."""
         t, a = self.recipe.training, self.accelerator
         first = step * self.rows_per_step + (micro * a.num_processes + a.process_index) * t.batch_size
-        return [self._row_at(first + i) for i in range(t.batch_size)]
-
-    def _row_at(self, position: int) -> int:
-        """The row at a position of the endless stream: each epoch is a seeded permutation."""
-        epoch, offset = divmod(position, len(self.rows))
-        if getattr(self, "_epoch", None) != epoch:
-            self._epoch = epoch
-            self._order = np.random.default_rng([self.recipe.training.seed, epoch]).permutation(len(self.rows))
-        return int(self._order[offset])
+        return [self.order[first + i] for i in range(t.batch_size)]
 
     # -------------------------------------------------------------- processes, signals, records
 
@@ -258,6 +296,19 @@ class Trainer:
         if every is None:
             every = max((total or self.recipe.training.max_minutes * 60) // 10, 1) if total else 100
         return step % int(every) == 0
+
+    def _on_policy_record(self, micro_steps: int, suffix: Tensor, measured: Tensor) -> dict[str, Any]:
+        """How much of the training was on-policy, the texts it read, and the terms in rejected suffixes: `suffix`
+        their counts [K + 1], `measured` their loss and the sum of their acceptance."""
+        here, history, terms = micro_steps / self.micro, self.state.history, float(suffix[:-1].sum())
+        before = history[-1]["on_policy_share"] if history else 0.0
+        record: dict[str, Any] = {"on_policy": here, "on_policy_share": before + (here - before) / self.state.step}
+        if micro_steps and self.on_policy is not None:
+            record |= self.on_policy.figures(self.state.step - 1, self._sum)
+        if terms:
+            record |= {"suffix_terms": int(terms), "suffix_loss": float(measured[0])}
+            record["suffix_acceptance"] = float(measured[1]) / terms
+        return record
 
     def _after_step(self, record: dict[str, Any]) -> None:
         t = self.recipe.training

@@ -28,6 +28,7 @@ from speculators.options import DrafterOptions, Section, Text
 from train import recipe_yaml
 from train.divergences import Mix
 from train.recipe_data import DataSection, RegenerateSection
+from train.recipe_on_policy import OnPolicySection
 from train.recipe_sections import (
     BUDGETS,
     EvaluationSection,
@@ -75,6 +76,10 @@ class Recipe(Section):
         None,
         description="train the target along with the heads (Medusa-2), in the last stage if there are several; what is "
         "served is then the trained target; null: it is frozen",
+    )
+    on_policy: OnPolicySection | None = Field(
+        None,
+        description="learn part of the steps from texts that the drafter in training had a part in; null: from data",
     )
     stages: list[Stage] = Field(
         default_factory=list,
@@ -151,6 +156,16 @@ class Recipe(Section):
                 )
         if self.joint is not None and self.training.keep_features_gb:
             raise ValueError("training.keep_features_gb: a target that is trained says something else at every step")
+        if self.joint is not None and self.on_policy is not None and not self.stages:
+            raise ValueError(
+                "on_policy: a target that is trained along is no longer the one that accepted and rejected the drafts; "
+                "give joint and on_policy stages of their own"
+            )
+        if self.on_policy is not None and self.on_policy.written_by == "drafter" and not self._can_write():
+            raise ValueError(
+                f"on_policy.written_by: a drafter of family {self.family} writes no text of its own in the target's "
+                "tokens; let the target write (target), with the drafter drafting"
+            )
         if "lossless_mismatches" in self.gates and not self.evaluation.lossless_check:
             raise ValueError("gates.lossless_mismatches: needs evaluation.lossless_check: true")
         if self.gates and not (self.evaluation.prompts or self.data.validation):
@@ -172,6 +187,14 @@ class Recipe(Section):
                 raise ValueError(_explain(error, f"stages.{i} ({stage.name})", (), type(self))) from None
         return self
 
+    def drafter_writes(self) -> bool:
+        """Whether the texts of `on_policy` are the drafter's own, rather than the target's."""
+        chosen = self.on_policy.written_by if self.on_policy is not None else "target"
+        return self._can_write() if chosen is None else chosen == "drafter"
+
+    def _can_write(self) -> bool:
+        return family_class(self.family).writes and getattr(self.drafter, "vocab", "same") == "same"
+
     def stage(self, number: int) -> Recipe:
         """The recipe of one stage, which has none of its own."""
         stage, tree = self.stages[number], self.model_dump(mode="json", exclude={"stages"})
@@ -180,6 +203,8 @@ class Recipe(Section):
         for name in ("data", "regenerate", "drafter", "training"):
             tree[name] |= getattr(stage, name)
         tree["loss"] = stage.loss or tree["loss"]
+        if stage.on_policy is not None:
+            tree["on_policy"] = (tree["on_policy"] or {}) | stage.on_policy
         if number < len(self.stages) - 1:
             tree["joint"] = None
         return type(self).model_validate(tree)

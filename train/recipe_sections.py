@@ -130,6 +130,9 @@ class Stage(Section):
     drafter: dict[str, Any] = Field(default_factory=dict, description="keys of drafter that differ; its shape cannot")
     loss: dict[str, Any] | None = Field(None, description="the stage's loss; null: the recipe's")
     training: dict[str, Any] = Field(default_factory=dict, description="keys of training that differ")
+    on_policy: dict[str, Any] | None = Field(
+        None, description="keys of on_policy that differ, {} for its defaults; null: as the recipe has it"
+    )
 
 
 class ExportSection(Section):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,28 +19,26 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from inference import LLM
 from inference.expected import expected_acceptance
 from inference.llm_loading import load_tokenizer
-from inference.provenance import text_sha256, weights_sha256
 from inference.replay import ReplayResult
-from inference.report_provenance import local_folder
 from speculators.config import DrafterConfig, config_for_target
 from speculators.drafter import Drafter, family_class
-from speculators.errors import ConfigError, DataError, DraftsmithError
+from speculators.errors import ConfigError, DraftsmithError
 from speculators.export import export_drafter, load_weights, read_drafter_config, resolve
 from speculators.target import FrozenTarget, TargetFeatures
 from speculators.vocab import choose_draft_vocabulary, coverage
 from train import checkpoint
-from train.data import PackedRow, conversation_tokenizer, fit_rows, pack, prepare_rows
 from train.features import RowFeatures
 from train.joint import FOLDER as TARGET
 from train.joint import JointTarget
 from train.loop import Interrupted, Trainer
+from train.on_policy import OnPolicy
 from train.progress import Stages
 from train.recipe import Recipe, load_recipe
-from train.regenerate import Response, regenerate
-from train.sources import Example, load_sources
+from train.regenerate import Response
+from train.rollout import LLMWriter
+from train.run_data import RunData
 
 DEFAULT_DRAFT_VOCABULARY = 32_000
 STAGES = ("regenerate", "held-out responses", "train")  # of each stage of the training
@@ -129,7 +126,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     return accelerator
 
 
-# ---------------------------------------------------------------- data
+# ---------------------------------------------------------------- target
 
 
 def load_target(recipe: Recipe, accelerator: Accelerator, tap_layers: Sequence[int]) -> FrozenTarget:
@@ -144,92 +141,6 @@ def load_target(recipe: Recipe, accelerator: Accelerator, tap_layers: Sequence[i
         trust_remote_code=t.trust_remote_code,
         revision=t.revision,
     )
-
-
-class RunData:
-    """Training rows and held-out texts of a run."""
-
-    def __init__(
-        self, recipe: Recipe, target: FrozenTarget, tokenizer, accelerator: Accelerator, stages: Stages
-    ) -> None:
-        self.recipe, self.target, self.tokenizer = recipe, target, conversation_tokenizer(recipe.data, tokenizer)
-        self.accelerator, self.stages = accelerator, stages
-        self.target_hash = hashlib.sha256(
-            (weights_sha256(local_folder(recipe.target.model)) + text_sha256(tokenizer.chat_template or "")).encode()
-        ).hexdigest()
-        self.responses_folder = Path(recipe.regenerate.cache_dir or Path(recipe.output_dir) / "responses")
-        batch = recipe.regenerate.batch_size
-        self.llm = LLM(target, tokenizer, max_num_seqs=batch, max_num_batched_tokens=max(512, 32 * batch))
-
-    def training_rows(self) -> list[PackedRow]:
-        """Packed rows of the training sources, their responses rewritten by the target unless the recipe says no."""
-        data, examples = self.recipe.data, load_sources(self.recipe.data.train, seed=self.recipe.data.shuffle_seed)
-        if self.recipe.regenerate.enabled:
-            rows, statistics = fit_rows((r.row() for r in self._responses("regenerate", examples)), data.max_length)
-        else:
-            with self.stages.stage("tokenise", len(examples)) as advance:
-                rows, statistics = prepare_rows(
-                    examples,
-                    self.tokenizer,
-                    max_length=data.max_length,
-                    on_bad_row=data.on_bad_row,
-                    num_proc=data.num_proc,
-                    progress=lambda done, total: advance(done),
-                )
-        if not rows:
-            raise DataError("data.train: no row with a supervised token is left")
-        packed = pack(rows, data.max_length, packing=data.packing)
-        self.stages.say(f"      {statistics}; {len(packed)} packed rows")
-        return packed
-
-    def held_out(self, limit: int = 8) -> dict[float, list[Response]]:
-        """Texts the target wrote to validation prompts at each evaluated temperature, at most `limit` per workload."""
-        if not self.recipe.data.validation:
-            return {}
-        examples = _per_workload(load_sources(self.recipe.data.validation), limit)
-        chosen = [(e, t) for t in self.recipe.evaluation.temperatures for e in examples]
-        responses = self._responses(
-            "held-out responses",
-            [e for e, _ in chosen],
-            [t for _, t in chosen],
-            max_new_tokens=self.recipe.evaluation.max_tokens,
-        )
-        return {t: [r for r in responses if r.temperature == t] for t in self.recipe.evaluation.temperatures}
-
-    def _responses(
-        self, name: str, examples: list[Example], temperatures=None, max_new_tokens: int | None = None
-    ) -> list[Response]:
-        """Written by the main process, read by the others."""
-        section = self.recipe.regenerate
-        if max_new_tokens is not None:
-            section = section.model_copy(update={"max_new_tokens": max_new_tokens})
-        responses: list[Response] = []
-        for main in (True, False):
-            if self.accelerator.is_main_process == main:
-                with self.stages.stage(name, len(examples)) as advance:
-                    responses = regenerate(
-                        self.llm,
-                        examples,
-                        self.tokenizer,
-                        section,
-                        target_hash=self.target_hash,
-                        folder=self.responses_folder,
-                        max_length=self.recipe.data.max_length,
-                        temperatures=temperatures,
-                        progress=lambda done, total: advance(done, total=total),
-                    )
-            self.accelerator.wait_for_everyone()
-        return responses
-
-
-def _per_workload(examples: Sequence[Example], limit: int) -> list[Example]:
-    seen: Counter[str] = Counter()
-    chosen = []
-    for example in examples:
-        seen[example.workload] += 1
-        if seen[example.workload] <= limit:
-            chosen.append(example)
-    return chosen
 
 
 # ---------------------------------------------------------------- drafter
@@ -277,6 +188,10 @@ def sketch_drafter(recipe: Recipe, config: DrafterConfig) -> Drafter:
     with torch.device("meta"):
         drafter = family_class(config.family)(config)
     drafter.require_depth(recipe.evaluation.num_speculative_tokens, "evaluation.num_speculative_tokens")
+    for name, part in recipe.training_stages():
+        if part.on_policy is not None and part.on_policy.num_speculative_tokens is not None:
+            where = f"stages ({name}): on_policy" if name else "on_policy"
+            drafter.require_depth(part.on_policy.num_speculative_tokens, f"{where}.num_speculative_tokens")
     return drafter
 
 
@@ -359,6 +274,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
     for name, part in recipe.training_stages():
         data = RunData(part, target, tokenizer, accelerator, stages)
         rows, held_out = data.training_rows(), data.held_out()
+        prompts = data.prompts() if part.on_policy else []
         del data.llm
         keep_bytes = part.training.keep_features_gb * 2**30
         features = RowFeatures(target, rows, pad_token_id=tokenizer.pad_token_id or 0, keep_bytes=keep_bytes)
@@ -384,6 +300,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
             evaluate=held_out_evaluation(part, target, held_out) if held_out else None,
             features=features,
             joint=joint,
+            on_policy=_on_policy(part, target, tokenizer, prompts, accelerator, folder),
         )
         with stages.stage(f"train {recipe.family}{f': {name}' if name else ''}", 100) as advance:
             state = trainer.run(lambda share, note, advance=advance: advance(round(100 * share, 1), note))
@@ -393,9 +310,45 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
     return Trained(drafter, replace(state, history=history), tokenizer, held_out, joint)
 
 
+def _on_policy(
+    recipe: Recipe,
+    target: FrozenTarget,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    accelerator: Accelerator,
+    folder: Path,
+) -> OnPolicy | None:
+    """The texts of a stage that has an `on_policy` section, and who writes them."""
+    section = recipe.on_policy
+    if section is None:
+        return None
+    drafts = section.num_speculative_tokens or recipe.evaluation.num_speculative_tokens
+    writer = LLMWriter(
+        target,
+        num_speculative_tokens=None if recipe.drafter_writes() else drafts,
+        temperature=section.temperature,
+        max_new_tokens=section.max_new_tokens,
+        max_length=recipe.data.max_length,
+        batch_size=recipe.regenerate.batch_size,
+        tokenizer=tokenizer,
+    )
+    return OnPolicy(
+        recipe,
+        target,
+        writer,
+        prompts,
+        folder=folder,
+        process=accelerator.process_index,
+        processes=accelerator.num_processes,
+        pad_token_id=tokenizer.pad_token_id or 0,
+    )
+
+
 def _fingerprint(recipe: Recipe, target_hash: str, before: str) -> str:
     """Of everything that shapes a stage's training: its sections, the target, and the stage before."""
     names = {"family", "target", "drafter", "data", "regenerate", "loss", "joint", "training"}
+    if recipe.on_policy is not None:  # runs without it are what they were before there was such a section
+        names.add("on_policy")
     parts = [recipe.model_dump(mode="json", include=names), target_hash, before]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

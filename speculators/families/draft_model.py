@@ -18,7 +18,7 @@ from torch import Tensor
 
 from speculators.adapter import Adapter, check_adapter
 from speculators.config import DrafterConfig
-from speculators.drafter import Drafter, DraftStep, valid_terms
+from speculators.drafter import Drafter, DraftStep, term_paths
 from speculators.errors import ConfigError
 from speculators.options import Count, DrafterOptions, PositiveInt
 from speculators.student import build_model, copy_layers, cut_fields, cut_layers, plain_fields
@@ -142,6 +142,7 @@ class DraftModel(Drafter):
     config_class = DraftModelConfig
     options = DraftModelOptions
     first_token = 0
+    writes = True
     defaults: ClassVar[dict[str, Any]] = {"training": {"learning_rate": 3e-5, "max_grad_norm": 1.0}}
 
     def __init__(self, config: DraftModelConfig) -> None:
@@ -179,6 +180,15 @@ class DraftModel(Drafter):
         if self.token_map is not None:
             self.token_map = self.token_map.to(next(self.parameters()).device)
         return self
+
+    @property
+    def reads_drafts(self) -> bool:  # type: ignore[override]
+        """Branches are in the target's tokens."""
+        return self.token_map is None
+
+    @property
+    def writer(self) -> FrozenTarget | None:
+        return self.runner if self.token_map is None else None
 
     def snapshot(self, dtype: torch.dtype) -> Drafter:
         self._runners = []
@@ -269,8 +279,9 @@ class DraftModel(Drafter):
         """The states of one pass over the rows, as every depth reads them."""
         states = self._states(features)  # [B·T, D], after the token of each slot
         for depth in range(steps):
-            anchors = valid_terms(features, depth + 2).flatten().nonzero().flatten()
-            index = anchors + depth + 1
+            valid, path = term_paths(features, depth)
+            row, slot = valid.nonzero(as_tuple=True)
+            anchors, index = row * valid.shape[1] + slot, row * valid.shape[1] + path[row, slot]
             yield DraftStep(
                 depth=depth,
                 hidden=states[index],
@@ -286,7 +297,13 @@ class DraftModel(Drafter):
             rows = self.token_map.spell_packed(ids, segments)
             ids, positions, segments, ends = rows.input_ids, rows.position_ids, rows.segment_ids, rows.ends
         own = self.runner.features(
-            self._known(ids), positions, segments, segments >= 0, gradients=torch.is_grad_enabled(), autocast=True
+            self._known(ids),
+            positions,
+            segments,
+            segments >= 0,
+            forks=features.forks,
+            gradients=torch.is_grad_enabled(),
+            autocast=True,
         ).last_hidden  # [B, T', D]
         if ends is not None:  # after each target token; zero before the first
             states = own.gather(1, ends.clamp(min=0)[..., None].expand(-1, -1, own.shape[-1]))

@@ -72,6 +72,7 @@ class Medusa(SlotwiseDrafter):
     config_class = MedusaConfig
     options = MedusaOptions
     defaults: ClassVar[dict[str, Any]] = {"training": {"learning_rate": 1e-3}}
+    reads_drafts: ClassVar[bool] = False
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)
