@@ -80,7 +80,7 @@ def _ordinary_paths(loss_mask: np.ndarray, depths: int) -> np.ndarray:
 
 def _joined(rows: Sequence[PackedRow]) -> PackedRow:
     """Rows of one text each, one after the other."""
-    starts = np.cumsum([0, *map(len, rows[:-1])])
+    starts = np.cumsum([0, *map(len, rows[:-1])]).tolist()
 
     def together(name: str, shifts: Sequence[int]) -> np.ndarray:
         parts = [getattr(row, name) for row in rows]

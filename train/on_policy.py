@@ -67,12 +67,12 @@ class OnPolicy:
         processes: int = 1,
         pad_token_id: int = 0,
     ) -> None:
-        assert recipe.on_policy is not None
+        if recipe.on_policy is None:
+            raise ValueError("OnPolicy: the recipe has no on_policy section")
         self.section, self.recipe, self.target, self.writer = recipe.on_policy, recipe, target, writer
         self.prompts, self.folder, self.pad_token_id = prompts, folder, pad_token_id
         self.process, self.processes, self.seed = process, processes, recipe.training.seed
-        self.refresh: Refresh | None = None
-        self.features: RowFeatures | None = None  # of the refresh's rows
+        self.current: tuple[Refresh, RowFeatures] | None = None  # the texts that are read now, and their rows
 
     # -------------------------------------------------------------- which steps, which rows
 
@@ -82,51 +82,52 @@ class OnPolicy:
 
     def rows(self, step: int, micro: int, drafter: Drafter, depths: int) -> tuple[RowFeatures, list[int]]:
         """The rows of such a micro-step, written first if it is the first of its refresh. `depths`: those trained."""
-        self._renew(step, drafter, depths)
-        assert self.refresh is not None and self.features is not None
+        refresh, features = self._texts(step, drafter, depths)
         t = self.recipe.training
-        first = ((step - self.refresh.step) * t.gradient_accumulation_steps + micro) * t.batch_size
-        order = Shuffled([self.seed, ROWS, self.refresh.step], len(self.features.rows))
-        return self.features, [order[first + i] for i in range(t.batch_size)]
+        first = ((step - refresh.step) * t.gradient_accumulation_steps + micro) * t.batch_size
+        order = Shuffled([self.seed, ROWS, refresh.step], len(features.rows))
+        return features, [order[first + i] for i in range(t.batch_size)]
 
     def figures(self, step: int, total: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Of the texts that `step` reads: their age in steps, how fast they were written, the acceptance length of the
-        drafter that had a part in them. `total` sums over processes."""
-        assert self.refresh is not None
-        found = self.refresh.counters()
-        mine = [self.refresh.tokens, self.refresh.seconds, found.num_accepted_tokens, found.num_drafts]
+        """Of the texts that `step` has read: their age in steps, how fast they were written, and where drafts were
+        verified their acceptance length. `total` sums over processes."""
+        if self.current is None:
+            return {}
+        refresh, _ = self.current
+        found = refresh.counters()
+        mine = [refresh.tokens, refresh.seconds, found.num_accepted_tokens, found.num_drafts]
         tokens, seconds, accepted, drafts = total(torch.tensor(mine, dtype=torch.float32)).tolist()
-        return {
-            "text_age": step - self.refresh.step,
-            "writing_tokens_per_second": tokens * self.processes / max(seconds, 1e-9),
-            "rollout_acceptance_length": acceptance_length(accepted, drafts),
-        }
+        speed = tokens * self.processes / max(seconds, 1e-9)
+        record = {"text_age": step - refresh.step, "writing_tokens_per_second": speed}
+        return record | ({"rollout_acceptance_length": acceptance_length(accepted, drafts)} if drafts else {})
 
     # -------------------------------------------------------------- texts
 
     def resume(self, step: int) -> None:
         """Throws away what a run that came further than `step` has left; it is written again."""
-        self.refresh = self.features = None
+        self.current = None
         for path in (self.folder / FOLDER).glob(f"step-*.{self.process}.*"):
             if _step_of(path) >= step or path.suffix != ".json":
                 path.unlink()
 
-    def _renew(self, step: int, drafter: Drafter, depths: int) -> None:
-        """Sees to it that the texts are those of the period of `step`."""
+    def _texts(self, step: int, drafter: Drafter, depths: int) -> tuple[Refresh, RowFeatures]:
+        """Those of the period of `step`: read now, on disk, or written."""
         period = step // self.section.refresh_every
-        if self.refresh is not None and self.refresh.step // self.section.refresh_every == period:
-            return
+        if self.current is not None and self.current[0].step // self.section.refresh_every == period:
+            return self.current
         found = [path for path in self._files() if _step_of(path) // self.section.refresh_every == period]
-        self.refresh = _read(found[0]) if found else self._write(step, drafter)
-        rollouts = self.refresh.rollouts
+        refresh = _read(found[0]) if found else self._write(step, drafter)
         rows = rollout_rows(
-            rollouts,
+            refresh.rollouts,
             depths=depths,
             max_length=self.recipe.data.max_length,
             packing=self.recipe.data.packing,
-            branches=drafter.reads_drafts and self.section.suffix_weight > 0 and any(r.rounds for r in rollouts),
+            branches=drafter.reads_drafts
+            and self.section.suffix_weight > 0
+            and any(each.rounds for each in refresh.rollouts),
         )
-        self.features = RowFeatures(self.target, rows, pad_token_id=self.pad_token_id)
+        self.current = refresh, RowFeatures(self.target, rows, pad_token_id=self.pad_token_id)
+        return self.current
 
     def _write(self, step: int, drafter: Drafter) -> Refresh:
         began = time.monotonic()

@@ -136,6 +136,28 @@ def test_stages_go_on_from_one_another(recipe, tmp_path, capsys):
         run(recipe, [f"stages={json.dumps([first, second])}"])
 
 
+@pytest.mark.integration
+@pytest.mark.parametrize("regenerated", [True, False])
+def test_an_on_policy_stage_follows_a_supervised_one(recipe, tmp_path, regenerated):
+    """Its texts are below its own checkpoints, and the same command again writes none."""
+    second = {"name": "corrected", "on_policy": {"share": 1.0, "prompts": 6, "refresh_every": 2, "max_new_tokens": 12}}
+    staged = [f"stages={json.dumps([{'name': 'supervised'}, second])}", f"regenerate.enabled={regenerated}"]
+    assert run(recipe, staged) == 0
+    root = tmp_path / "run" / "checkpoints"
+    assert not (root / "supervised" / "on_policy").exists()
+    texts = {path: path.stat().st_mtime_ns for path in (root / "corrected" / "on_policy").iterdir()}
+    history = json.loads((checkpoint.latest(root / "corrected") / "state.json").read_text())["history"]
+    assert texts and [record["on_policy_share"] for record in history] == [1.0] * 4
+    assert all(record["suffix_terms"] > 0 for record in history)
+    weights = (tmp_path / "run" / "export" / "model.safetensors").read_bytes()
+    assert run(recipe, staged) == 0
+    assert (tmp_path / "run" / "export" / "model.safetensors").read_bytes() == weights
+    assert texts == {path: path.stat().st_mtime_ns for path in (root / "corrected" / "on_policy").iterdir()}
+    second["on_policy"]["prompts"] = 5
+    with pytest.raises(CheckpointError, match="another recipe"):
+        run(recipe, [f"stages={json.dumps([{'name': 'supervised'}, second])}", staged[1]])
+
+
 def test_launcher_of_another_family_and_dry_run(recipe, tmp_path, capsys):
     with pytest.raises(ConfigError, match="this launcher trains"):
         run(recipe, families=("medusa",))

@@ -177,7 +177,7 @@ def test_heads_that_read_no_drafts_and_suffixes_left_out_have_no_branches(tiny_m
         trainer = make_trainer(tiny_model, tmp_path / family, make_recipe(family, section, steps=2))
         history = trainer.run().history
         assert all("suffix_terms" not in record and record["terms"] > 0 for record in history)
-        assert all(row.paths is None for row in trainer.on_policy.features.rows)
+        assert all(row.paths is None for row in trainer.on_policy.current[1].rows)
 
 
 TWO = """
