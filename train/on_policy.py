@@ -45,6 +45,11 @@ class Refresh:
     def tokens(self) -> int:
         return sum(len(each.output_ids) for each in self.rollouts)
 
+    @property
+    def verified(self) -> bool:
+        """Whether the target wrote them, in rounds; otherwise the drafter did."""
+        return any(each.rounds for each in self.rollouts)
+
     def counters(self) -> SpecDecodeCounters:
         found = SpecDecodeCounters()
         for each in self.rollouts:
