@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -69,35 +70,50 @@ class Comparison(Record):
 
     schema_version: Literal["1.0"] = "1.0"
     created_at: str
-    minutes: float = Field(description="budget of training time given to each")
+    minutes: float | None = Field(description="budget of training time given to each; null: the recipes' own")
     num_speculative_tokens: int
     entries: list[Entry]
 
 
-def compare(recipes: Sequence[Path], minutes: float, out: Path, overrides: Sequence[str] = ()) -> Comparison:
-    """Runs every recipe for `minutes` of training, gathers the figures and writes them to `out`.
+@dataclass(frozen=True)
+class Candidate:
+    """One row of a comparison: a recipe, and what is different about it."""
 
-    ConfigError if two recipes have the same file name, or measure another number of drafts or other temperatures;
+    name: str
+    recipe: Path
+    overrides: tuple[str, ...] = ()
+
+
+def compare(recipes: Sequence[Path], minutes: float, out: Path, overrides: Sequence[str] = ()) -> Comparison:
+    """Every recipe with `minutes` of training; they are called by their file names. Errors: see `run_all`."""
+    return run_all([Candidate(path.stem, path, tuple(overrides)) for path in recipes], minutes, out)
+
+
+def run_all(candidates: Sequence[Candidate], minutes: float | None, out: Path) -> Comparison:
+    """Runs every candidate for `minutes` of training (None: its recipe's own budget), one after the other, gathers the
+    figures and writes them to `out`.
+
+    ConfigError if two of them have the same name, or measure another number of drafts or other temperatures;
     DraftsmithError names a run that failed.
     """
-    names = [path.stem for path in recipes]
+    names = [candidate.name for candidate in candidates]
     if len(set(names)) < len(names):
         raise ConfigError(f"compare: recipes are told apart by their file names, got {', '.join(names)}")
-    planned = [(path, *_budgeted(path, minutes, out, overrides)) for path in recipes]
+    planned = [(each, *_budgeted(each, minutes, out)) for each in candidates]
     asked = {(r.evaluation.num_speculative_tokens, tuple(r.evaluation.temperatures)) for _, _, r in planned}
     if len(asked) > 1:
         raise ConfigError(
             "compare: evaluation.num_speculative_tokens and evaluation.temperatures must be the same in all recipes, "
             f"got {sorted(asked)}; give one as an override"
         )
-    for path, changes, recipe in planned:
+    for candidate, changes, recipe in planned:
         if not _is_done(recipe):
-            _run(path, changes)
+            _run(candidate.recipe, changes)
     comparison = Comparison(
         created_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         minutes=minutes,
         num_speculative_tokens=planned[0][2].evaluation.num_speculative_tokens,
-        entries=[_entry(path, recipe) for path, _, recipe in planned],
+        entries=[_entry(candidate, recipe) for candidate, _, recipe in planned],
     )
     out.mkdir(parents=True, exist_ok=True)
     (out / FILE).write_text(comparison.model_dump_json(indent=2) + "\n")
@@ -105,19 +121,21 @@ def compare(recipes: Sequence[Path], minutes: float, out: Path, overrides: Seque
     return comparison
 
 
-def _budgeted(path: Path, minutes: float, out: Path, overrides: Sequence[str]) -> tuple[list[str], Recipe]:
+def _budgeted(candidate: Candidate, minutes: float | None, out: Path) -> tuple[list[str], Recipe]:
     """The overrides that give a recipe its budget and folder, and the recipe with them. Stages share the budget in
     proportion to their steps, or equally."""
-    folder, given = out / path.stem, load_recipe(path, overrides)
+    path, overrides = candidate.recipe, candidate.overrides
+    given = load_recipe(path, overrides)
     changes = [
         *overrides,
         f"name={given.name}",
-        f"output_dir={folder}",
+        f"output_dir={out / candidate.name}",
         f"regenerate.cache_dir={out / 'responses'}",
         "gates={}",
-        *(f"training.{budget}=null" for budget in ("steps", "epochs")),
-        f"training.max_minutes={minutes:g}",
     ]
+    if minutes is None:
+        return changes, load_recipe(path, changes)
+    changes += [*(f"training.{budget}=null" for budget in ("steps", "epochs")), f"training.max_minutes={minutes:g}"]
     steps = [stage.training.get("steps") for stage in given.stages]
     shares = [s / sum(steps) for s in steps] if all(steps) else [1 / len(steps)] * len(steps)
     for i, share in enumerate(shares):
@@ -139,7 +157,7 @@ def _run(path: Path, changes: Sequence[str]) -> None:
         raise DraftsmithError(f"compare: {path} ended with status {code}; mend it and run the same command again")
 
 
-def _entry(path: Path, recipe: Recipe) -> Entry:
+def _entry(candidate: Candidate, recipe: Recipe) -> Entry:
     folder = Path(recipe.output_dir)
     report = load_report(folder / REPORT)
     states = [
@@ -148,9 +166,9 @@ def _entry(path: Path, recipe: Recipe) -> Entry:
         if (newest := checkpoint.latest(checkpoints(recipe, name or None))) is not None
     ]
     return Entry(
-        name=path.stem,
+        name=candidate.name,
         family=recipe.family,
-        recipe=path.as_posix(),
+        recipe=candidate.recipe.as_posix(),
         recipe_sha256=recipe.recipe_hash(),
         parameters=_parameters(folder / EXPORT),
         training_seconds=round(sum(state["seconds"] for state in states), 1),
@@ -217,9 +235,14 @@ def markdown(comparison: Comparison) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
+def _title(comparison: Comparison) -> str:
+    budget = f"{comparison.minutes:g} minutes of training each, " if comparison.minutes is not None else ""
+    return f"{budget}K = {comparison.num_speculative_tokens}"
+
+
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """The table on a terminal, within 80 columns for two temperatures: exp is τ expected, × the speedup."""
-    title = f"{comparison.minutes:g} minutes of training each, K={comparison.num_speculative_tokens}"
+    title = _title(comparison)
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     short = {"parameters": "size", "τ expected": "exp", "speedup": "×", "draft share": "draft"}
     for i, heading in enumerate(columns(comparison)):
@@ -254,7 +277,5 @@ def draw(comparison: Comparison, path: Path) -> None:
         axes.set_axisbelow(True)
         axes.grid(axis="x", color="#dddddd", lw=0.6)
     figure.legend(*left.get_legend_handles_labels(), loc="outside upper right", ncols=len(temperatures), frameon=False)
-    figure.suptitle(
-        f"{comparison.minutes:g} minutes of training each, K = {comparison.num_speculative_tokens}", x=0.02, ha="left"
-    )
+    figure.suptitle(_title(comparison), x=0.02, ha="left")
     figure.savefig(path)
