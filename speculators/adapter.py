@@ -70,10 +70,12 @@ class Adapter:
 
     def merged_state(self) -> dict[str, Tensor]:
         """The model's own tensors under their own names, with the adapter added: copies, which stay as they are."""
-        before, self_merged = self.merged, self.merge
-        self_merged()
+        before, prefix = self.merged, self.peft.base_model.prefix  # how peft's names of its own tensors begin
+        self.merge()
         try:
-            return merged_names(self.peft.get_base_model().state_dict(), self.peft.base_model.prefix, clone=True)
+            own = {n: t for n, t in self.peft.get_base_model().state_dict().items() if prefix not in n}
+            copies = {tensor.data_ptr(): tensor.detach().clone() for tensor in own.values()}  # tied ones stay tied
+            return {name.replace(".base_layer.", "."): copies[tensor.data_ptr()] for name, tensor in own.items()}
         finally:
             if not before:
                 self.unmerge()
@@ -81,15 +83,6 @@ class Adapter:
     def save(self, folder: Path) -> None:
         """`adapter_config.json` and `adapter_model.safetensors`, which peft loads onto the base model."""
         self.peft.save_pretrained(folder)
-
-
-def merged_names(state: Mapping[str, Tensor], prefix: str, *, clone: bool = False) -> dict[str, Tensor]:
-    """A state dict without the adapter's tensors (`prefix`: how peft's names of them begin), under the base's names."""
-    return {
-        name.replace(".base_layer.", "."): tensor.detach().clone() if clone else tensor
-        for name, tensor in state.items()
-        if prefix not in name
-    }
 
 
 def merge_saved_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:

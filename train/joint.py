@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from speculators.adapter import Adapter
 from speculators.drafter import valid_terms
 from speculators.export import replace_folder
 from speculators.target import FrozenTarget, TargetFeatures
@@ -34,18 +35,16 @@ class JointTarget(nn.Module):
 
     def __init__(self, target: FrozenTarget, section: JointSection) -> None:
         super().__init__()
-        from peft import LoraConfig, get_peft_model
-
         self.section, self.target = section, target
-        config = LoraConfig(
-            r=section.r,
-            lora_alpha=section.alpha,
-            lora_dropout=section.dropout,
-            target_modules=section.target_modules,
-            task_type="CAUSAL_LM",
-        )
-        self.model = get_peft_model(target.model, config)  # in place: the target runs through the adapter from now on
-        self.model.eval()
+        fields = {
+            "peft_type": "LORA",
+            "r": section.r,
+            "lora_alpha": section.alpha,
+            "lora_dropout": section.dropout,
+            "target_modules": section.target_modules,
+        }
+        self.adapter = Adapter(target.model, fields, target.name_or_path)  # which the target runs through from now on
+        self.model = self.adapter.peft.eval()
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
@@ -108,13 +107,9 @@ class JointTarget(nn.Module):
         fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
             if self.section.export == "adapter":
-                self.model.save_pretrained(fresh)
+                self.adapter.save(fresh)
             else:
-                self.model.merge_adapter()
-                try:
-                    self._save_merged(fresh)
-                finally:
-                    self.model.unmerge_adapter()
+                self.model.get_base_model().save_pretrained(fresh, state_dict=self.adapter.merged_state())
             tokenizer.save_pretrained(fresh)
             (fresh / CHANGE).write_text(json.dumps(change, indent=2) + "\n")
             fresh.chmod(0o755)
@@ -122,16 +117,6 @@ class JointTarget(nn.Module):
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
         return folder
-
-    def _save_merged(self, folder: Path) -> None:
-        """The base model's own tensors under their own names."""
-        base = self.model.get_base_model()
-        state = {
-            name.replace(".base_layer.", "."): tensor
-            for name, tensor in base.state_dict().items()
-            if "lora_" not in name
-        }
-        base.save_pretrained(folder, state_dict=state)
 
 
 @torch.no_grad()
