@@ -7,7 +7,7 @@ memory and disk from the formulas below; both say "about". Knows sizes; runs not
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -27,7 +27,7 @@ from train.chunked import default_chunk_size
 from train.data import conversation_tokenizer, fit_rows
 from train.masks import TokenRow
 from train.recipe import Recipe
-from train.recipe_data import Source
+from train.recipe_data import Source, TemperatureShare
 from train.sources import Example, load_source
 from train.target_sketch import TargetSketch, sketch_target
 
@@ -264,13 +264,18 @@ def _data_rows(plan: DryRun) -> Rows:
     rows = [(f"train {i}" if i else "train", _source_text(s)) for i, s in enumerate(plan.sources)]
     rows += [(f"validation {i}" if i else "validation", _source_text(s)) for i, s in enumerate(plan.validation)]
     r = recipe.regenerate
-    at = ", ".join(f"{entry.share:.0%} at temperature {entry.temperature:g}" for entry in r.temperatures)
-    rewritten = f"{at}; at most {r.max_new_tokens} tokens, counted above as long as those of the data"
+    rewritten = (
+        f"{_shares_text(r.temperatures)}; at most {r.max_new_tokens} tokens, counted above as long as those of the data"
+    )
     rows.append(("responses", f"by the target: {rewritten}" if r.enabled else "as in the data"))
     rows.append(
         ("rows", f"{recipe.data.max_length} tokens, {'packed' if recipe.data.packing else 'one document each'}")
     )
     return rows
+
+
+def _shares_text(shares: Sequence[TemperatureShare]) -> str:
+    return ", ".join(f"{entry.share:.0%} at temperature {entry.temperature:g}" for entry in shares)
 
 
 def _source_text(source: TokenCount) -> str:
@@ -319,16 +324,20 @@ def _on_policy_rows(recipe: Recipe) -> Rows:
             continue
         share = section.share
         steps = f"{share.start:.0%}" + (f" at first, {share.end:.0%} at the end," if share.end != share.start else "")
-        drafted = section.num_speculative_tokens or recipe.evaluation.num_speculative_tokens
+        drafts = section.num_speculative_tokens or recipe.evaluation.num_speculative_tokens
+        written = "written by the draft model itself" if part.drafter_writes() else f"{drafts} drafts per round"
         suffix = ", ".join(f"{weight} x {term}" for term, weight in section.suffix_loss.items())
         rows += [
             (
                 f"on-policy{f', stage {name}' if name else ''}",
                 f"{steps} of the micro-steps; {section.prompts} texts of at most {section.max_new_tokens} tokens every "
-                f"{section.refresh_every} steps, at temperature {section.temperature:g}, {drafted} drafts per round",
-            ),
-            ("", f"rejected suffixes: {suffix}, weighted {section.suffix_weight:g} x {section.suffix_decay:g}^j"),
+                f"{section.refresh_every} steps, {written}; "
+                + _shares_text(section.temperatures or part.regenerate.temperatures),
+            )
         ]
+        if not part.drafter_writes():
+            weight = f"{section.suffix_weight:g} x {section.suffix_decay:g}^j"
+            rows.append(("", f"rejected suffixes: {suffix}, weighted {weight}"))
     return rows
 
 

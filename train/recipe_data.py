@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from speculators.options import Count, PositiveInt, Section, Text
 
@@ -126,11 +126,35 @@ class TemperatureShare(Section):
     share: float = Field(gt=0, le=1, description="fraction of the conversations written at this temperature")
 
 
+def read_shares(value: Any) -> Any:
+    """The short ways of writing `temperatures` as a list of shares: 1.0, [0.0, 1.0] or {0.0: 0.3, 1.0: 0.7}."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = [value]
+    if isinstance(value, dict):
+        return [{"temperature": t, "share": share} for t, share in value.items()]
+    if isinstance(value, list) and value and all(type(t) in (int, float) for t in value):
+        return [{"temperature": t, "share": 1 / len(value)} for t in value]
+    return value
+
+
+def check_shares(value: list[TemperatureShare]) -> list[TemperatureShare]:
+    """ValueError unless they add up, each temperature given once."""
+    total = sum(entry.share for entry in value)
+    if abs(total - 1) > 1e-6:
+        raise ValueError(f"expected shares that add up to 1, got {total:g}")
+    if len({entry.temperature for entry in value}) != len(value):
+        raise ValueError("each temperature may be given once")
+    return value
+
+
+Shares = Annotated[list[TemperatureShare], BeforeValidator(read_shares), AfterValidator(check_shares)]
+
+
 class RegenerateSection(Section):
     """Responses rewritten by the target itself: without it a head learns another model's habits."""
 
     enabled: bool = Field(True, description="replace every response by the target's own; off: train on the data as is")
-    temperatures: list[TemperatureShare] = Field(
+    temperatures: Shares = Field(
         default_factory=lambda: [TemperatureShare(temperature=1.0, share=1.0)],
         min_length=1,
         description="[1.0], a list sharing equally, or a mapping temperature: fraction; use those of serving",
@@ -143,24 +167,3 @@ class RegenerateSection(Section):
     cache_dir: Text | None = Field(
         None, description="where responses are kept by content; null: <output_dir>/responses"
     )
-
-    @field_validator("temperatures", mode="before")
-    @classmethod
-    def _shorthand(cls, value: Any) -> Any:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            value = [value]
-        if isinstance(value, dict):
-            return [{"temperature": t, "share": share} for t, share in value.items()]
-        if isinstance(value, list) and value and all(type(t) in (int, float) for t in value):
-            return [{"temperature": t, "share": 1 / len(value)} for t in value]
-        return value
-
-    @field_validator("temperatures")
-    @classmethod
-    def _shares_sum(cls, value: list[TemperatureShare]) -> list[TemperatureShare]:
-        total = sum(entry.share for entry in value)
-        if abs(total - 1) > 1e-6:
-            raise ValueError(f"expected shares that add up to 1, got {total:g}")
-        if len({entry.temperature for entry in value}) != len(value):
-            raise ValueError("each temperature may be given once")
-        return value

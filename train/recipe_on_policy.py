@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from speculators.errors import ConfigError
 from speculators.options import PositiveInt, Section, Share
 from train.divergences import ON_LABELS, Mix
+from train.recipe_data import Shares
 
 
 class ShareSchedule(Section):
@@ -36,7 +37,12 @@ class OnPolicySection(Section):
         "and the rejected drafts are known; drafter: by a draft model alone (DistillSpec's on-policy data); null: "
         "drafter for a draft model, target for heads, which cannot write",
     )
-    temperature: float = Field(1.0, ge=0, description="sampling temperature of the texts; 0 is greedy")
+    temperatures: Shares | None = Field(
+        None,
+        min_length=1,
+        description="of the texts, written as in regenerate; null: those of regenerate, which are those of serving. Its "
+        "top_p and top_k hold here too",
+    )
     max_new_tokens: PositiveInt = Field(256, description="longest response of a rollout, within data.max_length")
     prompts: PositiveInt = Field(
         64, description="texts written at a refresh, by all processes together; prompts are those of data.train"

@@ -19,7 +19,7 @@ from pathlib import Path
 from inference import LLM, SamplingParams
 from speculators.errors import DataError
 from train.masks import ConversationTokenizer, TokenRow
-from train.recipe_data import RegenerateSection
+from train.recipe_data import RegenerateSection, TemperatureShare
 from train.sources import Example
 
 Progress = Callable[[int, int], None]  # done, total
@@ -39,15 +39,15 @@ class Response:
         return TokenRow.from_response(self.prompt_ids, self.output_ids, self.workload)
 
 
-def temperatures_of(section: RegenerateSection, count: int) -> list[float]:
+def temperatures_of(shares: Sequence[TemperatureShare], count: int) -> list[float]:
     """The temperature of each of `count` examples: the shares of the recipe, spread evenly and in a fixed order."""
-    spent = [0.0] * len(section.temperatures)
+    spent = [0.0] * len(shares)
     chosen = []
     for i in range(count):
-        behind = [entry.share * (i + 1) - done for entry, done in zip(section.temperatures, spent)]
+        behind = [entry.share * (i + 1) - done for entry, done in zip(shares, spent)]
         index = max(range(len(behind)), key=behind.__getitem__)
         spent[index] += 1
-        chosen.append(section.temperatures[index].temperature)
+        chosen.append(shares[index].temperature)
     return chosen
 
 
@@ -73,7 +73,7 @@ def regenerate(
 
     A prompt that leaves no room in `max_length` is left out; DataError if none is left.
     """
-    temperatures = temperatures if temperatures is not None else temperatures_of(section, len(examples))
+    temperatures = temperatures if temperatures is not None else temperatures_of(section.temperatures, len(examples))
     prompts = [tuple(tokenizer.prompt_ids(example)) for example in examples]
     room = min(max_length, llm.engine.max_model_len) - 2
     wanted = [i for i, prompt in enumerate(prompts) if len(prompt) <= room]

@@ -17,6 +17,8 @@ from inference.proposal import Proposal
 from inference.request import Request
 from speculators.drafter import Drafter
 from speculators.target import FrozenTarget
+from train.recipe_data import RegenerateSection
+from train.regenerate import temperatures_of
 
 
 @dataclass(frozen=True)
@@ -82,15 +84,16 @@ class LLMWriter:
         target: FrozenTarget,
         *,
         num_speculative_tokens: int | None,
-        temperature: float,
+        sampling: RegenerateSection,
         max_new_tokens: int,
         max_length: int,
         batch_size: int,
         tokenizer: Any = None,
     ) -> None:
-        """`max_length`: of prompt and text together; `tokenizer`: for the tokens that end a text."""
+        """`sampling`: temperatures, top_p and top_k; `max_length`: of prompt and text together; `tokenizer`: for the
+        tokens that end a text."""
         self.target, self.tokenizer, self.num_speculative_tokens = target, tokenizer, num_speculative_tokens
-        self.temperature, self.max_new_tokens, self.max_length = temperature, max_new_tokens, max_length
+        self.sampling, self.max_new_tokens, self.max_length = sampling, max_new_tokens, max_length
         self.batch_size = batch_size
 
     def write(self, drafter: Drafter, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Rollout]:
@@ -108,13 +111,16 @@ class LLMWriter:
             max_num_batched_tokens=max(512, 32 * self.batch_size),
             on_round=None if alone else log,
         )
+        temperatures = temperatures_of(self.sampling.temperatures, len(prompts))
         params = [
             SamplingParams(
-                temperature=self.temperature,
+                temperature=temperature,
+                top_p=self.sampling.top_p,
+                top_k=self.sampling.top_k,
                 max_tokens=min(self.max_new_tokens, self.max_length - len(prompt)),
                 seed=seed,
             )
-            for prompt, seed in zip(prompts, seeds, strict=True)
+            for prompt, seed, temperature in zip(prompts, seeds, temperatures, strict=True)
         ]
         outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
         return [

@@ -326,7 +326,9 @@ def _on_policy(
     writer = LLMWriter(
         target,
         num_speculative_tokens=None if recipe.drafter_writes() else drafts,
-        temperature=section.temperature,
+        sampling=recipe.regenerate.model_copy(
+            update={"temperatures": section.temperatures or recipe.regenerate.temperatures}
+        ),
         max_new_tokens=section.max_new_tokens,
         max_length=recipe.data.max_length,
         batch_size=recipe.regenerate.batch_size,

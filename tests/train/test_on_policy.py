@@ -60,7 +60,7 @@ def make_trainer(make_model, folder: Path, recipe, accelerator: Accelerator | No
         writer = LLMWriter(
             target,
             num_speculative_tokens=3,
-            temperature=p.temperature,
+            sampling=recipe.regenerate,
             max_new_tokens=p.max_new_tokens,
             max_length=recipe.data.max_length,
             batch_size=3,

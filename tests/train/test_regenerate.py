@@ -64,7 +64,7 @@ def test_nothing_is_written_twice_and_settings_do_not_mix(write, tmp_path):
 
 
 def test_temperatures_have_their_shares_everywhere(write, tmp_path):
-    chosen = temperatures_of(SECTION, 40)
+    chosen = temperatures_of(SECTION.temperatures, 40)
     assert Counter(chosen) == {0.0: 10, 1.0: 30}
     assert all(chosen[i : i + 8].count(0.0) == 2 for i in range(0, 40, 8))
     same = [Example("default", "x", prompt="equal prompts")] * 6

@@ -11,6 +11,7 @@ from tests.inference.conftest import StubProposer
 from tests.train.test_loop import make_recipe, make_rows, make_trainer
 from train.branches import branching_row, rollout_rows
 from train.data import collate
+from train.recipe_data import RegenerateSection
 from train.rollout import LLMWriter, Rollout, Round, RoundLog
 
 PROMPTS = [[3 + (i * i) % 90 for i in range(n)] for n in (9, 1, 12, 5)]
@@ -34,7 +35,8 @@ def test_a_writer_logs_the_rounds_of_its_text(tiny_model, tmp_path, temperature)
     """Greedy text is the target's own; seeds decide everything; the drafter goes on training as it was."""
     trainer = make_trainer(tiny_model, tmp_path, make_recipe())
     drafter, before = trainer.drafter.train(), trainer.drafter.state_dict()
-    sizes = dict(num_speculative_tokens=DRAFTS, temperature=temperature, max_new_tokens=WRITTEN, max_length=25)
+    sampling = RegenerateSection.model_validate({"temperatures": temperature})
+    sizes = dict(num_speculative_tokens=DRAFTS, sampling=sampling, max_new_tokens=WRITTEN, max_length=25)
     writer = LLMWriter(trainer.target, **sizes, batch_size=3)
     found = [checked(each) for each in writer.write(drafter, PROMPTS, [7, 8, 9, 10])]
     assert found == writer.write(drafter, PROMPTS, [7, 8, 9, 10])
