@@ -21,7 +21,7 @@ from speculators.config import DrafterConfig
 from speculators.drafter import Drafter, DraftStep, valid_terms
 from speculators.errors import ConfigError
 from speculators.options import Count, DrafterOptions, PositiveInt
-from speculators.student import build_model, copy_layers, cut_fields, cut_layers, plain_fields
+from speculators.student import build_model, config_of, copy_layers, cut_fields, cut_layers, plain_fields
 from speculators.surfaces import same_vocabulary
 from speculators.target import FrozenTarget, TargetFeatures
 from speculators.token_map import TokenMap
@@ -39,17 +39,18 @@ class DraftModelConfig(DrafterConfig):
 
     @property
     def size(self) -> str:
-        layers, heads = self.model.get("num_hidden_layers"), self.model.get("num_attention_heads")
-        return f"{layers} x {self.hidden_size}, {heads} heads"
+        model = config_of(self.model)
+        return f"{model.num_hidden_layers} x {self.hidden_size}, {model.num_attention_heads} heads"
 
     def describe(self) -> str:
         return f"a causal LM of its own: {self.model.get('model_type')}, {self.size}"
 
     def activation_bytes(self, tokens: int, width: int, *, recompute: bool) -> int:
         """See `DrafterConfig.activation_bytes`: as a decoder of the usual shape."""
+        model = config_of(self.model)
         inner = self.model.get("intermediate_size") or self.model.get("ffn_dim") or 4 * self.hidden_size
-        scores = 0 if recompute else (self.model.get("num_attention_heads") or 1) * tokens * (4 + width)
-        return (self.model.get("num_hidden_layers") or 1) * (width * (14 * self.hidden_size + 3 * inner) + scores)
+        scores = 0 if recompute else model.num_attention_heads * tokens * (4 + width)
+        return model.num_hidden_layers * (width * (14 * self.hidden_size + 3 * inner) + scores)
 
 
 class DraftModelOptions(DrafterOptions):
@@ -127,12 +128,13 @@ class DraftModelOptions(DrafterOptions):
 
 def sizes_of(model: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a DraftModelConfig that follow from its model's."""
+    config = config_of(model)
     return {
         "model": dict(model),
-        "hidden_size": model["hidden_size"],
-        "target_hidden_size": model["hidden_size"],  # it reads no state of the target
-        "vocab_size": model["vocab_size"],
-        "draft_vocab_size": model["vocab_size"],
+        "hidden_size": config.hidden_size,
+        "target_hidden_size": config.hidden_size,  # it reads no state of the target
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.vocab_size,
     }
 
 
@@ -179,10 +181,6 @@ class DraftModel(Drafter):
         if self.token_map is not None:
             self.token_map = self.token_map.to(next(self.parameters()).device)
         return self
-
-    def snapshot(self, dtype: torch.dtype) -> Drafter:
-        self._runners = []
-        return super().snapshot(dtype)
 
     # -------------------------------------------------------------- the two vocabularies
 
@@ -352,11 +350,7 @@ class DraftModel(Drafter):
     def _extend(self, cache, start: int, stop: int, token_ids: Tensor) -> Tensor:
         """One pass over M new tokens per row, written at each row's own length: states [b, M, D]."""
         M = token_ids.shape[1]
-        positions, mask, view = (
-            cache.position_ids(start, stop, M),
-            cache.mask(start, stop, M),
-            cache.view(start, stop, M),
-        )
+        positions, mask = cache.position_ids(start, stop, M), cache.mask(start, stop, M)
         most = getattr(self.model.config, "max_position_embeddings", None)
         if most is not None and max(cache.lengths[start:stop]) + M > most:
             positions = positions.clamp(max=most - 1)
