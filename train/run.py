@@ -273,10 +273,12 @@ def checkpoints(recipe: Recipe, stage: str | None = None) -> Path:
 
 
 def sketch_drafter(recipe: Recipe, config: DrafterConfig) -> Drafter:
-    """The drafter without memory for its weights. ConfigError if the evaluation wants more drafts than it can make."""
+    """The drafter without memory for its weights. ConfigError if the recipe wants more drafts than it can make, or
+    longer texts."""
     with torch.device("meta"):
         drafter = family_class(config.family)(config)
     drafter.require_depth(recipe.evaluation.num_speculative_tokens, "evaluation.num_speculative_tokens")
+    drafter.require_length(recipe.data.max_length, "data.max_length")
     return drafter
 
 

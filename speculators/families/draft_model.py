@@ -182,6 +182,10 @@ class DraftModel(Drafter):
             self.token_map = self.token_map.to(next(self.parameters()).device)
         return self
 
+    def snapshot(self, dtype: torch.dtype) -> Drafter:
+        self._runners = []
+        return super().snapshot(dtype)
+
     # -------------------------------------------------------------- the two vocabularies
 
     def attach(self, target: FrozenTarget) -> Drafter:
@@ -221,14 +225,16 @@ class DraftModel(Drafter):
         """See `Drafter.cache_length`: as if every token were the one with the longest spelling."""
         return slots if self.token_map is None else self.token_map.longest_row(slots)
 
-    def require_length(self, tokens: int) -> None:
-        """See `Drafter.require_length`."""
+    @property
+    def max_length(self) -> int | None:
+        """See `Drafter.max_length`. With another tokenizer a text has more or fewer positions, and the last one is
+        used again beyond."""
+        return getattr(self.model.config, "max_position_embeddings", None) if self.token_map is None else None
+
+    def _positions(self, positions: Tensor) -> Tensor:
+        """Those that it has: drafts that will not be verified may be asked for behind the last one, too."""
         most = getattr(self.model.config, "max_position_embeddings", None)
-        if most is not None and tokens > most and self.token_map is None:
-            raise ConfigError(
-                f"max_model_len is {tokens}, but the draft model was made for {most} positions; set max_model_len to "
-                f"{most} or less, or choose a draft model for longer texts"
-            )
+        return positions if most is None else positions.clamp(max=most - 1)
 
     # -------------------------------------------------------------- starting weights, and how it is trained
 
@@ -282,7 +288,8 @@ class DraftModel(Drafter):
         ends = None
         if self.token_map is not None:
             rows = self.token_map.spell_packed(ids, segments)
-            ids, positions, segments, ends = rows.input_ids, rows.position_ids, rows.segment_ids, rows.ends
+            ids, segments, ends = rows.input_ids, rows.segment_ids, rows.ends
+            positions = self._positions(rows.position_ids)
         own = self.runner.features(
             self._known(ids), positions, segments, segments >= 0, gradients=torch.is_grad_enabled(), autocast=True
         ).last_hidden  # [B, T', D]
@@ -350,10 +357,7 @@ class DraftModel(Drafter):
     def _extend(self, cache, start: int, stop: int, token_ids: Tensor) -> Tensor:
         """One pass over M new tokens per row, written at each row's own length: states [b, M, D]."""
         M = token_ids.shape[1]
-        positions, mask = cache.position_ids(start, stop, M), cache.mask(start, stop, M)
-        most = getattr(self.model.config, "max_position_embeddings", None)
-        if most is not None and max(cache.lengths[start:stop]) + M > most:
-            positions = positions.clamp(max=most - 1)
+        positions, mask = self._positions(cache.position_ids(start, stop, M)), cache.mask(start, stop, M)
         view = cache.view(start, stop, M)
         states = self.runner(token_ids, positions, mask, view)[1]
         if self.token_map is not None:  # a target token may be spelt by nothing: the state before it is asked for then

@@ -27,6 +27,7 @@ from tests.families.test_contract import (
 )
 from tests.speculators.test_token_map import byte_level
 from train.recipe import recipe_class
+from train.run import sketch_drafter
 
 IDS = torch.tensor([[5, 9, 11, 42, 7, 90, 33, 8, 61, 20, 3]])
 PROMPTS = [{"prompt_token_ids": [3 + (i * i) % 90 for i in range(n)]} for n in (9, 4)]
@@ -165,9 +166,9 @@ def test_wrong_cuts_are_refused(tiny_model, kept, message: str) -> None:
         student(FrozenTarget(tiny_model("llama")), from_target=kept)
 
 
-def recipe(**drafter: Any) -> Any:
+def recipe(drafter: dict[str, Any], **sections: Any) -> Any:
     content = {"name": "t", "family": "draft_model", "target": {"model": "x"}, "data": {"train": [{"demo": {}}]}}
-    return recipe_class("draft_model").model_validate(content | {"drafter": drafter})
+    return recipe_class("draft_model").model_validate(content | {"drafter": drafter} | sections)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +185,7 @@ def recipe(**drafter: Any) -> Any:
 )
 def test_one_start_is_given(options, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        recipe(**options)
+        recipe(options)
 
 
 def test_no_start_is_refused(tiny_model) -> None:
@@ -299,8 +300,12 @@ def test_tables_of_other_sizes_keep_the_targets_distribution(tiny_model, size: i
 def test_longer_texts_than_the_draft_model_knows_are_refused(tiny_model) -> None:
     model = tiny_model("llama")  # 256 positions
     drafter = student(FrozenTarget(model), config={"model_type": "opt", **OPT, "max_position_embeddings": 64})
-    with pytest.raises(ConfigError, match="max_model_len is 256, but the draft model was made for 64 positions"):
-        drafted(model, drafter)
+    with pytest.raises(ConfigError, match="max_model_len is 256, but this drafter .* was made for 64 positions"):
+        drafted(model, drafter, max_model_len=256)
+    assert drafted(model, drafter).engine.max_model_len == 64  # where nothing was asked for
+    sections = {"training": {"steps": 1}, "data": {"train": [{"demo": {}}], "max_length": 65}}
+    with pytest.raises(ConfigError, match="data.max_length is 65, but .* made for 64 positions"):
+        sketch_drafter(recipe({"config": {}}, **sections), drafter.config)
 
 
 @pytest.mark.parametrize("kind", ["opt", "llama"])

@@ -53,9 +53,9 @@ def made_up_map(vocab: int, draft_vocab: int, opening: list[int]) -> TokenMap:
     )
 
 
-def other_tokens(model: Any, draft_vocab: int, opening: list[int], noise: float = 0.1) -> tuple[FrozenTarget, Any]:
+def other_tokens(model: Any, draft_vocab: int, opening: list[int], **config: Any) -> tuple[FrozenTarget, Any]:
     target = FrozenTarget(model)
-    drafter = student(target, noise, config={"model_type": "opt", **OPT, "vocab_size": draft_vocab})
+    drafter = student(target, 0.1, config={"model_type": "opt", **OPT, "vocab_size": draft_vocab, **config})
     drafter.token_map = made_up_map(target.vocab_size, draft_vocab, opening)
     drafter.config = drafter.config.model_copy(update={"other_tokenizer": True})
     return target, drafter
@@ -75,6 +75,15 @@ def test_unroll_equals_draft(tiny_model, opening) -> None:
     batch = packed([9, 7, 8])
     ids = batch["input_ids"][0]
     ids[:2], ids[9], ids[12], ids[20:23] = NOTHING, 8, 13, NOTHING
+    drafted = torch.zeros(101, dtype=torch.bool).index_fill_(0, world[1].draft_to_target, True)
+    assert_unroll_equals_draft(world, batch, drafted)
+
+
+def test_texts_that_are_longer_in_the_draft_models_tokens(tiny_model) -> None:
+    """Learned positions end before the text does; the last one is used again, in training as in drafting."""
+    world = other_tokens(tiny_model("llama"), 90, [4], max_position_embeddings=8)
+    batch = packed([9, 7])
+    batch["input_ids"][0, :6] = 8
     drafted = torch.zeros(101, dtype=torch.bool).index_fill_(0, world[1].draft_to_target, True)
     assert_unroll_equals_draft(world, batch, drafted)
 
