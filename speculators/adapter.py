@@ -5,6 +5,8 @@ Knows no family, no training and no folder layout.
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,8 @@ def check_adapter(fields: Mapping[str, Any]) -> Any:
             f"peft_type is {fields.get('peft_type')!r}; expected one that changes layers and can be merged into them "
             f"({', '.join(mergeable)}): virtual tokens are nothing an engine drafts with"
         )
+    if fields.get("task_type", "CAUSAL_LM") != "CAUSAL_LM":
+        raise AdapterError(f"task_type is {fields['task_type']!r}; a draft model's is CAUSAL_LM, or leave it out")
     try:
         return get_peft_config({"task_type": "CAUSAL_LM", **fields, "peft_type": kind})
     except (TypeError, ValueError) as error:
@@ -70,39 +74,27 @@ class Adapter:
 
     def merged_state(self) -> dict[str, Tensor]:
         """The model's own tensors under their own names, with the adapter added: copies, which stay as they are."""
-        before, self_merged = self.merged, self.merge
-        self_merged()
-        try:
-            return merged_names(self.peft.get_base_model().state_dict(), self.peft.base_model.prefix, clone=True)
-        finally:
-            if not before:
-                self.unmerge()
+        return copy.deepcopy(self.peft).merge_and_unload().state_dict()
 
     def save(self, folder: Path) -> None:
         """`adapter_config.json` and `adapter_model.safetensors`, which peft loads onto the base model."""
         self.peft.save_pretrained(folder)
 
 
-def merged_names(state: Mapping[str, Tensor], prefix: str, *, clone: bool = False) -> dict[str, Tensor]:
-    """A state dict without the adapter's tensors (`prefix`: how peft's names of them begin), under the base's names."""
-    return {
-        name.replace(".base_layer.", "."): tensor.detach().clone() if clone else tensor
-        for name, tensor in state.items()
-        if prefix not in name
-    }
-
-
 def merge_saved_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """`model` with the adapter in `folder` merged into its weights. CheckpointError if it does not fit exactly."""
     from peft import PeftModel
-    from peft.utils import load_peft_weights
+    from peft.utils import get_peft_model_state_dict, load_peft_weights
 
     try:
-        adapted = PeftModel.from_pretrained(model, str(folder))
-    except (RuntimeError, ValueError, OSError) as error:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Found missing adapter keys")  # refused below
+            adapted = PeftModel.from_pretrained(model, str(folder))
+    except (RuntimeError, ValueError, OSError, KeyError) as error:
         raise CheckpointError(f"drafter {folder}: the adapter does not fit its base model: {error}") from error
-    wanted = {name.replace(".default", "") for name in adapted.state_dict() if adapted.base_model.prefix in name}
-    found = {name for name in load_peft_weights(str(folder), device="cpu") if adapted.base_model.prefix in name}
+    wanted, found = (
+        set(state) for state in (get_peft_model_state_dict(adapted), load_peft_weights(str(folder), "cpu"))
+    )
     if wanted != found:
         raise CheckpointError(
             f"drafter {folder}: the adapter's tensors are not those of its configuration: "

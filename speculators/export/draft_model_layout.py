@@ -83,6 +83,7 @@ class DraftModelLayout(Layout):
         drafter.take_model(_load(base or folder))
         if base is not None:
             drafter.take_model(merge_saved_adapter(drafter.model, folder))
+            drafter.config = own.model_copy(update={"adapter_of": None})  # it is a whole model now
         _refuse_infinite(drafter, folder)
         if own.other_tokenizer:
             drafter.token_map = TokenMap.load(folder, drafter.target.vocab_size, own.vocab_size)

@@ -108,6 +108,14 @@ class DraftModelOptions(DrafterOptions):
             )
         return self
 
+    def accept(self, head: Any) -> None:
+        """See `DrafterOptions.accept`."""
+        if head.adapter_of is not None and self.peft_export == "adapter":
+            raise ConfigError(
+                f"drafter.peft_export: adapter, but {self.init_from} is itself an adapter of {head.adapter_of}, and "
+                "nobody loads one on another; set peft_export: merged, or start from a whole model"
+            )
+
     def shape(self, fields: dict[str, Any], target: Any = None) -> dict[str, Any]:
         """See `DrafterOptions.shape`. ConfigError if nothing says what the student starts as."""
         if self.init_from is not None:
@@ -253,8 +261,8 @@ class DraftModel(Drafter):
         elif self.adapter is None:
             self._runners = []
             self.adapter = Adapter(self.model, options.peft, options.init_from)
-            if options.peft_export == "adapter":
-                self.config = self.config.model_copy(update={"adapter_of": options.init_from})
+            alone = options.peft_export == "adapter"
+            self.config = self.config.model_copy(update={"adapter_of": options.init_from if alone else None})
         return self
 
     def freeze(self) -> Drafter:
