@@ -108,6 +108,11 @@ class DraftModelOptions(DrafterOptions):
             )
         return self
 
+    @property
+    def start(self) -> str:
+        """See `DrafterOptions.start`."""
+        return f"layers of the target ({self.from_target})" if self.from_target is not None else "random weights"
+
     def accept(self, head: Any) -> None:
         """See `DrafterOptions.accept`."""
         if head.adapter_of is not None and self.peft_export == "adapter":
