@@ -51,7 +51,7 @@ class LLM:
     tokenizer                folder, repository id or tokenizer object; None: the model's own
     speculative_config       see SpeculativeConfig; None: drafting off
     max_num_seqs             responses written at the same time
-    max_model_len            longest prompt + response; None: the model's own limit
+    max_model_len            longest prompt + response; None: the model's own limit, or its draft model's if less
     max_num_batched_tokens   prompt tokens per prefill forward
     seed                     of the requests that bring none: each gets its own from this and its number
     """
@@ -79,7 +79,7 @@ class LLM:
         target = load_target(model, dtype=dtype, device=default_device(device), **source)
         tokenizer = load_tokenizer(model, tokenizer, **source)
         target, drafter = load_drafter_for(target, config, tokenizer)
-        max_model_len = model_limit(target, max_model_len)
+        max_model_len = model_limit(target, max_model_len, drafter)
         proposer = make_proposer(config, target, drafter, max_num_seqs, max_model_len)
         engine = Engine(
             target,
@@ -112,7 +112,7 @@ class LLM:
         measurements during training; what is reported is always measured on an export."""
         taps = tuple(drafter.config.tap_layers) if drafter is not None and drafter.reads_taps else ()
         target = load_target(model, taps)
-        max_model_len = model_limit(target, max_model_len)
+        max_model_len = model_limit(target, max_model_len, drafter)
         if drafter is not None:
             proposer = HeadProposer(
                 drafter.attach(target),

@@ -104,14 +104,15 @@ def end_of_sequence_ids(target: FrozenTarget, tokenizer: Any) -> frozenset[int]:
     return frozenset(token for token in ids if 0 <= token < target.vocab_size)
 
 
-def model_limit(target: FrozenTarget, asked: int | None) -> int:
-    """max_model_len: what is asked, within the positions the model was made for."""
+def model_limit(target: FrozenTarget, asked: int | None, drafter: Drafter | None = None) -> int:
+    """max_model_len: what is asked, within the positions the model was made for; by default what both it and its
+    drafter were made for."""
     own = getattr(target.config, "max_position_embeddings", None)
     if asked is None and own is None:
         raise ConfigError(f"target {target.name_or_path}: no max_position_embeddings in its config; pass max_model_len")
     if asked is not None and (asked < 2 or (own is not None and asked > own)):
         raise ConfigError(f"max_model_len={asked}; expected 2 to {own or 'more'}, the model's max_position_embeddings")
-    return asked or own
+    return asked or min(own, (drafter.max_length if drafter is not None else None) or own)
 
 
 def default_device(device: str | torch.device | None) -> torch.device:

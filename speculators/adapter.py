@@ -5,6 +5,8 @@ Knows no family, no training and no folder layout.
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from transformers import PreTrainedModel
 from speculators.errors import CheckpointError, ConfigError
 
 CONFIG = "adapter_config.json"
+_WRAPPER = re.compile(r"(?<=\.)(base_layer|modules_to_save\.default)\.")  # what peft puts around a module it changes
+_REPLACED = ".original_module."  # a module that is trained whole, as it was
 
 
 def check_adapter(fields: Mapping[str, Any]) -> Any:
@@ -33,6 +37,8 @@ def check_adapter(fields: Mapping[str, Any]) -> Any:
             f"peft_type is {fields.get('peft_type')!r}; expected one that changes layers and can be merged into them "
             f"({', '.join(mergeable)}): virtual tokens are nothing an engine drafts with"
         )
+    if fields.get("task_type", "CAUSAL_LM") != "CAUSAL_LM":
+        raise AdapterError(f"task_type is {fields['task_type']!r}; a draft model's is CAUSAL_LM, or leave it out")
     try:
         return get_peft_config({"task_type": "CAUSAL_LM", **fields, "peft_type": kind})
     except (TypeError, ValueError) as error:
@@ -73,9 +79,10 @@ class Adapter:
         before, prefix = self.merged, self.peft.base_model.prefix  # how peft's names of its own tensors begin
         self.merge()
         try:
-            own = {n: t for n, t in self.peft.get_base_model().state_dict().items() if prefix not in n}
+            state = self.peft.get_base_model().state_dict()
+            own = {name: tensor for name, tensor in state.items() if prefix not in name and _REPLACED not in name}
             copies = {tensor.data_ptr(): tensor.detach().clone() for tensor in own.values()}  # tied ones stay tied
-            return {name.replace(".base_layer.", "."): copies[tensor.data_ptr()] for name, tensor in own.items()}
+            return {_WRAPPER.sub("", name): copies[tensor.data_ptr()] for name, tensor in own.items()}
         finally:
             if not before:
                 self.unmerge()
@@ -88,14 +95,17 @@ class Adapter:
 def merge_saved_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """`model` with the adapter in `folder` merged into its weights. CheckpointError if it does not fit exactly."""
     from peft import PeftModel
-    from peft.utils import load_peft_weights
+    from peft.utils import get_peft_model_state_dict, load_peft_weights
 
     try:
-        adapted = PeftModel.from_pretrained(model, str(folder))
-    except (RuntimeError, ValueError, OSError) as error:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Found missing adapter keys")  # refused below
+            adapted = PeftModel.from_pretrained(model, str(folder))
+    except (RuntimeError, ValueError, OSError, KeyError) as error:
         raise CheckpointError(f"drafter {folder}: the adapter does not fit its base model: {error}") from error
-    wanted = {name.replace(".default", "") for name in adapted.state_dict() if adapted.base_model.prefix in name}
-    found = {name for name in load_peft_weights(str(folder), device="cpu") if adapted.base_model.prefix in name}
+    wanted, found = (
+        set(state) for state in (get_peft_model_state_dict(adapted), load_peft_weights(str(folder), "cpu"))
+    )
     if wanted != found:
         raise CheckpointError(
             f"drafter {folder}: the adapter's tensors are not those of its configuration: "

@@ -153,8 +153,18 @@ class Drafter(nn.Module):
                 f"drafts one token with each; ask for {self.max_depth} or fewer"
             )
 
-    def require_length(self, tokens: int) -> None:
-        """ConfigError unless it can draft in texts of that many tokens."""
+    @property
+    def max_length(self) -> int | None:
+        """Tokens of the longest text it can draft in; None: any number."""
+        return None
+
+    def require_length(self, tokens: int, where: str) -> None:
+        """ConfigError unless it can draft in texts of that many tokens; `where` names the option that asks for them."""
+        if self.max_length is not None and tokens > self.max_length:
+            raise ConfigError(
+                f"{where} is {tokens}, but this drafter of family {self.config.family} was made for {self.max_length} "
+                f"positions; set {where} to {self.max_length} or less, or choose a drafter for longer texts"
+            )
 
     def cache_length(self, slots: int) -> int:
         """Positions that its cache may need for that many slots of a row."""

@@ -31,6 +31,11 @@ class DrafterOptions(Section):
         None, description="exported or published head (directory or id) to start from; null: from scratch"
     )
 
+    @property
+    def start(self) -> str:
+        """Without `init_from`: what training starts from, in a word or two."""
+        return "scratch"
+
     def accept(self, head: Any) -> None:
         """Raises ConfigError where `head`, the DrafterConfig of `init_from`, needs a word that these options lack."""
 

@@ -20,6 +20,8 @@ from speculators.target_probe import needs_eager
 
 # Fields that say nothing of the weights, and differ between a model, its folder and an export.
 _ELSEWHERE = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "draftsmith")
+# Fields that say how many layers, from the first on, are of one kind.
+_LEADING_LAYERS = {"max_window_layers", "first_k_dense_replace"}
 
 
 def plain_fields(config: PretrainedConfig | Mapping[str, Any], where: str = "model") -> dict[str, Any]:
@@ -43,10 +45,15 @@ def plain_fields(config: PretrainedConfig | Mapping[str, Any], where: str = "mod
     return {name: value for name, value in config.to_dict().items() if name not in _ELSEWHERE}
 
 
+def config_of(fields: Mapping[str, Any]) -> PretrainedConfig:
+    """transformers' own object of `plain_fields`: it answers to the usual names, whatever the architecture's are."""
+    return AutoConfig.for_model(**fields)
+
+
 def build_model(fields: Mapping[str, Any]) -> PreTrainedModel:
     """The causal LM of `plain_fields`, in float32, its weights as transformers initialises them."""
-    config = AutoConfig.for_model(**fields)
-    attention = "eager" if needs_eager(config) else "sdpa"
+    config = config_of(fields)
+    attention = "eager" if needs_eager(config) else None  # None: transformers' choice
     try:
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     except ValueError as error:
@@ -77,14 +84,13 @@ def cut_layers(kept: Sequence[int] | Mapping[str, int], total: int, where: str) 
 def cut_fields(target: PretrainedConfig, layers: Sequence[int], where: str) -> dict[str, Any]:
     """`plain_fields` of a model like `target` that keeps some of its layers."""
     fields, total = plain_fields(deepcopy(target), where), target.num_hidden_layers
+    names = target.attribute_map  # an architecture may have names of its own for the usual fields
     for name, value in fields.items():
-        if isinstance(value, list) and len(value) == total and name != "layer_types":
+        if isinstance(value, list) and len(value) == total and not name.endswith("_token_id"):
             fields[name] = [value[layer] for layer in layers]
-    if fields.get("layer_types"):
-        fields["layer_types"] = [fields["layer_types"][layer] for layer in layers]
-    if "max_window_layers" in fields:  # says in numbers of layers what layer_types says for each
-        fields["max_window_layers"] = sum(layer < fields["max_window_layers"] for layer in layers)
-    fields["num_hidden_layers"] = len(layers)
+    for name in _LEADING_LAYERS & fields.keys():
+        fields[name] = sum(layer < fields[name] for layer in layers)
+    fields[names.get("num_hidden_layers", "num_hidden_layers")] = len(layers)
     return plain_fields(fields, where)
 
 

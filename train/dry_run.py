@@ -7,6 +7,7 @@ memory and disk from the formulas below; both say "about". Knows sizes; runs not
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +58,7 @@ class DryRun:
     drafter: DrafterConfig
     shapes: dict[str, tuple[int, ...]]  # of the drafter's tensors
     trainable: int
+    frozen: int  # parameters of the drafter that are not trained
     reads_last_hidden: bool
     sources: list[TokenCount] = field(default_factory=list)
     validation: list[TokenCount] = field(default_factory=list)
@@ -90,8 +92,8 @@ def describe(recipe: Recipe, console: Console | None = None) -> None:
     shapes = Table(
         "tensor", "shape", title="Trained tensors", title_justify="left", title_style="bold", box=SIMPLE_HEAD
     )
-    for name, shape in plan.shapes.items():
-        shapes.add_row(name, " x ".join(map(str, shape)))
+    for name, shape, count in _alike(plan.shapes):
+        shapes.add_row(name, " x ".join(map(str, shape)) + (f"  ({count} of them)" if count > 1 else ""))
     console.print(shapes)
     console.print("Nothing was loaded, generated or written.", style="dim")
 
@@ -101,11 +103,12 @@ def estimate(recipe: Recipe) -> DryRun:
     from train.run import drafter_config, sketch_drafter
 
     target = sketch_target(recipe.target)
-    config = drafter_config(recipe, cast(FrozenTarget, target))
+    config = drafter_config(recipe, cast(FrozenTarget, target), planning=True)
     drafter = sketch_drafter(recipe, config).prepare_training(recipe.drafter)
     parameters = {name: tuple(p.shape) for name, p in drafter.named_parameters() if p.requires_grad}
     trainable = sum(p.numel() for p in drafter.trainable_parameters())
-    plan = DryRun(recipe, target, config, parameters, trainable, drafter.reads_last_hidden)
+    frozen = sum(p.numel() for p in drafter.parameters()) - trainable
+    plan = DryRun(recipe, target, drafter.config, parameters, trainable, frozen, drafter.reads_last_hidden)
     count = _counter(recipe)
     plan.sources = [count(source) for source in recipe.data.train]
     plan.validation = [count(source) for source in recipe.data.validation]
@@ -188,6 +191,7 @@ def _memory(plan: DryRun) -> dict[str, int]:
     return {
         "target's weights": target.num_parameters * target.dtype.itemsize,
         f"drafter: weights, gradients, {recipe.training.optimizer}": plan.trainable * ADAM_BYTES,
+        "drafter: weights that are not trained": plan.frozen * 4,
         f"features of {B} x {T} tokens": B * T * plan.feature_bytes,
         **({"features kept between epochs, at most": kept} if kept else {}),
         "masks of packed rows": B * T * T * (1 + 2 * target.dtype.itemsize),
@@ -201,11 +205,14 @@ def _disk(plan: DryRun) -> dict[str, int]:
     recipe, config = plan.recipe, plan.drafter
     exported = plan.target.dtype if recipe.export.dtype == "auto" else getattr(torch, recipe.export.dtype)
     kept = recipe.training.keep_last
+    whole = plan.trainable + plan.frozen
+    alone = getattr(config, "adapter_of", None) is not None  # of a draft model
     maps = 8 * config.draft_vocab_size + config.vocab_size if config.reduced_vocabulary else 0  # d2t, t2d
     return {
-        f"checkpoints ({kept} kept, one being written)": (kept + 1) * plan.trainable * CHECKPOINT_BYTES,
-        "best weights": plan.trainable * 4,
-        "export": plan.trainable * exported.itemsize + maps,
+        f"checkpoints ({kept} kept, one being written)": (kept + 1)
+        * (plan.trainable * CHECKPOINT_BYTES + plan.frozen * 4),
+        "best weights": whole * 4,
+        "export": plan.trainable * 4 if alone else whole * exported.itemsize + maps,
         "responses": 7 * sum(s.supervised for s in plan.sources) if recipe.regenerate.enabled else 0,  # ids as text
     }
 
@@ -235,7 +242,6 @@ def _sections(plan: DryRun) -> list[tuple[str, Rows]]:
 
 def _model_rows(plan: DryRun) -> Rows:
     t, d, recipe = plan.target, plan.drafter, plan.recipe
-    vocabulary = f"{d.draft_vocab_size:,} of the target's {d.vocab_size:,} tokens"
     trained = f"trained along by a LoRA of rank {recipe.joint.r}" if recipe.joint else "frozen"
     return [
         (
@@ -246,8 +252,8 @@ def _model_rows(plan: DryRun) -> Rows:
         ("reads", _reads(plan)),
         ("drafter", d.describe()),
         ("", f"{_count(plan.trainable)} trainable parameters, {plan.trainable / t.num_parameters:.1%} of the target's"),
-        ("draft vocabulary", vocabulary if d.reduced_vocabulary else f"all {d.vocab_size:,} tokens"),
-        ("starts from", recipe.drafter.init_from or f"scratch, as docs/{recipe.family}.md describes"),
+        ("draft vocabulary", _vocabulary(plan)),
+        ("starts from", recipe.drafter.init_from or f"{recipe.drafter.start}, as docs/{recipe.family}.md describes"),
         ("features", f"{_bytes(plan.feature_bytes)} per token, made online and never stored"),
     ]
 
@@ -256,7 +262,26 @@ def _reads(plan: DryRun) -> str:
     """Which of the target's states."""
     taps = plan.drafter.tap_layers
     parts = [f"taps {list(taps)} of 0..{plan.target.num_layers} (0: embedding output, i: output of layer i-1)"]
-    return "; ".join(parts * bool(taps) + ["the last hidden state"] * plan.reads_last_hidden)
+    states = parts * bool(taps) + ["the last hidden state"] * plan.reads_last_hidden
+    return "; ".join(states) or "no state of the target: tokens alone"
+
+
+def _vocabulary(plan: DryRun) -> str:
+    d, of_target = plan.drafter, plan.target.vocab_size
+    if getattr(plan.recipe.drafter, "vocab", "same") == "intersection":
+        return f"of {d.vocab_size:,} tokens those that the target has too, which its tokenizer will tell"
+    if d.reduced_vocabulary:
+        return f"{d.draft_vocab_size:,} of the target's {d.vocab_size:,} tokens"
+    padded = f", in a table of {d.vocab_size:,}" if d.vocab_size != of_target else ""
+    return f"all {min(d.vocab_size, of_target):,} tokens{padded}"
+
+
+def _alike(shapes: dict[str, tuple[int, ...]]) -> list[tuple[str, tuple[int, ...], int]]:
+    """Tensors of one shape whose names differ in a number only, as one: name, shape, how many."""
+    groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for name, shape in shapes.items():
+        groups.setdefault((re.sub(r"(?<=\.)\d+(?=\.)", "*", name), shape), []).append(name)
+    return [(names[0] if len(names) == 1 else like, shape, len(names)) for (like, shape), names in groups.items()]
 
 
 def _data_rows(plan: DryRun) -> Rows:

@@ -40,7 +40,7 @@ class OnPolicySection(Section):
     temperatures: Shares | None = Field(
         None,
         min_length=1,
-        description="of the texts, written as in regenerate; null: those of regenerate, which are those of serving, and "
+        description="of the texts, written as in regenerate; null: those of regenerate, which are serving's, and "
         "whose top_p and top_k hold here too",
     )
     max_new_tokens: PositiveInt = Field(256, description="longest response of a rollout, within data.max_length")

@@ -146,15 +146,17 @@ def load_target(recipe: Recipe, accelerator: Accelerator, tap_layers: Sequence[i
 # ---------------------------------------------------------------- drafter
 
 
-def drafter_config(recipe: Recipe, target: FrozenTarget) -> DrafterConfig:
-    """The recipe's drafter for this target; with `init_from`, that head's own, which the recipe may not contradict."""
+def drafter_config(recipe: Recipe, target: FrozenTarget, *, planning: bool = False) -> DrafterConfig:
+    """The recipe's drafter for this target; with `init_from`, that head's own, which the recipe may not contradict.
+    `planning`: of a student's folder config.json will do."""
     options, fields = recipe.drafter, family_class(recipe.family).config_class.model_fields
     wanted = options.shape(fields, target)
-    if (start := start_folder(recipe)) is None:
+    config_only = planning and recipe.family == "draft_model"
+    if (start := start_folder(recipe, weights=not config_only)) is None:
         if "draft_vocab_size" in wanted and wanted["draft_vocab_size"] is None:
             wanted["draft_vocab_size"] = min(DEFAULT_DRAFT_VOCABULARY, target.vocab_size)
         return config_for_target(target, recipe.family, **wanted)
-    config = read_drafter_config(start, target.num_layers)
+    config = read_drafter_config(start, target.num_layers, config_only=config_only)
     if config.family != recipe.family:
         raise ConfigError(
             f"drafter.init_from: {options.init_from} is of family {config.family!r}, the recipe's is {recipe.family!r}"
@@ -169,11 +171,11 @@ def drafter_config(recipe: Recipe, target: FrozenTarget) -> DrafterConfig:
     return config
 
 
-def start_folder(recipe: Recipe) -> Path | None:
+def start_folder(recipe: Recipe, *, weights: bool = True) -> Path | None:
     """The folder whose head the recipe starts from (`target`: the target's own), None where it starts from scratch."""
     if recipe.drafter.init_from == "target":
         return resolve(recipe.target.model, recipe.target.revision)
-    return None if recipe.drafter.init_from is None else resolve(recipe.drafter.init_from)
+    return None if recipe.drafter.init_from is None else resolve(recipe.drafter.init_from, weights=weights)
 
 
 def checkpoints(recipe: Recipe, stage: str | None = None) -> Path:
@@ -184,10 +186,12 @@ def checkpoints(recipe: Recipe, stage: str | None = None) -> Path:
 
 
 def sketch_drafter(recipe: Recipe, config: DrafterConfig) -> Drafter:
-    """The drafter without memory for its weights. ConfigError if the evaluation wants more drafts than it can make."""
+    """The drafter without memory for its weights. ConfigError if the recipe wants more drafts than it can make, or
+    longer texts."""
     with torch.device("meta"):
         drafter = family_class(config.family)(config)
     drafter.require_depth(recipe.evaluation.num_speculative_tokens, "evaluation.num_speculative_tokens")
+    drafter.require_length(recipe.data.max_length, "data.max_length")
     for name, part in recipe.training_stages():
         if part.on_policy is not None and part.on_policy.num_speculative_tokens is not None:
             where = f"stages ({name}): on_policy" if name else "on_policy"

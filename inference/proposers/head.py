@@ -43,7 +43,7 @@ class HeadProposer(Proposer):
     ) -> None:
         super().__init__(num_speculative_tokens)
         drafter.require_depth(num_speculative_tokens, "num_speculative_tokens")
-        drafter.require_length(max_model_len)
+        drafter.require_length(max_model_len, "max_model_len")
         self._drafter, self._vocab_size, self._probabilistic = drafter, vocab_size, probabilistic
         self._draft_to_target = drafter.draft_to_target
         self._device = torch.device(device)

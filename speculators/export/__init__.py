@@ -82,15 +82,16 @@ def replace_folder(fresh: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def resolve(path_or_id: str | Path, revision: str | None = None) -> Path:
-    """A local folder as it is; anything else is asked of the Hub (safetensors and JSON only)."""
+def resolve(path_or_id: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
+    """A local folder as it is; anything else is asked of the Hub (JSON only, and safetensors)."""
     if Path(path_or_id).is_dir():
         return Path(path_or_id)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    patterns = ["*.json", "*.safetensors"] if weights else ["config.json"]
     try:
-        return Path(snapshot_download(str(path_or_id), revision=revision, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(snapshot_download(str(path_or_id), revision=revision, allow_patterns=patterns))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
             f"drafter {path_or_id}: no such folder, and the Hub did not give it ({type(error).__name__}); "
@@ -111,18 +112,23 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-def read_drafter_config(path_or_id: str | Path, num_target_layers: int | None = None) -> DrafterConfig:
+def read_drafter_config(
+    path_or_id: str | Path, num_target_layers: int | None = None, *, config_only: bool = False
+) -> DrafterConfig:
     """The configuration of an exported or published drafter, without its weights.
 
-    `num_target_layers` is needed only for heads whose config.json does not say which layers they tap.
+    `num_target_layers` is needed only for heads whose config.json does not say which layers they tap. `config_only`:
+    the tensors need not be there. Right for whole language models; of a head they may say what config.json does not.
     """
-    folder = resolve(path_or_id)
+    folder = resolve(path_or_id, weights=not config_only)
     names: set[str] = set()
-    for file in _files(folder):
+    for file in [] if config_only else _files(folder):
         with safe_open(file, "pt") as reader:
             names |= set(reader.keys())
     try:
         fields = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"drafter {folder}: expected config.json") from error
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{folder}/config.json: not JSON: {error}") from error
     layout = _layout_of(fields, names, str(folder))

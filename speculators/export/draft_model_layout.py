@@ -21,6 +21,7 @@ from speculators.errors import CheckpointError, ConfigError
 from speculators.export.layout import Layout, dtype_of, own_fields, refuse
 from speculators.families.draft_model import DraftModel, DraftModelConfig, sizes_of
 from speculators.student import plain_fields
+from speculators.target_probe import needs_eager
 from speculators.token_map import TokenMap
 
 
@@ -82,6 +83,7 @@ class DraftModelLayout(Layout):
         drafter.take_model(_load(base or folder))
         if base is not None:
             drafter.take_model(merge_saved_adapter(drafter.model, folder))
+            drafter.config = own.model_copy(update={"adapter_of": None})  # it is a whole model now
         _refuse_infinite(drafter, folder)
         if own.other_tokenizer:
             drafter.token_map = TokenMap.load(folder, drafter.target.vocab_size, own.vocab_size)
@@ -106,6 +108,8 @@ def _load(path: str | Path) -> Any:
     for name, found, expected in sorted(info.get("mismatched_keys") or ()):
         faults.append(f"{name} has shape {list(found)}, expected {list(expected)}")
     refuse([*faults, *map(str, info.get("error_msgs") or ())], Path(path))
+    if needs_eager(model.config):
+        model.set_attn_implementation("eager")
     return model
 
 

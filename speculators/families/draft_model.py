@@ -21,7 +21,7 @@ from speculators.config import DrafterConfig
 from speculators.drafter import Drafter, DraftStep, term_paths
 from speculators.errors import ConfigError
 from speculators.options import Count, DrafterOptions, PositiveInt
-from speculators.student import build_model, copy_layers, cut_fields, cut_layers, plain_fields
+from speculators.student import build_model, config_of, copy_layers, cut_fields, cut_layers, plain_fields
 from speculators.surfaces import same_vocabulary
 from speculators.target import FrozenTarget, TargetFeatures
 from speculators.token_map import TokenMap
@@ -39,17 +39,18 @@ class DraftModelConfig(DrafterConfig):
 
     @property
     def size(self) -> str:
-        layers, heads = self.model.get("num_hidden_layers"), self.model.get("num_attention_heads")
-        return f"{layers} x {self.hidden_size}, {heads} heads"
+        model = config_of(self.model)
+        return f"{model.num_hidden_layers} x {self.hidden_size}, {model.num_attention_heads} heads"
 
     def describe(self) -> str:
         return f"a causal LM of its own: {self.model.get('model_type')}, {self.size}"
 
     def activation_bytes(self, tokens: int, width: int, *, recompute: bool) -> int:
         """See `DrafterConfig.activation_bytes`: as a decoder of the usual shape."""
+        model = config_of(self.model)
         inner = self.model.get("intermediate_size") or self.model.get("ffn_dim") or 4 * self.hidden_size
-        scores = 0 if recompute else (self.model.get("num_attention_heads") or 1) * tokens * (4 + width)
-        return (self.model.get("num_hidden_layers") or 1) * (width * (14 * self.hidden_size + 3 * inner) + scores)
+        scores = 0 if recompute else model.num_attention_heads * tokens * (4 + width)
+        return model.num_hidden_layers * (width * (14 * self.hidden_size + 3 * inner) + scores)
 
 
 class DraftModelOptions(DrafterOptions):
@@ -107,6 +108,19 @@ class DraftModelOptions(DrafterOptions):
             )
         return self
 
+    @property
+    def start(self) -> str:
+        """See `DrafterOptions.start`."""
+        return f"layers of the target ({self.from_target})" if self.from_target is not None else "random weights"
+
+    def accept(self, head: Any) -> None:
+        """See `DrafterOptions.accept`."""
+        if head.adapter_of is not None and self.peft_export == "adapter":
+            raise ConfigError(
+                f"drafter.peft_export: adapter, but {self.init_from} is itself an adapter of {head.adapter_of}, and "
+                "nobody loads one on another; set peft_export: merged, or start from a whole model"
+            )
+
     def shape(self, fields: dict[str, Any], target: Any = None) -> dict[str, Any]:
         """See `DrafterOptions.shape`. ConfigError if nothing says what the student starts as."""
         if self.init_from is not None:
@@ -127,12 +141,13 @@ class DraftModelOptions(DrafterOptions):
 
 def sizes_of(model: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a DraftModelConfig that follow from its model's."""
+    config = config_of(model)
     return {
         "model": dict(model),
-        "hidden_size": model["hidden_size"],
-        "target_hidden_size": model["hidden_size"],  # it reads no state of the target
-        "vocab_size": model["vocab_size"],
-        "draft_vocab_size": model["vocab_size"],
+        "hidden_size": config.hidden_size,
+        "target_hidden_size": config.hidden_size,  # it reads no state of the target
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.vocab_size,
     }
 
 
@@ -233,14 +248,16 @@ class DraftModel(Drafter):
         """See `Drafter.cache_length`: as if every token were the one with the longest spelling."""
         return slots if self.token_map is None else self.token_map.longest_row(slots)
 
-    def require_length(self, tokens: int) -> None:
-        """See `Drafter.require_length`."""
+    @property
+    def max_length(self) -> int | None:
+        """See `Drafter.max_length`. With another tokenizer a text has more or fewer positions, and the last one is
+        used again beyond."""
+        return getattr(self.model.config, "max_position_embeddings", None) if self.token_map is None else None
+
+    def _positions(self, positions: Tensor) -> Tensor:
+        """Those that it has: drafts that will not be verified may be asked for behind the last one, too."""
         most = getattr(self.model.config, "max_position_embeddings", None)
-        if most is not None and tokens > most and self.token_map is None:
-            raise ConfigError(
-                f"max_model_len is {tokens}, but the draft model was made for {most} positions; set max_model_len to "
-                f"{most} or less, or choose a draft model for longer texts"
-            )
+        return positions if most is None else positions.clamp(max=most - 1)
 
     # -------------------------------------------------------------- starting weights, and how it is trained
 
@@ -259,8 +276,8 @@ class DraftModel(Drafter):
         elif self.adapter is None:
             self._runners = []
             self.adapter = Adapter(self.model, options.peft, options.init_from)
-            if options.peft_export == "adapter":
-                self.config = self.config.model_copy(update={"adapter_of": options.init_from})
+            alone = options.peft_export == "adapter"
+            self.config = self.config.model_copy(update={"adapter_of": options.init_from if alone else None})
         return self
 
     def freeze(self) -> Drafter:
@@ -295,7 +312,8 @@ class DraftModel(Drafter):
         ends = None
         if self.token_map is not None:
             rows = self.token_map.spell_packed(ids, segments)
-            ids, positions, segments, ends = rows.input_ids, rows.position_ids, rows.segment_ids, rows.ends
+            ids, segments, ends = rows.input_ids, rows.segment_ids, rows.ends
+            positions = self._positions(rows.position_ids)
         own = self.runner.features(
             self._known(ids),
             positions,
@@ -369,14 +387,7 @@ class DraftModel(Drafter):
     def _extend(self, cache, start: int, stop: int, token_ids: Tensor) -> Tensor:
         """One pass over M new tokens per row, written at each row's own length: states [b, M, D]."""
         M = token_ids.shape[1]
-        positions, mask, view = (
-            cache.position_ids(start, stop, M),
-            cache.mask(start, stop, M),
-            cache.view(start, stop, M),
-        )
-        most = getattr(self.model.config, "max_position_embeddings", None)
-        if most is not None and max(cache.lengths[start:stop]) + M > most:
-            positions = positions.clamp(max=most - 1)
+        positions, mask = self._positions(cache.position_ids(start, stop, M)), cache.mask(start, stop, M)
         view = cache.view(start, stop, M)
         states = self.runner(token_ids, positions, mask, view)[1]
         if self.token_map is not None:  # a target token may be spelt by nothing: the state before it is asked for then

@@ -66,7 +66,7 @@ class FakeHead:
     """A head by the Drafter contract with maths of its own: its state is the mean of all slots it may see, a slot is
     embedding of the token + projected features, and the state is fed back as features. Keys hold the tokens."""
 
-    reads_taps, reads_last_hidden, width = True, True, 8
+    reads_taps, reads_last_hidden, first_token, max_length, width = True, True, 1, None, 8
 
     def __init__(self, vocab_size: int, tap_layers: tuple[int, ...], hidden_size: int, draft_ids=None) -> None:
         source = torch.Generator().manual_seed(5)
@@ -85,6 +85,11 @@ class FakeHead:
 
     def require_depth(self, tokens, where):
         """Any number of tokens."""
+
+    require_length = require_depth
+
+    def cache_length(self, slots):
+        return slots
 
     def draft(self, cache, start, stop, token_ids, taps, last_hidden, counts, k, sample):
         state = self._extend(cache, start, stop, token_ids, torch.cat([taps, last_hidden], -1) @ self.project)

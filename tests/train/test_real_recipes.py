@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from train import dry_run
 from train.recipe import load_recipe
@@ -24,30 +25,47 @@ _QWEN3: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+}
+
+
+def _llama3(factor: float) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+_OPT: dict[str, Any] = {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "vocab_size": 50272,
+    "max_position_embeddings": 2048,
+    "do_layer_norm_before": True,
+    "torch_dtype": "float16",
+}
 TARGETS: dict[str, tuple[float, dict[str, Any]]] = {  # parameters in billions, config.json
     "meta-llama/Llama-3.1-8B-Instruct": (
         8.03,
         {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "vocab_size": 128256,
+            **_LLAMA,
             "hidden_size": 4096,
             "intermediate_size": 14336,
             "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500000.0,
-            "rope_scaling": {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            },
-            "max_position_embeddings": 131072,
+            "rope_scaling": _llama3(8.0),
             "tie_word_embeddings": False,
-            "torch_dtype": "bfloat16",
         },
     ),
     "Qwen/Qwen3-8B": (
@@ -80,14 +98,72 @@ TARGETS: dict[str, tuple[float, dict[str, Any]]] = {  # parameters in billions, 
             "mlp_only_layers": [],
         },
     ),
+    "facebook/opt-6.7b": (
+        6.66,
+        {
+            **_OPT,
+            "hidden_size": 4096,
+            "word_embed_proj_dim": 4096,
+            "ffn_dim": 16384,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+        },
+    ),
+}
+STUDENTS: dict[str, tuple[float, dict[str, Any]]] = {
+    "meta-llama/Llama-3.2-1B-Instruct": (
+        1.24,
+        {
+            **_LLAMA,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "head_dim": 64,
+            "rope_scaling": _llama3(32.0),
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Qwen/Qwen3-0.6B": (
+        0.60,
+        {
+            **_QWEN3,
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "facebook/opt-125m": (
+        0.125,
+        {
+            **_OPT,
+            "hidden_size": 768,
+            "word_embed_proj_dim": 768,
+            "ffn_dim": 3072,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+        },
+    ),
 }
 
 
-def planned(path: Path, folder: Path) -> tuple[dry_run.DryRun, float]:
-    """The plan of a recipe with its target's config.json written to `folder`; the target's true size."""
-    billions, config = TARGETS[load_recipe(path).target.model]
-    (folder / "config.json").write_text(json.dumps(config))
-    return dry_run.estimate(load_recipe(path, [f"target.model={folder}"])), billions
+def planned(path: Path, folder: Path, *overrides: str) -> tuple[dry_run.DryRun, float]:
+    """The plan of a recipe with the config.json of its target, and of its student, in folders; the target's true
+    size."""
+    recipe = load_recipe(path)
+    named = {"target.model": (recipe.target.model, TARGETS)}
+    if recipe.drafter.init_from in STUDENTS:
+        named["drafter.init_from"] = (recipe.drafter.init_from, STUDENTS)
+    local = []
+    for key, (name, known) in named.items():
+        (folder / key).mkdir()
+        (folder / key / "config.json").write_text(json.dumps(known[name][1]))
+        local.append(f"{key}={folder / key}")
+    return dry_run.estimate(load_recipe(path, [*local, *overrides])), TARGETS[recipe.target.model][0]
 
 
 @pytest.mark.parametrize("path", REAL, ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -100,6 +176,25 @@ def test_a_real_recipe_can_be_planned(path: Path, tmp_path: Path) -> None:
     dry_run.describe(plan.recipe)
 
 
+@pytest.mark.parametrize("path", [p for p in REAL if p.stem == "draft_model"], ids=lambda path: path.parent.name)
+def test_a_student_is_planned_from_its_config_alone(path: Path, tmp_path: Path, capsys) -> None:
+    """Trained whole, or by the adapter that a comment of the recipes offers."""
+    student = load_recipe(path).drafter.init_from
+    (tmp_path / "whole").mkdir()
+    plan, _ = planned(path, tmp_path / "whole")
+    assert plan.trainable / 1e9 == pytest.approx(STUDENTS[student][0], abs=0.005) and plan.frozen == 0
+    lora = "drafter.peft={peft_type: LORA, r: 64, lora_alpha: 128, target_modules: all-linear}"
+    adapted, _ = planned(path, tmp_path, lora)
+    assert adapted.frozen == plan.trainable and 0 < adapted.trainable < plan.trainable / 10
+    assert sum(adapted.memory.values()) < sum(plan.memory.values())
+    dry_run.describe(adapted.recipe, Console(width=300))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "no state of the target: tokens alone" in printed
+    assert f"starts from {adapted.recipe.drafter.init_from}" in printed
+
+
 def test_every_real_target_is_known() -> None:
     assert REAL
     assert {load_recipe(path).target.model for path in REAL} <= set(TARGETS)
+    students = {load_recipe(path).drafter.init_from for path in REAL if path.stem == "draft_model"}
+    assert students == set(STUDENTS)

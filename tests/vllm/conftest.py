@@ -108,18 +108,20 @@ def same_in_vllm(serve, tmp_path: Path):
         config = {"method": drafter.config.family, "model": str(head), "num_speculative_tokens": k, **options}
         job = {"model": str(tmp_path / "target"), "prompts": PROMPTS, "max_tokens": WRITTEN, "options": engine or {}}
         theirs = serve(job | {"speculative_config": config})
-        token_ids, drafts, counters = _ours(model, head, k)
+        texts, drafts, counters = _ours(model, head, k)
+        token_ids = [text[:WRITTEN] for text in texts]
         assert theirs["token_ids"] == token_ids
         for mine, their in zip(drafts, theirs["drafts"], strict=True):  # vLLM drafts once more after the last round
             assert [row[: len(own)] for row, own in zip(their, mine)] == mine
-        assert theirs["counters"] == counters.to_dict()
+        assert theirs["counters"] == _count(drafts, texts).to_dict()  # drafts behind the end count as accepted there
+        assert counters == _count(drafts, token_ids)
         return counters
 
     return check
 
 
 def _ours(model: Any, head: Path, k: int) -> tuple[list[list[int]], list[list[list[int]]], SpecDecodeCounters]:
-    """Tokens, proposals and counters of our runtime with the exported head."""
+    """Texts, proposals and counters of our runtime with the exported head; the texts go on for a round."""
     layers = model.config.get_text_config().num_hidden_layers
     target = FrozenTarget(model, read_drafter_config(head, layers).tap_layers)
     llm = LLM._assemble(target, drafter=load_drafter(head, target), num_speculative_tokens=k)
@@ -133,6 +135,21 @@ def _ours(model: Any, head: Path, k: int) -> tuple[list[list[int]], list[list[li
         return proposal
 
     llm.engine.proposer.propose = watched
-    params = SamplingParams(temperature=0, max_tokens=WRITTEN)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
-    return [o.outputs[0].token_ids for o in outputs], [drafts[str(i)] for i in range(len(PROMPTS))], llm.get_metrics()
+    prompts = [{"prompt_token_ids": p} for p in PROMPTS]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=WRITTEN), use_tqdm=False)
+    further = SamplingParams(temperature=0, max_tokens=WRITTEN + k + 1)
+    texts = [o.outputs[0].token_ids for o in llm.generate(prompts, further, use_tqdm=False, speculate=False)]
+    assert [text[:WRITTEN] for text in texts] == [o.outputs[0].token_ids for o in outputs]
+    return texts, [drafts[str(i)] for i in range(len(PROMPTS))], llm.get_metrics()
+
+
+def _count(drafts: list[list[list[int]]], texts: list[list[int]]) -> SpecDecodeCounters:
+    """Of these proposals, verified against these texts."""
+    counters = SpecDecodeCounters()
+    for rounds, text in zip(drafts, texts, strict=True):
+        at = 1  # the first token comes from prefill
+        for row in rounds:
+            accepted = next((i for i, token in enumerate(row) if text[at + i : at + i + 1] != [token]), len(row))
+            counters.add(len(row), accepted)
+            at += accepted + 1
+    return counters

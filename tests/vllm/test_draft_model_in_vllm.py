@@ -1,0 +1,82 @@
+"""Draft models in real vLLM: students cut from their target, merged adapters, and OPT as its documentation pairs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from speculators.config import config_for_target
+from speculators.families.draft_model import DraftModel, DraftModelOptions
+from speculators.target import FrozenTarget
+
+LORA = {"peft_type": "LORA", "r": 4, "init_lora_weights": False, "target_modules": "all-linear"}
+OPT = dict(
+    vocab_size=128, hidden_size=128, ffn_dim=96, num_hidden_layers=3, num_attention_heads=4, word_embed_proj_dim=128,
+    max_position_embeddings=256, init_std=0.3, dropout=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def opt():
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("opt", **OPT)).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def student(model: Any, noise: float, **options: Any) -> DraftModel:
+    """A draft model that is disturbed, so that some of its drafts are accepted and some are not."""
+    target, chosen = FrozenTarget(model), DraftModelOptions.model_validate(options)
+    torch.manual_seed(1)
+    drafter = DraftModel(config_for_target(target, "draft_model", **chosen.shape({}, target))).attach(target)
+    drafter.initialise_from(target, chosen)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(noise * torch.randn_like(parameter))
+    return drafter.prepare_training(chosen).eval()
+
+
+def some_accepted(counters: Any) -> bool:
+    return counters.num_drafts / 8 < counters.num_accepted_tokens < 2.9 * counters.num_drafts
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_a_cut_student_drafts_the_same(servable_model, same_in_vllm, architecture: str) -> None:
+    model = servable_model(architecture)
+    drafter = student(model, 0.02, from_target=[0, 1, 2])
+    assert some_accepted(same_in_vllm(model, drafter, 3))
+
+
+def test_fewer_layers_draft_the_same(servable_model, same_in_vllm) -> None:
+    """The layer that is passed over matters little."""
+    model = servable_model("llama")
+    with torch.no_grad():
+        for module in (model.model.layers[1].self_attn.o_proj, model.model.layers[1].mlp.down_proj):
+            module.weight.mul_(0.1)
+    assert some_accepted(same_in_vllm(model, student(model, 0.0, from_target={"spread": 2}), 3))
+
+
+def test_a_merged_adapter_drafts_the_same(servable_model, same_in_vllm) -> None:
+    model = servable_model("llama")
+    drafter = student(model, 0.0, from_target={"first": 3}, peft=LORA)
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            if "lora_" in name:
+                parameter.mul_(0.3)
+    assert some_accepted(same_in_vllm(model, drafter, 3))
+
+
+def test_opt_drafts_for_opt(opt, same_in_vllm) -> None:
+    drafter = student(opt, 0.02, from_target={"first": 3})
+    assert some_accepted(same_in_vllm(opt, drafter, 3))
+
+
+def test_a_model_of_its_own_drafts_the_same(servable_model, opt, same_in_vllm) -> None:
+    """Smaller than the target and of another architecture; it agrees with it by chance."""
+    model = servable_model("llama")
+    fields = OPT | {"hidden_size": 64, "word_embed_proj_dim": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+    drafter = student(model, 0.0, config={"model_type": "opt", **fields})
+    assert same_in_vllm(model, drafter, 3).num_drafts > 0
