@@ -29,7 +29,7 @@ LOSSES = {
     "jsd": "jsd",
     "tv": "tv",
 }
-TEXTS = "max_new_tokens: 96, prompts: 280, refresh_every: 20"  # about as many rows as twenty steps read
+TEXTS = "max_new_tokens: 96, prompts: 280, refresh_every: 40"  # each row is read about twice
 DATA = {
     "fixed": ("regenerate.enabled=false",),
     "target": (),
