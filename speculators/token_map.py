@@ -21,7 +21,7 @@ from speculators import vocab
 from speculators.errors import CheckpointError, ConfigError
 from speculators.surfaces import Surfaces, surfaces
 
-FILE = "token_map.safetensors"
+FILE = "token_map/model.safetensors"  # below: engines take every *.safetensors beside config.json for weights
 LEAST_SHARED = 64  # text tokens; fewer are not even the letters, digits and the space
 
 
@@ -179,7 +179,8 @@ class TokenMap:
         return out, source, lengths
 
     def save(self, folder: Path) -> None:
-        """Writes `token_map.safetensors` into `folder`."""
+        """Writes `FILE` below `folder`."""
+        (folder / FILE).parent.mkdir(exist_ok=True)
         tensors = {field.name: getattr(self, field.name).cpu().contiguous() for field in fields(self)}
         save_file(tensors, folder / FILE, metadata={"format": "pt"})
 

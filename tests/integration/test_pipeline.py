@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export import read_drafter_config
 from speculators.target import FrozenTarget
+from tests.conftest import make_tiny_model
+from tests.speculators.test_token_map import byte_level
 from train import checkpoint
 from train.joint import cross_entropy
 from train.run import run
@@ -24,11 +26,6 @@ QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
 @pytest.fixture(scope="module")
 def tiny_target(tmp_path_factory):
     """A random model of 4 layers with the embedded target's tokenizer, saved as a user's would be."""
-    import sys
-
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from conftest import make_tiny_model
-
     folder = tmp_path_factory.mktemp("target")
     make_tiny_model(
         "qwen3", vocab_size=4096, num_hidden_layers=4, eos_token_id=2, max_position_embeddings=512
@@ -156,6 +153,43 @@ def test_an_on_policy_stage_follows_a_supervised_one(recipe, tmp_path, regenerat
     second["on_policy"]["prompts"] = 5
     with pytest.raises(CheckpointError, match="another recipe"):
         run(recipe, [f"stages={json.dumps([{'name': 'supervised'}, second])}", staged[1]])
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", ["cut", "adapter", "intersection"])
+def test_a_draft_model_from_recipe_to_report(recipe, tmp_path, capsys, kind):
+    """Its export is what the report measured, and the same command again trains nothing."""
+    student = tmp_path / "student"
+    tokenizer = byte_level(600, eos_token="<|end|>") if kind == "intersection" else None
+    size = 4096 if tokenizer is None else len(tokenizer)
+    make_tiny_model("qwen3", vocab_size=size, num_hidden_layers=1, max_position_embeddings=512).save_pretrained(student)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(student)
+    else:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(QUICKSTART / "target" / name, student / name)
+    drafter = {
+        "cut": {"from_target": {"spread": 2}},
+        "adapter": {
+            "init_from": str(student), "peft_export": "adapter",
+            "peft": {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"},
+        },
+        "intersection": {"init_from": str(student), "vocab": "intersection"},
+    }[kind]  # fmt: skip
+    options = ["family=draft_model", f"drafter={json.dumps(drafter)}", "trackers=none"]
+    assert run(recipe, options) == 0
+    out = tmp_path / "run"
+    assert json.loads((out / "acceptance.json").read_text())["summary"]["lossless_mismatches"] == 0
+    config = read_drafter_config(out / "export")
+    assert config.adapter_of == (str(student) if kind == "adapter" else None)
+    assert config.other_tokenizer == (kind == "intersection")
+    weights = [path.read_bytes() for path in sorted((out / "export").rglob("*.safetensors"))]
+    assert run(recipe, options) == 0
+    assert [path.read_bytes() for path in sorted((out / "export").rglob("*.safetensors"))] == weights
+    capsys.readouterr()
+    if kind == "intersection":
+        with pytest.raises(ConfigError, match="tokenizer is not the target's.*drafter.vocab: intersection"):
+            run(recipe, [*options, "drafter.vocab=same", f"output_dir={tmp_path / 'other'}"])
 
 
 def test_launcher_of_another_family_and_dry_run(recipe, tmp_path, capsys):

@@ -47,8 +47,7 @@ def main(job: dict) -> dict:
     from vllm import LLM, SamplingParams
 
     drafting = job.get("speculative_config")
-    llm = LLM(
-        job["model"],
+    options = dict(
         dtype="float32",
         enforce_eager=True,
         skip_tokenizer_init=True,
@@ -58,8 +57,8 @@ def main(job: dict) -> dict:
         max_num_batched_tokens=512,
         kv_cache_memory_bytes=64 << 20,
         **({"speculative_config": drafting} if drafting else {}),
-        **job.get("options", {}),
     )
+    llm = LLM(job["model"], **(options | job.get("options", {})))
     seen = watch_drafts(llm) if drafting else {}
     params = SamplingParams(temperature=0, max_tokens=job["max_tokens"], ignore_eos=True, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], params, use_tqdm=False)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from inference import LLM, SamplingParams
 from speculators.config import config_for_target
+from speculators.export import export_drafter
 from speculators.families.draft_model import DraftModel, DraftModelOptions
 from speculators.target import FrozenTarget
+from tests.speculators.test_token_map import byte_level
+from tests.vllm.conftest import PROMPTS, WRITTEN
 
 LORA = {"peft_type": "LORA", "r": 4, "init_lora_weights": False, "target_modules": "all-linear"}
 OPT = dict(
@@ -67,6 +72,30 @@ def test_a_merged_adapter_drafts_the_same(servable_model, same_in_vllm) -> None:
             if "lora_" in name:
                 parameter.mul_(0.3)
     assert some_accepted(same_in_vllm(model, drafter, 3))
+
+
+def test_another_tokenizer_loads_with_its_map_beside(servable_model, serve, tmp_path: Path) -> None:
+    """vLLM makes a map of its own, from the tokenizers' words; the text is the target's all the same."""
+    tokenizers = [byte_level(size, eos_token="<|end|>") for size in (400, 380)]
+    folders = [tmp_path / "target", tmp_path / "plain"]
+    for folder, tokenizer, layers in zip(folders, tokenizers, (3, 1)):
+        model = servable_model("llama", vocab_size=len(tokenizer), num_hidden_layers=layers)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    drafting = {"method": "draft_model", "num_speculative_tokens": 3, "use_heterogeneous_vocab": True}
+    llm = LLM(str(folders[0]), speculative_config=drafting | {"model": str(folders[1])})
+    head = export_drafter(llm.engine.proposer._drafter, tmp_path / "head", dtype=torch.float32)
+    params = SamplingParams(temperature=0, max_tokens=WRITTEN, ignore_eos=True)
+    ours = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
+    job = {
+        "model": str(folders[0]),
+        "prompts": PROMPTS,
+        "max_tokens": WRITTEN,
+        "options": {"skip_tokenizer_init": False},
+    }
+    theirs = serve(job | {"speculative_config": drafting | {"model": str(head)}})
+    assert theirs["token_ids"] == [output.outputs[0].token_ids for output in ours]
+    assert theirs["counters"]["vllm:spec_decode_num_drafts"] > 0
 
 
 def test_opt_drafts_for_opt(opt, same_in_vllm) -> None:
