@@ -286,10 +286,12 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
         if drafter is None:
             drafter = make_drafter(part, config, target, features, stages, folder)
             meet_tokenizers(recipe, drafter, tokenizer)
+            drafter.prepare_training(part.drafter)
             trained = sum(p.numel() for p in drafter.trainable_parameters())
             stages.say(
                 f"      {recipe.family}: {trained / 1e6:.2f} M trainable parameters on a target of "
-                f"{sum(p.numel() for p in target.parameters()) / 1e6:.1f} M; taps {list(config.tap_layers)}"
+                f"{sum(p.numel() for p in target.parameters()) / 1e6:.1f} M"
+                + (f"; taps {list(config.tap_layers)}" if config.tap_layers else "")
             )
         before = _fingerprint(part, data.target_hash, before)
         joint = JointTarget(target, part.joint) if part.joint else None

@@ -175,7 +175,8 @@ class DraftModel(Drafter):
     def runner(self) -> FrozenTarget:
         if not self._runners:
             trained = [p for p in self.model.parameters() if p.requires_grad]
-            self._runners = [FrozenTarget(self.model)]
+            with torch.autocast(self.model.device.type, enabled=False):  # its probes compare in the model's precision
+                self._runners = [FrozenTarget(self.model)]
             for parameter in trained:
                 parameter.requires_grad_(True)
             self.model.train(self.training)

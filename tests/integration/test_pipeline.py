@@ -178,6 +178,8 @@ def test_a_draft_model_from_recipe_to_report(recipe, tmp_path, capsys, kind):
     }[kind]  # fmt: skip
     options = ["family=draft_model", f"drafter={json.dumps(drafter)}", "trackers=none"]
     assert run(recipe, options) == 0
+    said = capsys.readouterr().out
+    assert ("0.00 M trainable" in said) == (kind == "adapter")  # of the adapter, not of its base
     out = tmp_path / "run"
     assert json.loads((out / "acceptance.json").read_text())["summary"]["lossless_mismatches"] == 0
     config = read_drafter_config(out / "export")
