@@ -95,7 +95,7 @@ def prepare(
     """Look at the data of a recipe: counts per workload, and one example with its supervised tokens in green."""
     from inference.llm_loading import load_tokenizer
     from train.data import conversation_tokenizer
-    from train.recipe import load_recipe
+    from train.recipe_load import load_recipe
     from train.sources import load_sources
 
     checked = load_recipe(recipe, overrides or ())
@@ -170,7 +170,7 @@ def evaluate(
 ) -> None:
     """The acceptance report: of a recipe's run (exit code 1: a gate is missed), or of --drafter for --model."""
     from train.evaluation import evaluate_folders, evaluate_run
-    from train.recipe import load_recipe
+    from train.recipe_load import load_recipe
 
     if recipe is not None and not (model or drafter or prompts):
         raise typer.Exit(evaluate_run(load_recipe(recipe, overrides or ())))

@@ -27,7 +27,8 @@ from inference.report_cell import ALL_WORKLOADS
 from speculators.errors import ConfigError, DraftsmithError
 from train import checkpoint
 from train.acceptance import EXPORT, REPORT
-from train.recipe import Recipe, load_recipe
+from train.recipe import Recipe
+from train.recipe_load import load_recipe
 from train.run import checkpoints
 
 FILE, PICTURE = "comparison.json", "comparison.png"

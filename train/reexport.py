@@ -17,7 +17,7 @@ from speculators.errors import CheckpointError, ConfigError
 from speculators.export import export_drafter
 from speculators.target import FrozenTarget
 from train import checkpoint
-from train.recipe import load_recipe
+from train.recipe_load import load_recipe
 from train.run import checkpoints, drafter_config
 from train.target_sketch import sketch_target
 

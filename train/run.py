@@ -35,7 +35,8 @@ from train.joint import JointTarget
 from train.loop import Interrupted, Trainer
 from train.on_policy import OnPolicy
 from train.progress import Stages
-from train.recipe import Recipe, load_recipe
+from train.recipe import Recipe
+from train.recipe_load import load_recipe
 from train.regenerate import Response
 from train.rollout import LLMWriter
 from train.run_data import RunData

@@ -20,7 +20,7 @@ from speculators.families.eagle3 import Eagle3
 from speculators.target import FrozenTarget
 from train.acceptance import accept, gate_bounds, settings_of, workloads
 from train.progress import Stages
-from train.recipe import load_recipe
+from train.recipe_load import load_recipe
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from train import dry_run
-from train.recipe import load_recipe
+from train.recipe_load import load_recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 REAL = sorted(path for path in RECIPES.glob("*/*.yaml") if path.parent.name != "quickstart")

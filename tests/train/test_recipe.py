@@ -9,7 +9,8 @@ import yaml
 
 from speculators.drafter import FAMILIES
 from speculators.errors import ConfigError
-from train.recipe import Recipe, describe_schema, load_recipe
+from train.recipe import Recipe, describe_schema
+from train.recipe_load import load_recipe
 from train.recipe_sections import GATE_METRICS, split_gate
 
 MINIMAL = """\
