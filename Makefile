@@ -22,7 +22,7 @@ ARGS ?=
 LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no \
 	--dynamo_backend no --num_cpu_threads_per_process
 
-.PHONY: help venv quickstart test lint format compare bench-losses clean
+.PHONY: help venv quickstart test lint format compare distill-table bench-losses clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ format: $(VENV)/.installed  ## format the code and mend what ruff can mend
 
 compare: $(VENV)/.installed  ## train every family for the same time and put them side by side (about an hour)
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/draftsmith compare recipes/quickstart/*.yaml $(ARGS)
+
+distill-table: $(VENV)/.installed  ## every divergence on every kind of data for one student (about an hour and a half)
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python scripts/distill_table.py $(ARGS)
 
 bench-losses: $(VENV)/.installed  ## memory and time of the chunked objective against the plain one
 	$(BIN)/python scripts/bench_losses.py $(ARGS)

@@ -3,7 +3,7 @@
 One student, cut from the target and taught to write on the responses of the data (`undistilled`), goes on from there
 with every pair for the same number of steps, and is measured in the runtime. A run that is there is not run again.
 
-    python scripts/distill_table.py                        # runs/distill/, and the table of docs/draft_model.md
+    make distill-table                                     # runs/distill/, and the table of docs/draft_model.md
     python scripts/distill_table.py --only forward_kl,tv
 
 data: `fixed` the responses of the data, `target` those that the target wrote to its prompts, `on_policy` texts of the
