@@ -29,12 +29,13 @@ LOSSES = {
     "jsd": "jsd",
     "tv": "tv",
 }
-TEXTS = "max_new_tokens: 96, prompts: 280, refresh_every: 40"  # each row is read about twice
+TEXTS = "max_new_tokens: 256, prompts: 280, refresh_every: 40"  # each row is read about twice
+LONG = "regenerate.max_new_tokens=256"  # as long as those of the data, so that a step has as many tokens to learn from
 DATA = {
     "fixed": ("regenerate.enabled=false",),
-    "target": (),
+    "target": (LONG,),
     "on_policy": ("regenerate.enabled=false", f"on_policy={{share: 1.0, {TEXTS}}}"),
-    "mixed": (f"on_policy={{share: {{start: 0.0, end: 1.0}}, {TEXTS}}}",),
+    "mixed": (LONG, f"on_policy={{share: {{start: 0.0, end: 1.0}}, {TEXTS}}}",),
 }
 BASE = "undistilled"
 BEGIN, END = "<!-- distill:begin -->", "<!-- distill:end -->"
