@@ -35,7 +35,10 @@ DATA = {
     "fixed": ("regenerate.enabled=false",),
     "target": (LONG,),
     "on_policy": ("regenerate.enabled=false", f"on_policy={{share: 1.0, {TEXTS}}}"),
-    "mixed": (LONG, f"on_policy={{share: {{start: 0.0, end: 1.0}}, {TEXTS}}}",),
+    "mixed": (
+        LONG,
+        f"on_policy={{share: {{start: 0.0, end: 1.0}}, {TEXTS}}}",
+    ),
 }
 BASE = "undistilled"
 BEGIN, END = "<!-- distill:begin -->", "<!-- distill:end -->"

@@ -62,7 +62,8 @@ def test_failed_export_leaves_the_old_one(head, tmp_path, monkeypatch):
     _, drafter = head
     folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
     before = (folder / "model.safetensors").read_bytes()
-    monkeypatch.setattr("speculators.export.save_file", lambda *a, **k: (_ for _ in ()).throw(OSError("disk full")))
+    full = OSError("disk full")
+    monkeypatch.setattr("speculators.export.layout.save_file", lambda *a, **k: (_ for _ in ()).throw(full))
     with pytest.raises(OSError, match="disk full"):
         export_drafter(drafter, folder, dtype=torch.float32)
     assert (folder / "model.safetensors").read_bytes() == before and len(list(tmp_path.iterdir())) == 1
