@@ -12,6 +12,8 @@ the number of layers are learnt from the first keys and values that arrive.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -72,6 +74,22 @@ class RaggedCache:
         last_visible = self.position_ids(start, stop, T)[:, None, :, None]  # [b, 1, T, 1]
         return self._arange[: longest + T] <= last_visible
 
+    def tree_mask(self, start: int, stop: int, base: Sequence[int], visible: Tensor) -> tuple[Tensor, Tensor]:
+        """For T new tokens per row whose last N positions, counted from base[b] on, are no text but a tree.
+
+        visible bool [b, T, N]: which of these N, the new ones last, each new token sees (itself included) beside the
+        row's first base[b] positions. Returns mask [b, 1, T, S] as `mask` does, and index [b, S] that says which of
+        the N each key is: below 0 for the text.
+        """
+        T, N = visible.shape[1:]
+        longest = max(self.lengths[start:stop]) + T
+        self._reserve(longest)
+        first = torch.tensor(base, device=self.device)[:, None]  # [b, 1]
+        index = self._arange[:longest] - first  # [b, S]
+        inside = index.clamp(0, N - 1)[:, None].expand(-1, T, -1)  # [b, T, S]
+        seen = visible.gather(2, inside) & (index < N)[:, None]
+        return (seen | (index < 0)[:, None])[:, None], index
+
     def position_ids(self, start: int, stop: int, num_new_tokens: int) -> Tensor:
         """[b, T]: each row's own positions, length_b … length_b + T - 1."""
         lengths, T = self.lengths[start:stop], num_new_tokens
@@ -90,6 +108,16 @@ class RaggedCache:
                 f"{self.capacity} positions were written at most (use truncate to roll back)"
             )
         self.lengths[row] += count
+
+    def keep(self, row: int, places: Sequence[int]) -> None:
+        """Of the tokens written to `row` behind its length, keeps those at `places` (ascending), closed up; the row
+        grows by their number."""
+        length = self.lengths[row]
+        if list(places) != list(range(len(places))):
+            source = torch.tensor(places, device=self.device) + length
+            for tensor in self._tensors():
+                tensor[row, :, length : length + len(places)] = tensor[row].index_select(1, source)
+        self.advance(row, len(places))
 
     def truncate(self, row: int, length: int) -> None:
         """Rolls `row` back to its first `length` tokens."""

@@ -17,9 +17,10 @@ from inference.cache import RaggedCache
 from inference.metrics import SpecDecodeCounters
 from inference.proposal import Proposal
 from inference.proposers.base import Proposer
-from inference.rejection_sampler import verify_and_sample
+from inference.rejection_sampler import AUTO, Kept, verify_and_sample
 from inference.request import Request
 from inference.scheduler import Scheduler
+from inference.tree import ancestors
 from speculators.errors import ConfigError, DraftsmithError
 from speculators.target import FrozenTarget
 
@@ -46,7 +47,7 @@ class Engine:
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 512,
         proposer: Proposer | None = None,
-        rule: str = "token",
+        rule: str = AUTO,
         on_round: OnRound | None = None,
     ) -> None:
         if max_num_batched_tokens < 1:
@@ -55,7 +56,7 @@ class Engine:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.scheduler = Scheduler(max_num_seqs)
         self._proposer, self._on_round = proposer, on_round
-        drafts = proposer.num_speculative_tokens if proposer is not None else 0
+        drafts = proposer.max_places if proposer is not None else 0
         self._cache = RaggedCache(max_num_seqs, max_model_len + drafts, device=target.device)
         self._speculate = True
         self.reset_metrics()
@@ -122,20 +123,25 @@ class Engine:
         anchors = torch.tensor([[request.token_ids[-1]] for request in rows], device=self.target.device)  # [B, 1]
         inputs = torch.cat([anchors, proposal.token_ids], dim=1) if proposal.width else anchors  # [B, K+1]
         t2 = clock()
-        taps, last_hidden = self._forward(0, len(rows), inputs)
-        logits = self.target.logits(last_hidden)  # [B, K+1, V]
+        taps, last_hidden = self._forward(0, len(rows), inputs, proposal)
+        logits = self.target.logits(last_hidden)  # [B, 1+K, V]
         t3 = clock()
-        new_tokens = self._decide(logits, proposal, rows)
+        if proposer is not None and proposer.reads_logits:
+            proposer.see_logits(rows, proposal, logits)
+        kept = self._decide(logits, proposal, rows)
         t4 = clock()
         if self._on_round is not None:
-            self._on_round(rows, proposal, new_tokens)
-        for row, (request, new, drafted) in enumerate(zip(rows, new_tokens, proposal.counts, strict=True)):
-            self._cache.advance(row, len(new))  # the anchor and the accepted drafts
-            accepted = min(len(new) - 1, request.commit(new))  # what follows the end of a response was not accepted
-            request.count_round(drafted, accepted)
-            self.counters.add(drafted, accepted)
+            self._on_round(rows, proposal, [each.tokens for each in kept])
+        depths = proposal.depths()
+        for row, (request, each, drafted) in enumerate(zip(rows, kept, proposal.counts, strict=True)):
+            self._cache.keep(row, [0, *(1 + place for place in each.places)])  # the anchor and the accepted drafts
+            accepted = min(len(each.places), request.commit(each.tokens))  # what follows the end was not accepted
+            request.count_round(drafted, accepted, depth := max(depths[row][:drafted], default=0))
+            self.counters.add(drafted, accepted, depth)
         if proposer is not None and proposer.reads_features:
-            proposer.observe(rows, [len(new) for new in new_tokens], taps, last_hidden)
+            if proposal.parents is not None:
+                taps, last_hidden = (_along(kept, features) for features in (taps, last_hidden))
+            proposer.observe(rows, [len(each.tokens) for each in kept], taps, last_hidden)
         finished = self._release_finished()
         t5 = clock()
         timers = self.timers
@@ -173,32 +179,44 @@ class Engine:
             while b and admitted[b - 1].num_prompt_tokens <= done:
                 b -= 1
         logits = self.target.logits(torch.stack(ends)[:, None])  # [b, 1, V]
-        new_tokens = self._decide(logits, Proposal.empty(len(admitted), self.target.device), admitted)
+        first_tokens = self._decide(logits, Proposal.empty(len(admitted), self.target.device), admitted)
         now = perf_counter()
-        for request, new in zip(admitted, new_tokens, strict=True):
+        for request, kept in zip(admitted, first_tokens, strict=True):
             request.first_token_time = now
-            request.commit(new)
+            request.commit(kept.tokens)
         finished = self._release_finished()
         self.timers["prefill"] += perf_counter() - started
         return finished
 
     # ------------------------------------------------------------------ its parts
 
-    def _forward(self, start: int, stop: int, token_ids: Tensor) -> tuple[Tensor | None, Tensor]:
-        """token_ids [b, T], written at each row's own length -> taps [b, T, n·H] or None, last_hidden [b, T, H]."""
-        T = token_ids.shape[1]
-        position_ids = self._cache.position_ids(start, stop, T)
-        if max(self._cache.lengths[start:stop]) + T > self.max_model_len:  # padding only: drafts keep to the limit
+    def _forward(
+        self, start: int, stop: int, token_ids: Tensor, proposal: Proposal | None = None
+    ) -> tuple[Tensor | None, Tensor]:
+        """token_ids [b, T], written at each row's own length -> taps [b, T, n·H] or None, last_hidden [b, T, H].
+        `proposal`: what the tokens after the first are, where it is a tree."""
+        T, cache = token_ids.shape[1], self._cache
+        key_position_ids = None
+        if proposal is None or proposal.parents is None or T == 1:
+            position_ids, mask = cache.position_ids(start, stop, T), cache.mask(start, stop, T)
+        else:
+            lengths = cache.lengths[start:stop]
+            depths, visible = ancestors(proposal, T - 1, cache.device)
+            first = torch.tensor(lengths, device=cache.device)[:, None]  # [b, 1]
+            position_ids = first + depths
+            mask, index = cache.tree_mask(start, stop, lengths, visible)
+            key_position_ids = first + torch.where(index < 0, index, depths.gather(1, index.clamp(0, T - 1)))
+        if max(cache.lengths[start:stop]) + T > self.max_model_len:  # padding only: drafts keep to the limit
             position_ids = position_ids.clamp(max=self.max_model_len - 1)
-        mask = self._cache.mask(start, stop, T)
-        return self.target(token_ids, position_ids, mask, self._cache.view(start, stop, T))
+        return self.target(token_ids, position_ids, mask, cache.view(start, stop, T), key_position_ids)
 
-    def _decide(self, logits: Tensor, proposal: Proposal, rows: Sequence[Request]) -> list[list[int]]:
-        """Logits [b, K+1, V] -> new tokens per row, the accepted drafts and one more."""
+    def _decide(self, logits: Tensor, proposal: Proposal, rows: Sequence[Request]) -> list[Kept]:
+        """Logits [b, 1+K, V] -> the accepted drafts of each row and one token more."""
         for i, request in enumerate(rows):
-            early = request.may_stop_at - len(request.token_ids)  # places at which min_tokens forbids the end
+            early = request.may_stop_at - len(request.token_ids)  # depths at which min_tokens forbids the end
             if early > 0 and request.stop_ids:
-                logits[i, :early, sorted(request.stop_ids)] = -torch.inf
+                places = [0, *(1 + k for k, depth in enumerate(proposal.depths()[i]) if depth < early)]
+                logits[i, torch.tensor(places)[:, None], sorted(request.stop_ids)] = -torch.inf
         return verify_and_sample(
             logits, proposal, [request.params for request in rows], [request.generator for request in rows], self.rule
         )
@@ -216,3 +234,13 @@ class Engine:
                         if self.proposer is not None:
                             self.proposer.move(moved, row)
         return finished
+
+
+def _along(kept: Sequence[Kept], features: Tensor | None) -> Tensor | None:
+    """Features [b, 1+K, ·] of the last committed token and of every place -> [b, T, ·] of it and the kept places."""
+    if features is None:
+        return None
+    width = max(len(each.tokens) for each in kept)
+    places = [[0, *(1 + place for place in each.places)] for each in kept]
+    index = torch.tensor([row + [0] * (width - len(row)) for row in places], device=features.device)
+    return features.gather(1, index.unsqueeze(-1).expand(-1, -1, features.shape[-1]))

@@ -160,6 +160,7 @@ class _Evaluation:
             "method": self.method,
             "model": self.drafter_path,
             "num_speculative_tokens": self.settings.num_speculative_tokens,
+            "rejection_sample_method": "token",  # vLLM's, and the one that the replay expects exactly
         }
         rows = max(self.settings.rows, self.settings.batch_size)
         return LLM(self.model, speculative_config=speculative, max_num_seqs=rows, seed=self.settings.seed, **options)

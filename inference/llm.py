@@ -33,6 +33,7 @@ from inference.metrics import SpecDecodeCounters
 from inference.outputs import RequestOutput
 from inference.proposers.base import Proposer
 from inference.proposers.head import HeadProposer
+from inference.rejection_sampler import AUTO
 from inference.request import Request
 from inference.response import Response
 from inference.sampler import make_generator
@@ -105,7 +106,7 @@ class LLM:
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
         max_num_batched_tokens: int = 512,
-        rule: str = "token",
+        rule: str = AUTO,
         on_round: OnRound | None = None,
     ) -> LLM:
         """From parts made elsewhere: a proposer, or a drafter in memory (attached to the target here). For tests and

@@ -41,8 +41,8 @@ class SpecDecodeCounters:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
 
-    def add(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """Count one row's round."""
+    def add(self, num_draft_tokens: int, num_accepted_tokens: int, depth: int | None = None) -> None:
+        """Count one row's round. `depth`: most drafts it could accept, where they are a tree; None: all of them."""
         if not 0 <= num_accepted_tokens <= num_draft_tokens:
             raise ValueError(
                 f"{num_accepted_tokens} accepted of {num_draft_tokens} drafted; expected no more than drafted"
@@ -52,9 +52,9 @@ class SpecDecodeCounters:
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted_tokens
-        per_pos = self.num_accepted_tokens_per_pos
-        if len(per_pos) < num_draft_tokens:
-            per_pos.extend([0] * (num_draft_tokens - len(per_pos)))
+        per_pos, places = self.num_accepted_tokens_per_pos, num_draft_tokens if depth is None else depth
+        if len(per_pos) < places:
+            per_pos.extend([0] * (places - len(per_pos)))
         for k in range(num_accepted_tokens):
             per_pos[k] += 1
 

@@ -14,20 +14,26 @@ from torch import Tensor
 
 @dataclass
 class Proposal:
-    """Drafted tokens of B rows, K at most.
+    """Drafted tokens of B rows, K places at most: a chain per row, or with `parents` a tree.
 
-    token_ids  [B, K] long; places from counts[b] on are padding (any valid token id, 0 by custom)
+    token_ids  [B, K] long; places from counts[b] on are padding (any valid token id, 0 by custom) or scaffold
     counts     tokens drafted per row, each 0..K; 0 is plain decoding of that row. Given as list or tensor
     q          [B, K, V], what token_ids[b, k] was *really drawn from*, after every processor and over the
                target's whole vocabulary; None: the drafts are deterministic, q is one-hot. Padding, and rows
-               whose temperature is 0, are never read
-    parents    None for chains; for trees [B, K], the place of each token's parent, -1 for the root
+               whose temperature is 0, are never read. Siblings of a tree are drawn one after the other
+               without replacement, in the order of their places, and all have the q of the first one
+    parents    None for chains; for trees, per row the place of each token's parent, -1 for the root (the last
+               committed token): counts[b] + scaffold[b] numbers, parents before their children. Given as
+               lists or as a tensor [B, K]
+    scaffold   places per row, behind the judged ones, that the target computes but nobody judges: each sees
+               the committed text, its ancestors and itself, and leaves nothing behind
     """
 
     token_ids: Tensor
     counts: list[int]
     q: Tensor | None = None
-    parents: Tensor | None = None
+    parents: list[list[int]] | None = None
+    scaffold: list[int] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.counts, Tensor):
@@ -39,6 +45,19 @@ class Proposal:
             raise ValueError(f"Proposal: counts={self.counts}; expected {shape[0]} numbers between 0 and {shape[1]}")
         if self.q is not None and (self.q.dim() != 3 or self.q.shape[:2] != shape):
             raise ValueError(f"Proposal: q has shape {list(self.q.shape)}; expected [{shape[0]}, {shape[1]}, V]")
+        if self.parents is None:
+            if self.scaffold is not None:
+                raise ValueError("Proposal: scaffold is given without parents; a chain has none")
+            return
+        extra = self.scaffold or [0] * shape[0]
+        used = [count + more for count, more in zip(self.counts, extra, strict=True)]
+        if isinstance(self.parents, Tensor):
+            self.parents = [row[:places] for row, places in zip(self.parents.tolist(), used, strict=True)]
+        for row, (parents, places) in enumerate(zip(self.parents, used, strict=True)):
+            if len(parents) != places or any(not -1 <= parent < k for k, parent in enumerate(parents)):
+                raise ValueError(
+                    f"Proposal: parents[{row}] is {parents}; expected {places} numbers, each -1 or an earlier place"
+                )
 
     @classmethod
     def empty(cls, rows: int, device: torch.device | str = "cpu") -> Proposal:
@@ -61,5 +80,25 @@ class Proposal:
             self.token_ids[index],
             [self.counts[row] for row in rows],
             None if self.q is None else self.q[index],
-            None if self.parents is None else self.parents[index],
+            None if self.parents is None else [self.parents[row] for row in rows],
+            None if self.scaffold is None else [self.scaffold[row] for row in rows],
         )
+
+    def children(self, row: int) -> dict[int, list[int]]:
+        """Of every judged place with drafts behind it, and of -1, the places of these drafts, in their order."""
+        found: dict[int, list[int]] = {}
+        for place in range(self.counts[row]):
+            found.setdefault(place - 1 if self.parents is None else self.parents[row][place], []).append(place)
+        return found
+
+    def depths(self) -> list[list[int]]:
+        """Per row and place, scaffold included, how many tokens after the committed text it stands: 1, 2, ..."""
+        if self.parents is None:
+            return [list(range(1, count + 1)) for count in self.counts]
+        found = []
+        for parents in self.parents:
+            depths: list[int] = []
+            for parent in parents:
+                depths.append(1 + (depths[parent] if parent >= 0 else 0))
+            found.append(depths)
+        return found

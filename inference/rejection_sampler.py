@@ -7,6 +7,7 @@ strings and length limits are cut off later, by whoever commits the tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +15,45 @@ from torch import Tensor
 from inference.proposal import Proposal
 from inference.sampler import argmax, batch_probabilities, check_drawn, inverse_cdf, uniforms
 from inference.sampling_params import SamplingParams
-from inference.verification import decide, verify, verify_greedy
+from inference.tree_verification import TREE_RULES, Tree, follow
+from inference.verification import LOSSY, RULES, decide, verify, verify_greedy
 from speculators.errors import ConfigError
+
+AUTO = "auto"
+METHODS = (AUTO, *(name for name in {**RULES, **TREE_RULES} if name != "greedy"))  # temperature 0 is greedy under any
+
+
+class Kept(NamedTuple):
+    """What a row commits: the drafts at `places` of its proposal, in this order, then one token of the target's own."""
+
+    places: list[int]
+    tokens: list[int]
+
+
+def rule_for(method: str, proposal: Proposal) -> str:
+    """The rule that judges the rows above temperature 0. `auto`: block for sampled chains, traversal for sampled trees,
+    sample_match for what was not sampled. ConfigError if the rule asked for cannot judge such a proposal."""
+    chain, sampled = proposal.parents is None, proposal.q is not None
+    if method == AUTO:
+        return ("block" if chain else "traversal") if sampled else "sample_match"
+    if method not in RULES and method not in TREE_RULES:
+        raise ConfigError(f"rejection_sample_method={method!r}; expected one of {', '.join(METHODS)}")
+    if not chain and method not in TREE_RULES:
+        raise ConfigError(
+            f"rejection_sample_method={method!r} judges chains, and the drafts are trees; use {AUTO}, or one of "
+            f"{', '.join(name for name in TREE_RULES if name != 'greedy')}"
+        )
+    if not sampled and method in ("recursive", "traversal") and any(proposal.counts):
+        raise ConfigError(
+            f"rejection_sample_method={method!r} needs drafts that were sampled, and these are deterministic; use "
+            f"{AUTO} or sample_match"
+        )
+    return method
+
+
+def is_lossless(method: str) -> bool:
+    """Whether a rule preserves the target's distribution."""
+    return not method.startswith(LOSSY)
 
 
 def verify_and_sample(
@@ -23,14 +61,13 @@ def verify_and_sample(
     proposal: Proposal,
     params: Sequence[SamplingParams],
     generators: Sequence[torch.Generator | None],
-    rule: str = "token",
-) -> list[list[int]]:
-    """Logits [B, K+1, V] of the target after 0..K drafts -> new tokens per row: accepted drafts, then the
-    bonus.
+    rule: str = AUTO,
+) -> list[Kept]:
+    """Logits [B, 1+K, V] of the target, entry 0 after the committed text and entry 1+k after place k -> per row the
+    accepted drafts and the bonus.
 
-    Logits of row b are read at 0..counts[b] only. Rows at temperature 0 use no randomness and take the greedy
-    path whatever the rule; every other row takes counts[b] + 1 numbers from its generator, whatever its
-    neighbours are.
+    Logits of row b are read at its judged places only. Rows at temperature 0 use no randomness and take the greedy
+    path whatever the rule; how many numbers every other row takes from its generator depends on that row alone.
     """
     rows = logits.shape[0]
     if not rows == proposal.num_rows == len(params) == len(generators):
@@ -40,41 +77,49 @@ def verify_and_sample(
         )
     greedy = [row for row in range(rows) if params[row].greedy]
     if len(greedy) == rows:
-        return _greedy_tokens(logits, proposal)
+        return _greedy(logits, proposal)
     if not greedy:
-        return _sampled_tokens(logits, proposal, params, generators, rule)
+        return _sampled(logits, proposal, params, generators, rule)
     sampled = [row for row in range(rows) if not params[row].greedy]
-    tokens: list[list[int]] = [[] for _ in range(rows)]
-    for row, new in zip(greedy, _greedy_tokens(logits[greedy], proposal.select(greedy)), strict=True):
-        tokens[row] = new
-    new_tokens = _sampled_tokens(
+    kept: list[Kept] = [Kept([], [])] * rows
+    for row, found in zip(greedy, _greedy(logits[greedy], proposal.select(greedy)), strict=True):
+        kept[row] = found
+    judged = _sampled(
         logits[sampled],
         proposal.select(sampled),
         [params[row] for row in sampled],
         [generators[row] for row in sampled],
         rule,
     )
-    for row, new in zip(sampled, new_tokens, strict=True):
-        tokens[row] = new
-    return tokens
+    for row, found in zip(sampled, judged, strict=True):
+        kept[row] = found
+    return kept
 
 
-def _greedy_tokens(logits: Tensor, proposal: Proposal) -> list[list[int]]:
-    accepted, bonus = verify_greedy(argmax(logits), proposal)
-    return _joined(proposal, accepted, bonus)
+def _greedy(logits: Tensor, proposal: Proposal) -> list[Kept]:
+    best = argmax(logits)
+    if proposal.parents is None:
+        return _chains(proposal, *verify_greedy(best, proposal))
+    walks = [follow(wanted, tree) for wanted, tree in zip(best.tolist(), _trees(proposal), strict=True)]
+    return _walked(proposal, walks)
 
 
-def _sampled_tokens(
+def _sampled(
     logits: Tensor,
     proposal: Proposal,
     params: Sequence[SamplingParams],
     generators: Sequence[torch.Generator | None],
-    rule: str,
-) -> list[list[int]]:
+    method: str,
+) -> list[Kept]:
+    rule = rule_for(method, proposal)
     if rule == "greedy":
         hot = [row_params.temperature for row_params in params]
-        raise ConfigError(f"rule 'greedy' keeps p at temperature 0 only, and rows ask for {hot}; use rule 'token'")
-    p = batch_probabilities(logits, params)  # [B, K+1, V]
+        raise ConfigError(f"rule 'greedy' keeps p at temperature 0 only, and rows ask for {hot}; use rule {AUTO!r}")
+    p = batch_probabilities(logits, params)  # [B, 1+K, V]
+    if rule in TREE_RULES:
+        walk = TREE_RULES[rule]
+        trees = zip(p, _trees(proposal), generators, strict=True)
+        return _walked(proposal, [walk(row, tree, _Thrown(generator)) for row, tree, generator in trees])
     verdict = verify(p, proposal, rule)
     # one call per row: counts[b] numbers to accept with, and one to draw the bonus
     noise = [uniforms(generator, count + 1) for generator, count in zip(generators, proposal.counts, strict=True)]
@@ -83,9 +128,38 @@ def _sampled_tokens(
     last = torch.tensor([row[-1] for row in noise], dtype=torch.float64, device=p.device)
     bonus = inverse_cdf(verdict.residual_at(accepted), last).tolist()
     check_drawn(bonus, p.shape[-1])
-    return _joined(proposal, accepted, bonus)
+    return _chains(proposal, accepted, bonus)
 
 
-def _joined(proposal: Proposal, accepted: list[int], bonus: list[int]) -> list[list[int]]:
+class _Thrown:
+    """Dice of one row: a number of its generator per throw."""
+
+    def __init__(self, generator: torch.Generator | None) -> None:
+        self._generator = generator
+
+    def flip(self, probability: float) -> bool:
+        return uniforms(self._generator, 1)[0] < probability
+
+    def draw(self, weights: Tensor) -> int:
+        number = torch.tensor(uniforms(self._generator, 1), dtype=torch.float64, device=weights.device)
+        (token,) = inverse_cdf(weights.unsqueeze(0), number).tolist()
+        check_drawn([token], weights.shape[-1])
+        return token
+
+
+def _trees(proposal: Proposal) -> list[Tree]:
+    return [Tree.of(proposal, row, tokens) for row, tokens in enumerate(proposal.token_ids.tolist())]
+
+
+def _chains(proposal: Proposal, accepted: list[int], bonus: list[int]) -> list[Kept]:
     drafted = proposal.token_ids.tolist()
-    return [row[:kept] + [token] for row, kept, token in zip(drafted, accepted, bonus, strict=True)]
+    return [
+        Kept(list(range(kept)), [*row[:kept], token]) for row, kept, token in zip(drafted, accepted, bonus, strict=True)
+    ]
+
+
+def _walked(proposal: Proposal, walks: list[tuple[list[int], int]]) -> list[Kept]:
+    drafted = proposal.token_ids.tolist()
+    return [
+        Kept(path, [*(row[place] for place in path), token]) for row, (path, token) in zip(drafted, walks, strict=True)
+    ]

@@ -97,9 +97,9 @@ class Request:
             self.finish(reason)
         return kept
 
-    def count_round(self, num_drafted: int, num_accepted: int) -> None:
-        """Counts one verification: what was drafted, and how much of it was committed."""
-        self.counters.add(num_drafted, num_accepted)
+    def count_round(self, num_drafted: int, num_accepted: int, depth: int | None = None) -> None:
+        """Counts one verification: what was drafted, and how much of it was committed; `depth` as in the counters."""
+        self.counters.add(num_drafted, num_accepted, depth)
         self.accepted_per_round.append(num_accepted)
 
     def finish(self, reason: str) -> None:

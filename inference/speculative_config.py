@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from inference.verification import RULES
+from inference.rejection_sampler import AUTO, METHODS
 from speculators.drafter import FAMILIES
 from speculators.errors import ConfigError
 
@@ -29,7 +29,11 @@ class SpeculativeConfig(BaseModel):
     draft_sample_method: Literal["probabilistic", "greedy"] = Field(
         "probabilistic", description="at temperature > 0: sample from q, or take its argmax"
     )
-    rejection_sample_method: str = Field("token", description="the verification rule at temperature > 0")
+    rejection_sample_method: str = Field(
+        AUTO,
+        description="the verification rule at temperature > 0; auto: block for sampled chains, traversal for sampled "
+        "trees, sample_match for deterministic drafts",
+    )
 
     @property
     def trained(self) -> bool:
@@ -49,10 +53,9 @@ class SpeculativeConfig(BaseModel):
         methods = [*FAMILIES, *TRAINING_FREE]
         if self.method is not None and self.method not in methods:
             raise ValueError(f"method {self.method!r}; expected one of {', '.join(methods)}, or None (off)")
-        rules = [name for name in RULES if name != "greedy"]  # temperature 0 is greedy under any rule
-        if self.rejection_sample_method not in rules:
+        if self.rejection_sample_method not in METHODS:
             raise ValueError(
-                f"rejection_sample_method {self.rejection_sample_method!r}; expected one of {', '.join(rules)}"
+                f"rejection_sample_method {self.rejection_sample_method!r}; expected one of {', '.join(METHODS)}"
             )
         if self.method is not None and self.num_speculative_tokens is None:
             raise ValueError("num_speculative_tokens is missing: how many tokens to draft per round, such as 4")

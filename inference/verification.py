@@ -32,6 +32,7 @@ class Verdict:
     p             [B, K+1, V] the target's distributions
     proposal      the drafts that were judged
     scale         [B, K+1] the s_j above; None is 1 everywhere
+    subtract      False: p_j itself after j accepted drafts, as lossy rules have it
     """
 
     accept_probs: Tensor
@@ -39,6 +40,7 @@ class Verdict:
     proposal: Proposal
     scale: Tensor | None = None
     first_rejection_ends: bool = True
+    subtract: bool = True
 
     @property
     def residual(self) -> Tensor:
@@ -53,7 +55,7 @@ class Verdict:
         kept = torch.tensor(accepted, dtype=torch.long, device=self.p.device)
         p = self.p[rows, kept]  # [B, V]
         rejecting = [j < count for j, count in zip(accepted, proposal.counts, strict=True)]
-        if not any(rejecting):
+        if not (self.subtract and any(rejecting)):
             return p
         place = kept.clamp(max=width - 1)
         weights = p if self.scale is None else p * self.scale[rows, kept].unsqueeze(-1)
@@ -77,7 +79,7 @@ def verify(p: Tensor, proposal: Proposal, rule: str) -> Verdict:
     if rule not in RULES:
         raise ConfigError(f"rejection_sample_method={rule!r}; expected one of {sorted(RULES)}")
     if proposal.parents is not None:
-        raise ConfigError(f"rule {rule!r} judges chains; the proposal is a tree (parents is set)")
+        raise ConfigError(f"rule {rule!r} judges chains; the proposal is a tree (see tree_verification.py)")
     expected = (proposal.num_rows, proposal.width + 1)
     if p.dim() != 3 or p.shape[:2] != expected:
         raise ValueError(f"verify: p has shape {list(p.shape)}; expected [{expected[0]}, {expected[1]}, V]")
@@ -111,6 +113,47 @@ def token_rule(p: Tensor, proposal: Proposal) -> Verdict:
     return Verdict(_only_drafted(accept, proposal), p, proposal)
 
 
+def block_rule(p: Tensor, proposal: Proposal) -> Verdict:
+    """All drafts of a row weighed together: of all rules that call neither model again the one that keeps most.
+
+    Sun et al. 2403.10444, algorithm 2. s_j = min(1, s_{j-1} p(x_j) / q(x_j)); draft j < γ is the last one kept with
+    probability S / (S + 1 - s_j), S = Σ max(s_j p_j - q_j, 0), and draft γ with s_γ. Of one-hot q as token_rule.
+    """
+    width, counts = proposal.width, torch.tensor(proposal.counts, device=p.device).unsqueeze(-1)
+    if width == 0:
+        return Verdict(p.new_zeros(p.shape[0], 0), p, proposal)
+    chosen = proposal.token_ids.unsqueeze(-1)  # [B, K, 1]
+    rise = p[:, :width].gather(-1, chosen).squeeze(-1).log()  # [B, K]
+    if proposal.q is not None:
+        q_chosen = proposal.q.gather(-1, chosen).squeeze(-1)
+        rise = torch.where(q_chosen > 0, rise - q_chosen.log(), -torch.inf)  # q(x) = 0 cannot have been drawn
+    logs = [p.new_zeros(p.shape[0])]
+    for k in range(width):
+        logs.append((logs[-1] + rise[:, k]).clamp(max=0))
+    scale = torch.stack(logs, dim=1).exp()  # [B, K+1], s_0 .. s_K
+    inner = scale[:, 1:width]  # [B, K-1], s_1 .. s_{K-1}
+    if proposal.q is None:
+        rest = inner * (1 - p[:, 1:width].gather(-1, chosen[:, 1:]).squeeze(-1))
+    else:
+        rest = (inner.unsqueeze(-1) * p[:, 1:width] - proposal.q[:, 1:]).clamp_(min=0).sum(-1)
+    below = rest + 1 - inner
+    accept = torch.cat([torch.where(below > 0, rest / below, 1.0), scale[:, width:]], dim=1)  # [B, K]
+    last = torch.arange(1, width + 1, device=p.device) == counts  # a row may have drafted fewer
+    accept = torch.where(last, scale[:, 1:], accept)
+    return Verdict(_only_drafted(accept, proposal), p, proposal, scale=scale, first_rejection_ends=False)
+
+
+def typical_rule(p: Tensor, proposal: Proposal, threshold: float = 0.09, alpha: float = 0.3) -> Verdict:
+    """Not lossless: keep every draft that the target finds likely enough, p(x) > min(threshold, alpha exp(-H(p))).
+
+    Cai et al. 2401.10774, section 2.3.1, with the constants of their code. Preserves p at temperature 0 only.
+    """
+    before = p[:, : proposal.width]
+    floor = torch.exp(torch.special.entr(before).sum(-1).neg()).mul(alpha).clamp(max=threshold)  # [B, K]
+    likely = before.gather(-1, proposal.token_ids.unsqueeze(-1)).squeeze(-1) > floor
+    return Verdict(_only_drafted(likely.to(p.dtype), proposal), p, proposal, subtract=False)
+
+
 def greedy_rule(p: Tensor, proposal: Proposal) -> Verdict:
     """Keep the longest prefix that equals argmax p, then emit argmax p. Preserves p at temperature 0 only."""
     best = argmax(p)  # [B, K+1]
@@ -134,7 +177,13 @@ def verify_greedy(target_argmax: Tensor, proposal: Proposal) -> tuple[list[int],
     return accepted, bonus
 
 
-RULES: dict[str, Callable[[Tensor, Proposal], Verdict]] = {"greedy": greedy_rule, "token": token_rule}
+LOSSY = "lossy:"  # how the name of a rule begins that does not preserve p
+RULES: dict[str, Callable[[Tensor, Proposal], Verdict]] = {
+    "greedy": greedy_rule,
+    "token": token_rule,
+    "block": block_rule,
+    f"{LOSSY}typical": typical_rule,
+}
 
 
 def _only_drafted(accept: Tensor, proposal: Proposal) -> Tensor:

@@ -175,12 +175,14 @@ class FrozenTarget(nn.Module):
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
+        key_position_ids: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
         """input_ids, position_ids [B, T] -> taps [B, T, n·H] (None without taps), last_hidden [B, T, H].
 
         `attention_mask`: None for plain causal attention over rows of equal length, or bool [B, 1, T, S], True =
-        attend, where key j is the row's position j; layers with a sliding window narrow it by themselves.
-        `past_key_values` must keep every position in every layer. The output head is not computed.
+        attend; layers with a sliding window narrow it by themselves. Key j is the row's position j, unless
+        `key_position_ids` [B, S] say otherwise, as in a tree of drafts. `past_key_values` must keep every position in
+        every layer. The output head is not computed.
         """
         past = 0
         if past_key_values is not None:
@@ -190,7 +192,8 @@ class FrozenTarget(nn.Module):
                     "target: past_key_values drops positions in its sliding layers; pass a cache that keeps them all "
                     "(RaggedCache, or DynamicCache() without a config)"
                 )
-        return self._run(input_ids, position_ids, attention_mask, (position_ids, None), past, past_key_values)
+        places = (position_ids, key_position_ids)
+        return self._run(input_ids, position_ids, attention_mask, places, past, past_key_values)
 
     def logits(self, last_hidden: Tensor) -> Tensor:
         """last_hidden [..., H] -> logits [..., V], with the architecture's own scale and soft cap."""

@@ -15,12 +15,19 @@ from inference.request import Request
 
 class Proposer:
     """`num_speculative_tokens`: the most it drafts per row and round. `reads_features`: whether the engine must call
-    `prefill` and `observe`; features are taps [b, T, n·H] (None without taps) and last_hidden [b, T, H]."""
+    `prefill` and `observe`; features are taps [b, T, n·H] (None without taps) and last_hidden [b, T, H].
+    `reads_logits`: whether it must call `see_logits`."""
 
     reads_features: bool = False
+    reads_logits: bool = False
 
     def __init__(self, num_speculative_tokens: int) -> None:
         self.num_speculative_tokens = num_speculative_tokens
+
+    @property
+    def max_places(self) -> int:
+        """Places of its longest proposal, scaffold included."""
+        return self.num_speculative_tokens
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
         """Drafts for rows 0..B-1, what follows each request's token_ids: at most limits[b] >= 1 tokens for row b.
@@ -43,6 +50,10 @@ class Proposer:
         self, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
     ) -> None:
         """After a round, for rows 0..B-1: features of the counts[b] positions kept, whose next tokens are committed."""
+
+    def see_logits(self, requests: Sequence[Request], proposal: Proposal, logits: Tensor) -> None:
+        """Of the target [B, 1+K, V] over its own proposal, before anything is judged: entry 0 after the committed text,
+        entry 1+k after place k, scaffold included."""
 
     def reset(self, row: int) -> None:
         """A new request enters the row."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import inference.rejection_sampler
 from inference.proposal import Proposal
-from inference.rejection_sampler import verify_and_sample
+from inference.rejection_sampler import verify_and_sample as judge
 from inference.sampler import draw, make_generator, probabilities, uniforms
 from inference.sampling_params import SamplingParams
 from speculators.errors import ConfigError, DraftsmithError
@@ -24,10 +24,28 @@ CLASSES = 4  # the next token depends on the last one modulo this
 WIDTH = 2  # drafts per round
 WRITTEN = 3  # tokens examined
 FAMILY_ALPHA = 1e-6
-CASES = [(16, True), (16, False), (4096, True), (4096, False)]
-ALPHA = FAMILY_ALPHA / (len(CASES) * (WRITTEN + 1))  # each position and the joint of the first two
+CASES = [
+    *((16, True, rule) for rule in ("token", "block", "recursive", "traversal", "sample_match")),
+    *((16, False, rule) for rule in ("token", "block", "sample_match")),
+    *((4096, True, rule) for rule in ("token", "block", "traversal")),
+    *((4096, False, rule) for rule in ("token", "sample_match")),
+]
+TREES = [
+    (16, True, "recursive"),
+    (16, True, "traversal"),
+    (16, True, "sample_match"),
+    (16, False, "sample_match"),
+    (4096, True, "recursive"),
+    (4096, True, "traversal"),
+]
+ALPHA = FAMILY_ALPHA / ((len(CASES) + len(TREES)) * (WRITTEN + 1))  # each position and the joint of the first two
 TARGET_PARAMS = SamplingParams(temperature=0.8, top_p=0.9)
 DRAFT_PARAMS = SamplingParams(temperature=1.3, top_k=12)
+
+
+def verify_and_sample(*arguments) -> list[list[int]]:
+    """The tokens alone."""
+    return [kept.tokens for kept in judge(*arguments)]
 
 
 @dataclass
@@ -61,8 +79,8 @@ def make_world(vocab: int) -> World:
 class Path:
     """How a round is drafted and verified; the bugs override one step each."""
 
-    def __init__(self, world: World, dense: bool):
-        self.world, self.dense = world, dense
+    def __init__(self, world: World, dense: bool, rule: str = "token"):
+        self.world, self.dense, self.rule = world, dense, rule
 
     def draft(self, last: Tensor, generators: list) -> Proposal:
         """Drafts after the last tokens [B], one by one."""
@@ -81,7 +99,7 @@ class Path:
         proposal = self.draft(last, generators)
         context = torch.cat([last.unsqueeze(1), proposal.token_ids], 1)  # [B, K+1]
         logits = self.world.target_logits[context % CLASSES]
-        return verify_and_sample(logits, proposal, [TARGET_PARAMS] * len(last), generators, "token")
+        return verify_and_sample(logits, proposal, [TARGET_PARAMS] * len(last), generators, self.rule)
 
     def write(self, rows: int, batch: int) -> Tensor:
         """The first WRITTEN tokens of each row, after token 0: [rows, WRITTEN]."""
@@ -95,6 +113,26 @@ class Path:
                     new[b] += tokens
             texts += [text[:WRITTEN] for text in new]
         return torch.tensor(texts)
+
+
+class TreePath(Path):
+    """Two drafts after the last token, and two after each of them, siblings drawn without replacement."""
+
+    parents = (-1, -1, 0, 0, 1, 1)
+
+    def draft(self, last, generators):
+        tokens, qs, above = [], [], [last] * 2
+        for pair in range(3):
+            place = above[pair] if pair == 0 else tokens[pair - 1]
+            q = self.world.q[place % CLASSES]
+            left = q.clone()
+            for _ in range(2):
+                drawn = draw(left, generators) if self.dense else left.argmax(-1)
+                left[torch.arange(len(left)), drawn] = 0
+                tokens.append(drawn)
+                qs.append(q)
+        parents = torch.tensor([self.parents] * len(last))
+        return Proposal(torch.stack(tokens, 1), [6] * len(last), self.told_q(torch.stack(qs, 1)), parents)
 
 
 def p_value(observed: Tensor, expected: Tensor) -> float:
@@ -143,9 +181,14 @@ def groups_of(p: Tensor) -> Tensor:
 # (b) χ²
 
 
-@pytest.mark.parametrize("vocab,dense", CASES)
-def test_text_is_distributed_as_the_targets(vocab, dense):
-    assert_written_by_target(Path(make_world(vocab), dense), rows=12_000 if vocab == 16 else 4_000)
+@pytest.mark.parametrize("vocab,dense,rule", CASES)
+def test_text_is_distributed_as_the_targets(vocab, dense, rule):
+    assert_written_by_target(Path(make_world(vocab), dense, rule), rows=8_000 if vocab == 16 else 2_000)
+
+
+@pytest.mark.parametrize("vocab,dense,rule", TREES)
+def test_text_of_tree_drafts_is_distributed_as_the_targets(vocab, dense, rule):
+    assert_written_by_target(TreePath(make_world(vocab), dense, rule), rows=3_000 if vocab == 16 else 1_000)
 
 
 # (c) each known bug, put in, fails the check of (b)
@@ -161,7 +204,7 @@ class SharedNoise(Path):
         for generator, state in zip(generators, before, strict=True):
             generator.set_state(state)
         logits = self.world.target_logits[context % CLASSES]
-        return verify_and_sample(logits, proposal, [TARGET_PARAMS] * len(last), generators)
+        return verify_and_sample(logits, proposal, [TARGET_PARAMS] * len(last), generators, self.rule)
 
 
 class RawTarget(Path):
@@ -171,7 +214,7 @@ class RawTarget(Path):
         proposal = self.draft(last, generators)
         context = torch.cat([last.unsqueeze(1), proposal.token_ids], 1)
         logits = self.world.target_logits[context % CLASSES]
-        return verify_and_sample(logits, proposal, [SamplingParams()] * len(last), generators)
+        return verify_and_sample(logits, proposal, [SamplingParams()] * len(last), generators, self.rule)
 
 
 class RawDrafter(Path):
@@ -201,10 +244,49 @@ class LengthAfterLooking(Path):
         return proposal
 
 
+@pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("bug", [SharedNoise, RawTarget, RawDrafter, NotScattered, LengthAfterLooking])
-def test_the_check_fails_for(bug):
+def test_the_check_fails_for(bug, rule):
     with pytest.raises(AssertionError, match=r"χ² p-value \d"):
-        assert_written_by_target(bug(make_world(16), dense=True), rows=5_000)
+        assert_written_by_target(bug(make_world(16), dense=True, rule=rule), rows=4_000)
+
+
+class SecondIsTheBest(TreePath):
+    """The rule is told that both siblings were drawn, but the second one is the likeliest that was left."""
+
+    def draft(self, last, generators):
+        proposal = super().draft(last, generators)
+        left = proposal.q[:, 1].scatter(-1, proposal.token_ids[:, :1], 0.0)
+        proposal.token_ids[:, 1] = left.argmax(-1)
+        return proposal
+
+
+class PrunedAfterLooking(TreePath):
+    """Drafts that look unlikely are not verified."""
+
+    def draft(self, last, generators):
+        proposal = super().draft(last, generators)
+        likely = proposal.q[:, 0].gather(-1, proposal.token_ids[:, :1]).squeeze(-1) > 0.2
+        proposal.counts = [6 if ok else 0 for ok in likely.tolist()]
+        proposal.parents = [parents[:count] for parents, count in zip(proposal.parents, proposal.counts, strict=True)]
+        return proposal
+
+
+@pytest.mark.parametrize("rule", ["recursive", "traversal"])
+@pytest.mark.parametrize("bug", [SecondIsTheBest, PrunedAfterLooking])
+def test_the_check_fails_for_trees(bug, rule):
+    with pytest.raises(AssertionError, match=r"χ² p-value \d"):
+        assert_written_by_target(bug(make_world(16), dense=True, rule=rule), rows=4_000)
+
+
+@pytest.mark.parametrize("path", [Path, TreePath])
+def test_matched_drafts_leave_every_seeds_text_as_it_is(path):
+    """The target draws every token itself, from the numbers it would draw it from without drafts."""
+    world = make_world(16)
+    drafted = path(world, dense=False, rule="sample_match").write(50, 50)
+    alone = path(world, dense=False)
+    alone.draft = lambda last, generators: Proposal.empty(len(last))
+    assert torch.equal(drafted, alone.write(50, 50))
 
 
 def test_the_check_fails_for_noise_shared_between_acceptance_and_residual(monkeypatch):
@@ -230,25 +312,26 @@ def mixed_batch(rows=12, width=3, vocab=50):
     return logits, Proposal(tokens, [b % (width + 1) for b in range(rows)], q), params
 
 
+@pytest.mark.parametrize("rule", ["token", "block", "sample_match"])
 @pytest.mark.parametrize("dense", [True, False])
-def test_a_row_writes_the_same_in_a_mixed_batch_and_alone(dense):
+def test_a_row_writes_the_same_in_a_mixed_batch_and_alone(dense, rule):
     logits, proposal, params = mixed_batch()
     if not dense:
         proposal.q = None
     generators = [make_generator(b) for b in range(12)]
-    together = verify_and_sample(logits, proposal, params, generators)
+    together = verify_and_sample(logits, proposal, params, generators, rule)
     for b, count in enumerate(proposal.counts):
         generator = make_generator(b)
         alone = Proposal(
             proposal.token_ids[b : b + 1, :count], [count], proposal.q[b : b + 1, :count] if dense else None
         )
-        (tokens,) = verify_and_sample(logits[b : b + 1, : count + 1], alone, [params[b]], [generator])
+        (tokens,) = verify_and_sample(logits[b : b + 1, : count + 1], alone, [params[b]], [generator], rule)
         assert together[b] == tokens
         assert 1 <= len(tokens) <= count + 1
         assert torch.equal(generator.get_state(), generators[b].get_state())
         taken = make_generator(b)
         if not params[b].greedy:
-            uniforms(taken, count + 1)
+            uniforms(taken, len(tokens) if rule == "sample_match" else count + 1)
         assert torch.equal(taken.get_state(), generator.get_state())
 
 

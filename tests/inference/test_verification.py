@@ -15,6 +15,7 @@ from torch import Tensor
 
 import inference.verification
 from inference.proposal import Proposal
+from inference.rejection_sampler import METHODS, is_lossless
 from inference.verification import RULES, Verdict, decide, verify, verify_greedy
 from speculators.errors import ConfigError
 
@@ -141,8 +142,9 @@ def test_a_one_hot_vector_is_no_vector():
     assert_lossless(dense, "token")
 
 
+@pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("counts", list(itertools.product([0, 1, 3], repeat=2)))
-def test_drafts_shorter_than_their_padding(counts):
+def test_drafts_shorter_than_their_padding(counts, rule):
     """Row by row as if alone, whatever lies in the padding."""
     p, q = torch.rand(2, 4, VOCAB, dtype=torch.float64), torch.rand(2, 3, VOCAB, dtype=torch.float64)
     p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
@@ -151,22 +153,23 @@ def test_drafts_shorter_than_their_padding(counts):
         p[row, count + 1 :] = float("nan")
         q[row, count:] = float("nan")
     for dense in (q, None):
-        verdict = verify(p, Proposal(tokens, list(counts), dense), "token")
+        verdict = verify(p, Proposal(tokens, list(counts), dense), rule)
         for row, count in enumerate(counts):
             one = slice(row, row + 1)
             short = Proposal(tokens[one, :count], [count], None if dense is None else dense[one, :count])
-            alone = verify(p[one, : count + 1], short, "token")
+            alone = verify(p[one, : count + 1], short, rule)
             assert torch.equal(verdict.accept_probs[row, :count], alone.accept_probs[0])
             assert (verdict.accept_probs[row, count:] == 0).all()
             assert torch.equal(verdict.residual[row, : count + 1], alone.residual[0])
             assert torch.equal(verdict.residual[row, count], p[row, count])
 
 
+@pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("p_dtype", [torch.float64, torch.float32])
-def test_precision_is_the_inputs(p_dtype):
+def test_precision_is_the_inputs(p_dtype, rule):
     p = torch.softmax(torch.randn(1, 3, VOCAB, dtype=p_dtype), -1)
     for q in (p[:, :2].flip(-1), None):
-        verdict = verify(p, Proposal(torch.tensor([[0, 1]]), [2], q), "token")
+        verdict = verify(p, Proposal(torch.tensor([[0, 1]]), [2], q), rule)
         assert verdict.accept_probs.dtype == verdict.residual.dtype == p_dtype
 
 
@@ -222,34 +225,44 @@ def test_greedy_rule_is_lossless_at_temperature_zero_only():
         assert_lossless(Models(3, hot, random_tables(10)), "greedy")
 
 
-# a rule is one function
+# the block rule
 
 
-def block_rule(p: Tensor, proposal: Proposal) -> Verdict:
-    """Sun et al. 2403.10444 for full-length drafts with dense q, to prove that `Verdict` has room for it."""
-    chosen = proposal.token_ids.unsqueeze(-1)
-    ratios = (p[:, :-1].gather(-1, chosen) / proposal.q.gather(-1, chosen)).squeeze(-1).nan_to_num(0.0)
-    scale = [torch.ones(p.shape[0], dtype=p.dtype)]
-    for k in range(proposal.width):
-        scale.append((scale[-1] * ratios[:, k]).clamp(max=1))
-    scale = torch.stack(scale, 1)  # [B, K+1], p_0 .. p_γ
-    surplus = (scale[:, 1:-1, None] * p[:, 1:-1] - proposal.q[:, 1:]).clamp(min=0).sum(-1)
-    bottom = surplus + 1 - scale[:, 1:-1]
-    accept = torch.where(bottom > 0, surplus / bottom, 1.0)
-    accept = torch.cat([accept, scale[:, -1:]], 1)
-    return Verdict(accept, p, proposal, scale=scale, first_rejection_ends=False)
+@pytest.mark.parametrize("sparse_p,sparse_q", list(itertools.product([False, True], repeat=2)))
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("gamma", [1, 2, 3])
+def test_block_rule_is_lossless_and_keeps_no_less_than_the_token_rule(gamma, seed, sparse_p, sparse_q):
+    models = Models(gamma, random_tables(seed, sparse_p), random_tables(seed + 50, sparse_q))
+    (distance, kept), (_, by_token) = enumerate_rule(models, "block"), enumerate_rule(models, "token")
+    assert distance <= LOSSLESS
+    assert kept >= by_token - 1e-12
 
 
-def test_a_rule_that_weighs_the_whole_block_is_one_function(monkeypatch):
-    monkeypatch.setitem(RULES, "block", block_rule)
+@pytest.mark.parametrize("gamma", [1, 2, 3])
+def test_block_rule_is_the_token_rule_for_deterministic_drafts(gamma):
+    models = Models(gamma, random_tables(4, sparse=True), random_tables(5), deterministic=True)
+    for draft in range(VOCAB**gamma):
+        (distance, kept), (_, by_token) = (enumerate_rule(models, rule, only=draft) for rule in ("block", "token"))
+        assert distance <= LOSSLESS
+        assert kept == pytest.approx(by_token, abs=1e-12)
+
+
+def test_block_rule_on_the_papers_toy():
     distance, accepted = enumerate_rule(paper_toy(), "block")
     assert distance <= LOSSLESS and accepted == pytest.approx(11 / 9, abs=1e-12)
-    for seed in range(3):
-        assert_lossless(Models(3, random_tables(seed), random_tables(seed + 50)), "block")
-    monkeypatch.setitem(RULES, "block", lambda p, proposal: replace(block_rule(p, proposal), scale=None))
-    # the token residual inside the block rule
+
+
+def test_block_rule_with_the_token_residual_is_not_lossless(monkeypatch):
+    block = RULES["block"]
+    monkeypatch.setitem(RULES, "block", lambda p, proposal: replace(block(p, proposal), scale=None))
     with pytest.raises(AssertionError, match=r"total variation \d"):
         assert_lossless(Models(3, random_tables(1), random_tables(51)), "block")
+
+
+def test_typical_acceptance_is_lossy_and_says_so():
+    with pytest.raises(AssertionError, match=r"total variation \d"):
+        assert_lossless(Models(2, random_tables(1), random_tables(51)), "lossy:typical")
+    assert [name for name in METHODS if not is_lossless(name)] == ["lossy:typical"]
 
 
 # (c) each known bug, put in, fails the check of (a)
@@ -289,11 +302,12 @@ BUGS = {
 }
 
 
+@pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("bug", BUGS)
-def test_the_check_fails_for(bug):
-    assert_lossless(replace(BUGS[bug], told_p=None, told_q=None, told_counts=None), "token")
+def test_the_check_fails_for(bug, rule):
+    assert_lossless(replace(BUGS[bug], told_p=None, told_q=None, told_counts=None), rule)
     with pytest.raises(AssertionError, match=r"total variation \d"):
-        assert_lossless(BUGS[bug], "token")
+        assert_lossless(BUGS[bug], rule)
 
 
 def test_choosing_the_length_after_looking_gives_the_known_bias():
