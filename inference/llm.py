@@ -39,6 +39,7 @@ from inference.response import Response
 from inference.sampler import make_generator
 from inference.sampling_params import SamplingParams
 from inference.speculative_config import parse_speculative_config
+from inference.tree_shape import TreeShape
 from speculators.errors import ConfigError
 from speculators.target import FrozenTarget
 
@@ -107,6 +108,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_batched_tokens: int = 512,
         rule: str = AUTO,
+        tree: TreeShape | None = None,
         on_round: OnRound | None = None,
     ) -> LLM:
         """From parts made elsewhere: a proposer, or a drafter in memory (attached to the target here). For tests and
@@ -122,6 +124,7 @@ class LLM:
                 max_num_seqs,
                 max_model_len,
                 probabilistic=draft_sample_method == "probabilistic",
+                tree=tree,
                 device=target.device,
             )
         llm = cls.__new__(cls)

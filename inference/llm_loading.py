@@ -67,7 +67,7 @@ def make_proposer(
     if drafter is not None:
         return HeadProposer(
             drafter, target.vocab_size, k, max_rows, max_model_len,
-            probabilistic=config.draft_sample_method == "probabilistic", device=target.device,
+            probabilistic=config.draft_sample_method == "probabilistic", tree=config.tree, device=target.device,
         )  # fmt: skip
     shortest, longest = config.lookup_sizes
     return NgramProposer(k, shortest, longest, target.device)

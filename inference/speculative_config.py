@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from inference.rejection_sampler import AUTO, METHODS
+from inference.tree_shape import DynamicTree, StaticTree, TreeShape
 from speculators.drafter import FAMILIES
 from speculators.errors import ConfigError
 
@@ -29,6 +30,18 @@ class SpeculativeConfig(BaseModel):
     draft_sample_method: Literal["probabilistic", "greedy"] = Field(
         "probabilistic", description="at temperature > 0: sample from q, or take its argmax"
     )
+    speculative_token_tree: str | list[list[int]] | None = Field(
+        None,
+        description="trained drafters: a fixed tree of drafts, as the ranks on the way to each, such as "
+        "[(0,), (1,), (0, 0)]; num_speculative_tokens is then its size",
+    )
+    speculative_eagle_topk: int | None = Field(
+        None,
+        ge=1,
+        description="trained drafters: a tree grown every round, of so many drafts per level to go on from; "
+        "num_speculative_tokens is how many places of it are verified",
+    )
+    speculative_num_steps: int | None = Field(None, ge=1, description="levels of that tree")
     rejection_sample_method: str = Field(
         AUTO,
         description="the verification rule at temperature > 0; auto: block for sampled chains, traversal for sampled "
@@ -48,6 +61,37 @@ class SpeculativeConfig(BaseModel):
             shortest = 2 if longest is None else min(2, longest)
         return shortest, max(4, shortest) if longest is None else longest
 
+    @property
+    def tree(self) -> TreeShape | None:
+        """The shape of the drafts; None: chains."""
+        if self.speculative_token_tree is not None:
+            return StaticTree.parse(self.speculative_token_tree)
+        if self.speculative_eagle_topk is None or self.num_speculative_tokens is None:
+            return None
+        steps = self.speculative_num_steps or min(5, self.num_speculative_tokens)
+        return DynamicTree(self.speculative_eagle_topk, steps, self.num_speculative_tokens)
+
+    def _check_tree(self) -> None:
+        names = ("speculative_token_tree", "speculative_eagle_topk", "speculative_num_steps")
+        given = [name for name in names if getattr(self, name) is not None]
+        if not given:
+            return
+        if not self.trained:
+            raise ValueError(f"{given[0]} belongs to trained drafters, not to {self.method!r}")
+        if "speculative_token_tree" in given and len(given) > 1:
+            raise ValueError(f"speculative_token_tree is a fixed tree, and {given[1]} is of one that grows; give one")
+        if given == ["speculative_num_steps"]:
+            raise ValueError("speculative_num_steps is of a tree that grows; give speculative_eagle_topk with it")
+        try:
+            tree = self.tree
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        if tree is not None and tree.budget != self.num_speculative_tokens:
+            raise ValueError(
+                f"num_speculative_tokens is {self.num_speculative_tokens}, but speculative_token_tree has "
+                f"{tree.budget} choices; they must be as many"
+            )
+
     @model_validator(mode="after")
     def _consistent(self) -> SpeculativeConfig:
         methods = [*FAMILIES, *TRAINING_FREE]
@@ -63,6 +107,7 @@ class SpeculativeConfig(BaseModel):
             raise ValueError(f"model is missing: method {self.method!r} needs the folder of an exported head")
         if not self.trained and self.model is not None:
             raise ValueError(f"model {self.model!r} is given, but method {self.method!r} reads none")
+        self._check_tree()
         shortest, longest = self.lookup_sizes
         if shortest > longest:
             raise ValueError(f"prompt_lookup_min {shortest} is above prompt_lookup_max {longest}")

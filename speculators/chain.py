@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from speculators.attention import unrolled_attention
 from speculators.decoder import Attend, Rotary, RotaryTable
-from speculators.drafter import Drafter, DraftStep, term_paths
+from speculators.drafter import Drafter, DraftStep, Grow, term_paths
 from speculators.target import TargetFeatures
 
 
@@ -121,18 +121,11 @@ class ChainDrafter(Drafter):
         sample: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """See `Drafter.draft`."""
-        nobody = token_ids[:, :0]  # nothing is drafted: keys and values are all that is wanted
-        asking = nobody if self.asks and k == 0 else None
-        states = self._extend(cache, start, stop, token_ids, self.first_state(taps, last_hidden), asking)
-        for row, count in enumerate(counts, start):
-            cache.advance(row, count)
         if k == 0:
+            nobody = token_ids[:, :0]  # nothing is drafted: keys and values are all that is wanted
+            self._true_slots(cache, start, stop, token_ids, taps, last_hidden, counts, nobody if self.asks else None)
             return nobody
-        if token_ids.shape[1] == 1:
-            state = states
-        else:
-            last = torch.tensor(counts, device=states.device) - 1
-            state = states[torch.arange(len(counts), device=states.device), last][:, None]  # [b, 1, H]
+        state = self._true_slots(cache, start, stop, token_ids, taps, last_hidden, counts)
         drafted = [sample(self.head(state[:, 0]))]
         for _ in range(k - 1):
             state = self._extend(cache, start, stop, drafted[-1][:, None], state)
@@ -143,13 +136,68 @@ class ChainDrafter(Drafter):
             cache.truncate(row, cache.lengths[row] - (k - 1))
         return torch.stack(drafted, dim=1)
 
-    def _extend(
-        self, cache, start: int, stop: int, token_ids: Tensor, state: Tensor, asking: Tensor | None = None
+    def draft_tree(
+        self,
+        cache,
+        start: int,
+        stop: int,
+        token_ids: Tensor,
+        taps: Tensor | None,
+        last_hidden: Tensor | None,
+        counts: Sequence[int],
+        grow: Grow,
+    ) -> None:
+        """See `Drafter.draft_tree`."""
+        states = self._true_slots(cache, start, stop, token_ids, taps, last_hidden, counts)
+        base, depth = cache.lengths[start:stop], 0
+        while (level := grow(self.head(states))) is not None:
+            mask = cache.tree_mask(start, stop, base, level.visible)[0]
+            position_ids = torch.tensor(base, device=states.device)[:, None] + depth
+            position_ids = position_ids.expand_as(level.token_ids)
+            states = self._extend(
+                cache, start, stop, level.token_ids, level.of_parents(states), placed=(position_ids, mask)
+            )
+            depth += 1
+            for row in range(start, stop):
+                cache.advance(row, level.token_ids.shape[1])
+        for row, length in enumerate(base, start):
+            cache.truncate(row, length)
+
+    def _true_slots(
+        self,
+        cache,
+        start: int,
+        stop: int,
+        token_ids: Tensor,
+        taps: Tensor | None,
+        last_hidden: Tensor | None,
+        counts: Sequence[int],
+        asking: Tensor | None = None,
     ) -> Tensor:
-        """One pass over M new slots per row, written at each row's own length: states [b, M, H], or of the asking."""
+        """Appends counts[i] slots per row; the state of the newest one of each [b, 1, H], unless nobody is asking."""
+        states = self._extend(cache, start, stop, token_ids, self.first_state(taps, last_hidden), asking)
+        for row, count in enumerate(counts, start):
+            cache.advance(row, count)
+        if states.shape[1] <= 1:
+            return states
+        last = torch.tensor(counts, device=states.device) - 1
+        return states[torch.arange(len(counts), device=states.device), last][:, None]
+
+    def _extend(
+        self,
+        cache,
+        start: int,
+        stop: int,
+        token_ids: Tensor,
+        state: Tensor,
+        asking: Tensor | None = None,
+        placed: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """One pass over M new slots per row, written at each row's own length: states [b, M, H], or of the asking.
+        `placed`: their positions [b, M] and what they see, bool [b, 1, M, S], where they are no text."""
         M = token_ids.shape[1]
-        position_ids = cache.position_ids(start, stop, M)
-        mask, causal = cache.mask(start, stop, M), M > 1
+        position_ids, mask = placed or (cache.position_ids(start, stop, M), cache.mask(start, stop, M))
+        causal = M > 1
         view = cache.view(start, stop, M)
 
         def attend(layer: int) -> Callable:

@@ -56,6 +56,28 @@ class DraftStep:
     weight: Tensor
 
 
+@dataclass
+class TreeLevel:
+    """Drafts of one depth that are to be drafted from, w per row: one step of `Drafter.draft_tree`.
+
+    token_ids  [b, w] target token ids
+    parents    [b, w] which of the level before each hangs below; of the first level all 0, the newest true slot
+    visible    bool [b, w, n]: of all drafts so far, these w the last of them, those on each one's way, itself included
+    """
+
+    token_ids: Tensor
+    parents: Tensor
+    visible: Tensor
+
+    def of_parents(self, states: Tensor) -> Tensor:
+        """States [b, w', ·] of the level before -> [b, w, ·], the parent's for each."""
+        return states.gather(1, self.parents.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
+
+
+# Draft logits [b, w, V_draft] of a level (at first of the newest true slot, w = 1) -> the next level; None: enough.
+Grow = Callable[[Tensor], TreeLevel | None]
+
+
 def valid_terms(features: Any, shift: int) -> Tensor:
     """bool [B, T]: slot t may be asked for the token at t + shift. Reads `segment_ids` and `loss_mask` only.
 
@@ -256,3 +278,18 @@ class Drafter(nn.Module):
         back before returning. `k=0` appends only. Returns target token ids [b, k].
         """
         raise NotImplementedError
+
+    def draft_tree(
+        self,
+        cache,
+        start: int,
+        stop: int,
+        token_ids: Tensor,
+        taps: Tensor | None,
+        last_hidden: Tensor | None,
+        counts: Sequence[int],
+        grow: Grow,
+    ) -> None:
+        """As `draft`, but a tree below the newest true slot of each row: `grow` says level by level which drafts to go
+        on from, and keeps what is drafted. On the way to any draft the logits are those of a chain of these tokens."""
+        raise ConfigError(f"a drafter of family {self.config.family} drafts chains only; ask for no tree")

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from speculators.drafter import Drafter, DraftStep, term_paths
+from speculators.drafter import Drafter, DraftStep, Grow, term_paths
 from speculators.target import TargetFeatures
 
 
@@ -81,17 +81,48 @@ class SlotwiseDrafter(Drafter):
         sample: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """See `Drafter.draft`."""
-        cache.reserve(start, stop, token_ids.shape[1])
-        for row, count in enumerate(counts, start):
-            cache.advance(row, count)
+        state, tokens = self._true_slots(cache, start, stop, token_ids, last_hidden, counts)
         if k == 0:
             return token_ids[:, :0]
-        rows = torch.arange(len(counts), device=token_ids.device)
-        newest = torch.tensor(counts, device=token_ids.device) - 1
-        state, tokens = self.start(last_hidden[rows, newest]), token_ids[rows, newest]
         drafted = []
         for depth in range(k):
             state = self.advance(state, tokens, depth)
             tokens = sample(self.head(self.read(state, depth), depth))
             drafted.append(tokens)
         return torch.stack(drafted, dim=1)
+
+    def draft_tree(
+        self,
+        cache,
+        start: int,
+        stop: int,
+        token_ids: Tensor,
+        taps: Tensor | None,
+        last_hidden: Tensor | None,
+        counts: Sequence[int],
+        grow: Grow,
+    ) -> None:
+        """See `Drafter.draft_tree`. Heads that read no draft are computed once per depth."""
+        state, tokens = self._true_slots(cache, start, stop, token_ids, last_hidden, counts)
+        states, tokens, depth = state[:, None], tokens[:, None], 0  # [b, w, S], [b, w]
+        while True:
+            rows = states if self.reads_drafts else states[:, :1]
+            b, w = rows.shape[:2]
+            state = self.advance(rows.flatten(0, 1), tokens[:, :w].flatten(), depth)
+            logits = self.head(self.read(state, depth), depth).unflatten(0, (b, w))
+            if (level := grow(logits.expand(-1, tokens.shape[1], -1))) is None:
+                return
+            state = state.unflatten(0, (b, w)).expand(-1, tokens.shape[1], -1)
+            states, tokens = level.of_parents(state), level.token_ids
+            depth += 1
+
+    def _true_slots(
+        self, cache, start: int, stop: int, token_ids: Tensor, last_hidden: Tensor | None, counts: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Counts the slots; the state before depth 0 [b, S] and the token [b] of each row's newest one."""
+        cache.reserve(start, stop, token_ids.shape[1])
+        for row, count in enumerate(counts, start):
+            cache.advance(row, count)
+        rows = torch.arange(len(counts), device=token_ids.device)
+        newest = torch.tensor(counts, device=token_ids.device) - 1
+        return self.start(last_hidden[rows, newest]), token_ids[rows, newest]

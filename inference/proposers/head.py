@@ -19,6 +19,8 @@ from inference.proposal import Proposal
 from inference.proposers.base import Proposer
 from inference.request import Request
 from inference.sampler import argmax, batch_probabilities, check_drawn, inverse_cdf, uniforms
+from inference.tree import TreeGrowth
+from inference.tree_shape import TreeShape
 from speculators.vocab import scatter_to_target, to_target_ids
 
 if TYPE_CHECKING:
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
 
 
 class HeadProposer(Proposer):
-    """`probabilistic=False` drafts the argmax at any temperature, which leaves q one-hot."""
+    """`probabilistic=False` drafts the argmax at any temperature, which leaves q one-hot. `tree`: of which shape, in
+    place of a chain of `num_speculative_tokens`."""
 
     reads_features = True
 
@@ -39,20 +42,23 @@ class HeadProposer(Proposer):
         max_model_len: int,
         *,
         probabilistic: bool = True,
+        tree: TreeShape | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        super().__init__(num_speculative_tokens)
-        drafter.require_depth(num_speculative_tokens, "num_speculative_tokens")
+        super().__init__(num_speculative_tokens if tree is None else tree.budget)
+        depth = num_speculative_tokens if tree is None else tree.depth
+        drafter.require_depth(depth, "num_speculative_tokens" if tree is None else "the depth of the tree of drafts")
         drafter.require_length(max_model_len, "max_model_len")
         self._drafter, self._vocab_size, self._probabilistic = drafter, vocab_size, probabilistic
-        self._draft_to_target = drafter.draft_to_target
+        self._draft_to_target, self._tree, self._depth = drafter.draft_to_target, tree, depth
         self._device = torch.device(device)
         self._seen = [0] * max_rows  # slots of each row that the drafter holds
-        # a round writes at most K+1 padded true slots and K speculative ones
-        longest = drafter.cache_length(max_model_len + 2 * num_speculative_tokens + 1)
+        # a round writes at most depth + 1 padded true slots, and the speculative ones
+        speculative = depth if tree is None else tree.speculative_slots
+        longest = drafter.cache_length(max_model_len + depth + speculative + 1)
         self._cache = RaggedCache(max_rows, longest, device=device)
-        self._taps: Tensor | None = None  # [max_rows, K+1, n·H], the waiting ones
-        self._last_hidden: Tensor | None = None  # [max_rows, K+1, H]
+        self._taps: Tensor | None = None  # [max_rows, depth + 1, n·H], the waiting ones
+        self._last_hidden: Tensor | None = None  # [max_rows, depth + 1, H]
 
     # ------------------------------------------------------------------ features in
 
@@ -81,7 +87,7 @@ class HeadProposer(Proposer):
         self._hold(0, len(requests), taps, last_hidden)
 
     def _hold(self, start: int, stop: int, taps: Tensor | None, last_hidden: Tensor | None) -> None:
-        """Keeps features [b, T, ·] of rows [start, stop) until the next round; T is at most K + 1."""
+        """Keeps features [b, T, ·] of rows [start, stop) until the next round; T is at most depth + 1."""
         taps, last_hidden = self._read(taps, last_hidden)
         if self._taps is None and taps is not None:
             self._taps = self._buffer(taps)
@@ -93,7 +99,7 @@ class HeadProposer(Proposer):
             self._last_hidden[start:stop, : last_hidden.shape[1]] = last_hidden
 
     def _buffer(self, like: Tensor) -> Tensor:
-        return like.new_zeros(self._cache.max_rows, self.num_speculative_tokens + 1, like.shape[-1])
+        return like.new_zeros(self._cache.max_rows, self._depth + 1, like.shape[-1])
 
     def _read(self, taps: Tensor | None, last_hidden: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """What the family reads of the two."""
@@ -102,12 +108,17 @@ class HeadProposer(Proposer):
     # ------------------------------------------------------------------ drafts out
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
-        counts = [min(limit, self.num_speculative_tokens) for limit in limits]
+        counts = [min(limit, self._depth) for limit in limits]
         rows, first = len(requests), self._drafter.first_token
         waiting = [len(r.token_ids) - first - seen for r, seen in zip(requests, self._seen)]
         width, depth = max(waiting), max(counts)
         taps = None if self._taps is None else self._taps[:rows, :width]
         last_hidden = None if self._last_hidden is None else self._last_hidden[:rows, :width]
+        if self._tree is not None:
+            grow = TreeGrowth(self._tree, requests, counts, self._draft_to_target, probabilistic=self._probabilistic)
+            token_ids = self._next_tokens(0, requests, waiting)
+            self._drafter.draft_tree(self._cache, 0, rows, token_ids, taps, last_hidden, waiting, grow)
+            return grow.proposal(self._vocab_size)
         if not self._probabilistic or all(request.params.greedy for request in requests):
             token_ids = self._draft(0, requests, waiting, taps, last_hidden, depth, self._best)
             q = None
@@ -128,17 +139,20 @@ class HeadProposer(Proposer):
         sample: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Appends counts[i] slots to row first_row + i and drafts `depth` tokens after them: [b, depth]."""
+        stop, token_ids = first_row + len(requests), self._next_tokens(first_row, requests, counts)
+        return self._drafter.draft(
+            self._cache, first_row, stop, token_ids, taps, last_hidden, counts, depth, sample or self._best
+        )
+
+    def _next_tokens(self, first_row: int, requests: Sequence[Request], counts: Sequence[int]) -> Tensor:
+        """Of the next counts[i] slots of row first_row + i, which count as seen from now on: [b, M]."""
         width = max(counts)
         tokens = []
         for i, (request, count) in enumerate(zip(requests, counts, strict=True)):
             start = self._seen[first_row + i] + self._drafter.first_token
             tokens.append(request.token_ids[start : start + count] + [0] * (width - count))
             self._seen[first_row + i] += count
-        token_ids = torch.tensor(tokens, dtype=torch.long, device=self._device)  # [b, M]
-        stop = first_row + len(requests)
-        return self._drafter.draft(
-            self._cache, first_row, stop, token_ids, taps, last_hidden, counts, depth, sample or self._best
-        )
+        return torch.tensor(tokens, dtype=torch.long, device=self._device)
 
     def _best(self, logits: Tensor) -> Tensor:
         """[b, V_draft] -> [b] target ids."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from speculators.adapter import Adapter, check_adapter
 from speculators.config import DrafterConfig
-from speculators.drafter import Drafter, DraftStep, term_paths
+from speculators.drafter import Drafter, DraftStep, Grow, term_paths
 from speculators.errors import ConfigError
 from speculators.options import Count, DrafterOptions, PositiveInt
 from speculators.student import build_model, config_of, copy_layers, cut_fields, cut_layers, plain_fields
@@ -358,14 +358,9 @@ class DraftModel(Drafter):
         sample: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """See `Drafter.draft`; slot p holds token x_p."""
-        before = cache.lengths[start:stop]
-        ids, counts = self._spelt(token_ids, counts, before)
-        states = self._extend(cache, start, stop, ids)
-        for row, count in enumerate(counts, start):
-            cache.advance(row, count)
+        state = self._true_slots(cache, start, stop, token_ids, counts)
         if k == 0:
             return token_ids[:, :0]
-        state = self._newest(cache, start, stop, states, counts)
         kept, drafted = cache.lengths[start:stop], [sample(self.head(state))]
         for _ in range(k - 1):
             ids, counts = self._spelt(drafted[-1][:, None], [1] * (stop - start), kept)  # one each: they are shared
@@ -376,6 +371,46 @@ class DraftModel(Drafter):
         for row, length in enumerate(kept, start):
             cache.truncate(row, length)
         return torch.stack(drafted, dim=1)
+
+    def draft_tree(
+        self,
+        cache,
+        start: int,
+        stop: int,
+        token_ids: Tensor,
+        taps: Tensor | None,
+        last_hidden: Tensor | None,
+        counts: Sequence[int],
+        grow: Grow,
+    ) -> None:
+        """See `Drafter.draft_tree`. ConfigError with another tokenizer: a draft may be several of its tokens there."""
+        if self.token_map is not None:
+            raise ConfigError("a draft model with another tokenizer than its target's drafts chains only; ask for none")
+        states = self._true_slots(cache, start, stop, token_ids, counts)[:, None]
+        base, depth = cache.lengths[start:stop], 0
+        first = torch.tensor(base, device=states.device)[:, None]
+        while (level := grow(self.head(states))) is not None:
+            mask, index = cache.tree_mask(start, stop, base, level.visible)
+            width, spread = level.token_ids.shape[1], level.visible.shape[2]
+            if depth == 0:
+                depths = first.new_zeros(len(base), 0)
+            depths = torch.cat([depths, depths.new_full((len(base), width), depth)], dim=1)  # of all drafts so far
+            keys = first + torch.where(index < 0, index, depths.gather(1, index.clamp(0, spread - 1)))
+            positions, view = self._positions(first + depth), cache.view(start, stop, width)
+            states = self.runner(self._known(level.token_ids), positions.expand(-1, width), mask, view, keys)[1]
+            for row in range(start, stop):
+                cache.advance(row, width)
+            depth += 1
+        for row, length in enumerate(base, start):
+            cache.truncate(row, length)
+
+    def _true_slots(self, cache, start: int, stop: int, token_ids: Tensor, counts: Sequence[int]) -> Tensor:
+        """Appends counts[i] tokens per row; the state after the newest one of each [b, D]."""
+        ids, counts = self._spelt(token_ids, counts, cache.lengths[start:stop])
+        states = self._extend(cache, start, stop, ids)
+        for row, count in enumerate(counts, start):
+            cache.advance(row, count)
+        return self._newest(cache, start, stop, states, counts)
 
     def _spelt(self, token_ids: Tensor, counts: Sequence[int], before: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
         """counts [b] target tokens of rows that hold `before` [b] of its own -> its own ids [b, M'] and counts."""

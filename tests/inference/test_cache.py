@@ -180,3 +180,36 @@ def test_mistakes_are_named():
         cache.view(0, 1, 2).update(torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2), 0)
     with pytest.raises(ConfigError, match="at least 1"):
         RaggedCache(0, 4)
+
+
+def test_keep_closes_up_what_was_accepted():
+    cache = RaggedCache(2, 32, initial_capacity=8)
+    for start, count in ((0, 3), (3, 5)):
+        view = cache.view(0, 2, count)
+        numbers = torch.arange(start, start + count, dtype=torch.float32)
+        states = numbers[None, None, :, None].expand(2, 1, -1, 2) + 100 * torch.arange(2)[:, None, None, None]
+        view.update(states, -states, 0)
+        if start == 0:
+            for row in range(2):
+                cache.advance(row, 3)
+    cache.keep(0, [0, 2, 4])
+    cache.keep(1, [0])
+    assert cache.lengths == [6, 4]
+    assert cache.keys_of(0, 0, 2)[0, 0, :6, 0].tolist() == [0, 1, 2, 3, 5, 7]
+    assert cache._values[0][1, 0, :4, 1].tolist() == [-100, -101, -102, -103]
+
+
+def test_a_tree_sees_the_text_and_its_ancestors():
+    cache = RaggedCache(2, 32)
+    cache.advance(0, 3)
+    cache.advance(1, 1)
+    visible = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool().expand(2, -1, -1)
+    mask, index = cache.tree_mask(0, 2, [3, 1], visible)
+    assert mask.shape == (2, 1, 4, 7) and index.tolist()[1] == [-1, 0, 1, 2, 3, 4, 5]
+    assert mask[0, 0].int().tolist() == [[1, 1, 1, *row] for row in visible[0].int().tolist()]
+    assert mask[1, 0].int().tolist() == [[1, *row, 0, 0] for row in visible[0].int().tolist()]
+    # half of the tree is written already: two new tokens after two drafts
+    cache.advance(0, 2)
+    cache.advance(1, 2)
+    later, _ = cache.tree_mask(0, 2, [3, 1], visible[:, 2:])
+    assert torch.equal(later, mask[:, :, 2:])

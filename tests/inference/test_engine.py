@@ -9,11 +9,22 @@ import torch
 
 from inference import LLM, SamplingParams
 from inference.sampler import probabilities
+from inference.tree_shape import DynamicTree, StaticTree
 from speculators.errors import DraftsmithError
 from speculators.vocab import scatter_to_target
 
 K, LIMIT, VOCAB, TAPS = 3, 64, 94, (1, 2)  # the byte tokenizer's first 94 tokens are printable
+VARIANTS = {  # what follows the kind of drafter
+    "": {},
+    "greedy": {"draft_sample_method": "greedy"},
+    "static": {"tree": StaticTree.parse([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])},
+    "dynamic": {"tree": DynamicTree(topk=3, depth=3, budget=7)},
+    **{rule: {"rule": rule} for rule in ("token", "sample_match")},
+    "recursive": {"rule": "recursive", "tree": StaticTree.parse([(0,), (1,), (0, 0), (0, 1), (1, 0)])},
+    "pruned": {"draft_sample_method": "greedy", "tree": DynamicTree(topk=3, depth=3, budget=7)},
+}
 PROPOSERS = ["off", "ngram", "wrong", "right", "random", "ragged", "sampled", "fake", "eagle3"]
+PROPOSERS += ["eagle3 static", "eagle3 dynamic"]
 PROMPTS = {  # name -> prompt ids
     "plain": [67, 68, 69, 0, 69, 7, 87, 8, 25],
     "one token": [65],
@@ -48,7 +59,9 @@ def make_llm(model, byte_tokenizer, stub_proposer, fake_head, tiny_eagle3, texts
     """make_llm(kind, **options): an LLM over the tiny model that drafts as `kind` says."""
 
     def make(kind: str, model=model, **options) -> LLM:
+        kind, _, variant = kind.partition(" ")
         options = {"max_num_batched_tokens": 16, "tokenizer": byte_tokenizer, "num_speculative_tokens": K, **options}
+        options |= VARIANTS[variant]
         size, vocab = model.config.hidden_size, model.config.vocab_size
         if kind == "fake":
             return LLM._assemble(model, drafter=fake_head(vocab, TAPS, size, range(1, vocab, 2)), **options)
@@ -163,7 +176,7 @@ def test_greedy_equality_with_sliding_windows(name, tiny_model, make_llm):
     prompts = [{"prompt_token_ids": list(range(3, 3 + n))} for n in (1, 9, 30)]
     params = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
     expected = ids_of(make_llm("off", model, max_num_seqs=1).generate(prompts, params, False))
-    for kind in ("ngram", "eagle3"):
+    for kind in ("ngram", "eagle3", "eagle3 static", "eagle3 dynamic"):
         llm = make_llm(kind, model, max_num_seqs=3, max_num_batched_tokens=12)
         assert ids_of(llm.generate(prompts, params, False)) == expected
 
@@ -222,16 +235,16 @@ def exact_joint(model, params) -> torch.Tensor:
 
 
 FILTERS = {"temperature": 0.7, "top_k": 5, "top_p": 0.9}
-JOINT_CASES = [(kind, {}) for kind in ("off", "ngram", "sampled", "random", "fake", "eagle3", "eagle3 greedy")]
-JOINT_CASES += [(kind, FILTERS) for kind in ("sampled", "eagle3")]
+JOINT_CASES = [(kind, {}) for kind in ("off", "ngram", "sampled", "random", "fake", "eagle3")]
+JOINT_CASES += [(f"eagle3 {variant}", {}) for variant in VARIANTS if variant]
+JOINT_CASES += [(kind, FILTERS) for kind in ("sampled", "eagle3", "sampled token", "eagle3 static", "eagle3 dynamic")]
 
 
 @pytest.mark.parametrize(("kind", "options"), JOINT_CASES)
 def test_joint_of_the_first_four_tokens(kind, options, small, make_llm):
     params = SamplingParams(**{"temperature": 1.0, **options}, max_tokens=WRITTEN, n=SAMPLES)
-    method = {"draft_sample_method": "greedy"} if kind.endswith("greedy") else {}
     rows = {"max_num_seqs": 500, "max_num_batched_tokens": 8000}
-    llm = make_llm(kind.split()[0], small, seed=11, tokenizer=None, **rows, **method)
+    llm = make_llm(kind, small, seed=11, tokenizer=None, **rows)
     (output,) = llm.generate({"prompt_token_ids": SMALL_PROMPT}, params, False)
     codes = torch.tensor([o.token_ids for o in output.outputs]) @ torch.tensor([512, 64, 8, 1])
     observed = torch.bincount(codes, minlength=8**WRITTEN).double()
@@ -271,7 +284,7 @@ def p_value(statistic: float, freedom: int) -> torch.Tensor:
 # ---------------------------------------------------------------------- rows, seeds, streams
 
 
-@pytest.mark.parametrize("kind", ["off", "ngram", "sampled", "fake", "eagle3"])
+@pytest.mark.parametrize("kind", ["off", "ngram", "sampled", "fake", "eagle3", "eagle3 static", "eagle3 dynamic"])
 def test_a_row_does_not_depend_on_its_neighbours(kind, make_llm):
     names = ["plain", "near the limit", "one token", "long", "plain", "long", "one token"]
     options = [(1, 1, 9), (0.7, 1, 20), (0, 1, 11), (1, 0.8, 7), (0, 1, 3), (2, 1, 15), (1, 1, 1)]
@@ -285,6 +298,17 @@ def test_a_row_does_not_depend_on_its_neighbours(kind, make_llm):
     ]
     for rows in (2, 3, 7):
         assert ids_of(make_llm(kind, max_num_seqs=rows).generate(token_prompts(*names), params, False)) == alone
+
+
+@pytest.mark.parametrize("kind", ["ngram", "random", "ragged", "eagle3 greedy", "eagle3 pruned"])
+def test_deterministic_drafts_leave_the_text_of_a_seed_as_it_is(kind, make_llm):
+    """sample_match: the target draws every token itself, from the numbers that it draws it from without drafts."""
+    names = ["plain", "one token", "long", "plain"]
+    params = [SamplingParams(temperature=t, top_p=0.9, seed=7, max_tokens=18) for t in (1, 0.7, 1.3, 0)]
+    llm = make_llm(kind)
+    drafted = ids_of(llm.generate(token_prompts(*names), params, False))
+    assert llm.get_metrics().num_drafts > 0
+    assert drafted == ids_of(llm.generate(token_prompts(*names), params, False, speculate=False))
 
 
 def test_seeds(make_llm):
