@@ -54,6 +54,12 @@ class Proposal:
         """K, the longest draft there is room for."""
         return self.token_ids.shape[1]
 
+    def paths(self, row: int) -> list[list[int]]:
+        """The drafted tokens that lead to each place of the row: entry j to that of logits [row, j], counts[row] + 1
+        of them. The first is [], the place after the committed text."""
+        drafted = self.token_ids[row, : self.counts[row]].tolist()
+        return [drafted[:j] for j in range(len(drafted) + 1)]
+
     def select(self, rows: Sequence[int]) -> Proposal:
         """The proposal of some rows only, in the order given."""
         index = torch.tensor(rows, dtype=torch.long, device=self.token_ids.device)
