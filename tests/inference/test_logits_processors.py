@@ -277,11 +277,13 @@ JOINT = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["off", "ngram", "sampled", "random", "fake"])
-@pytest.mark.parametrize("settings", JOINT, ids=str)
-def test_joint_of_the_first_four_tokens(kind, settings, small, drafting_llm):
-    samples = 2500
-    params = SamplingParams(**{"temperature": 1.0, **settings}, max_tokens=WRITTEN, n=samples)
+JOINT_CASES = [("off", 0), ("ngram", 1), ("random", 2), *((kind, i) for kind in ("sampled", "fake") for i in range(3))]
+
+
+@pytest.mark.parametrize(("kind", "setting"), JOINT_CASES)
+def test_joint_of_the_first_four_tokens(kind, setting, small, drafting_llm):
+    samples = 2000
+    params = SamplingParams(**{"temperature": 1.0, **JOINT[setting]}, max_tokens=WRITTEN, n=samples)
     rows = {"max_num_seqs": 500, "max_num_batched_tokens": 8000, "tokenizer": None}
     llm = drafting_llm(kind, small, seed=11, **rows)
     (output,) = llm.generate({"prompt_token_ids": SMALL_PROMPT}, params, False)
@@ -291,7 +293,7 @@ def test_joint_of_the_first_four_tokens(kind, settings, small, drafting_llm):
     assert observed[expected == 0].sum() == 0
     check_counts_fit(observed, expected)
     check_counts_fit(observed.view(64, 64).sum(0), expected.view(64, 64).sum(0))
-    assert (llm.get_metrics().num_accepted_tokens > 200) == (kind != "off")
+    assert (llm.get_metrics().num_accepted_tokens > 100) == (kind != "off")
 
 
 def exact_joint(model, params) -> torch.Tensor:
