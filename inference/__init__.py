@@ -8,6 +8,7 @@ from typing import Any
 _EXPORTS = {
     "LLM": "inference.llm",
     "SamplingParams": "inference.sampling_params",
+    "StructuredOutputsParams": "inference.structured_outputs",
     "RequestOutput": "inference.outputs",
     "CompletionOutput": "inference.outputs",
 }

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from inference.cache import RaggedCache
+from inference.logits_processors import cut_at_dead_ends, process_logits
+from inference.logprobs import record_logprobs, record_prompt_logprobs
 from inference.metrics import SpecDecodeCounters
 from inference.proposal import Proposal
 from inference.proposers.base import Proposer
@@ -169,6 +171,8 @@ class Engine:
             counts = [len(chunk) for chunk in chunks]
             padded = [chunk + [0] * (width - len(chunk)) for chunk in chunks]
             taps, last_hidden = self._forward(first, first + b, torch.tensor(padded, device=self.target.device))
+            for request, count, hidden in zip(admitted[:b], counts, last_hidden, strict=True):
+                record_prompt_logprobs(self.target.logits, request, done, hidden[:count])
             done += width
             for i, count in enumerate(counts):
                 self._cache.advance(first + i, count)
@@ -212,14 +216,12 @@ class Engine:
 
     def _decide(self, logits: Tensor, proposal: Proposal, rows: Sequence[Request]) -> list[Kept]:
         """Logits [b, 1+K, V] -> the accepted drafts of each row and one token more."""
-        for i, request in enumerate(rows):
-            early = request.may_stop_at - len(request.token_ids)  # depths at which min_tokens forbids the end
-            if early > 0 and request.stop_ids:
-                places = [0, *(1 + k for k, depth in enumerate(proposal.depths()[i]) if depth < early)]
-                logits[i, torch.tensor(places)[:, None], sorted(request.stop_ids)] = -torch.inf
-        return verify_and_sample(
-            logits, proposal, [request.params for request in rows], [request.generator for request in rows], self.rule
-        )
+        processed = process_logits(logits, proposal, rows)
+        params, generators = [request.params for request in rows], [request.generator for request in rows]
+        kept = verify_and_sample(processed, proposal, params, generators, self.rule)
+        cut_at_dead_ends(rows, kept)
+        record_logprobs(logits, proposal, rows, [each.tokens for each in kept])
+        return kept
 
     def _release_finished(self) -> list[Request]:
         """Frees the rows of finished requests, keeping the rows in use contiguous."""

@@ -29,6 +29,7 @@ from inference.llm_loading import (
     model_limit,
 )
 from inference.llm_prompts import Prompt, chat_prompts, read_prompts
+from inference.llm_sampling import RequestSampling
 from inference.metrics import SpecDecodeCounters
 from inference.outputs import RequestOutput
 from inference.proposers.base import Proposer
@@ -143,6 +144,7 @@ class LLM:
     def _set_up(self, engine: Engine, tokenizer: Any, seed: int) -> None:
         self.engine, self._tokenizer, self._seed = engine, tokenizer, seed
         self._eos_token_ids = end_of_sequence_ids(engine.target, tokenizer)
+        self._sampling = RequestSampling(tokenizer, engine.target.vocab_size, self._eos_token_ids)
         self._num_prompts = 0  # names requests
         self._num_seeded = 0  # numbers the responses that brought no seed
 
@@ -236,10 +238,10 @@ class LLM:
         try:
             while not response.finished:
                 self.engine.step()
-                new = response.delta()
+                new = response.delta(self._tokenizer)
                 if new is not None:
                     yield new
-            new = response.delta()  # what an abort left
+            new = response.delta(self._tokenizer)  # what an abort left
             if new is not None:
                 yield new
         finally:
@@ -282,6 +284,7 @@ class LLM:
             eos_token_ids=self._eos_token_ids,
             max_model_len=self.engine.max_model_len,
             detokenizer=detokenizer,
+            **self._sampling.options(params, len(prompt.token_ids)),
         )
 
     def _check(self, prompts: list[Prompt], params: list[SamplingParams]) -> None:
@@ -298,11 +301,7 @@ class LLM:
                 )
             elif not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < vocab_size:
                 faults.append(f"prompt {i} has token ids outside 0..{vocab_size - 1}; is the tokenizer the model's?")
-            if max(each.stop_token_ids or (), default=0) >= vocab_size:
-                stops = list(each.stop_token_ids or ())
-                faults.append(f"prompt {i}: stop_token_ids {stops} go beyond 0..{vocab_size - 1}")
-            if each.stop and self._tokenizer is None:
-                faults.append(f"prompt {i} asks for stop strings, which need a tokenizer; pass LLM(tokenizer=...)")
+            faults += [f"prompt {i}: {fault}" for fault in self._sampling.faults(each)]
         if faults:
             raise ConfigError("; ".join(faults))
 

@@ -28,10 +28,23 @@ class RequestMetrics:
 
 
 @dataclass
+class Logprob:
+    """Of one token in one place: rank 1 is the most probable. `decoded_token`: its text; None without a tokenizer."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass
 class CompletionOutput:
     """One response. `finish_reason`: "stop" (end of sequence, stop token or stop string), "length" (max_tokens or
     the context limit), "abort", or None while it is being written. `stop_reason`: the stop string or stop token id
-    that ended it; None for the end-of-sequence token. `token_ids` end with the token that stopped the response."""
+    that ended it; None for the end-of-sequence token. `token_ids` end with the token that stopped the response.
+
+    logprobs             for each of `token_ids` its own and those of the most probable tokens; None unless asked for
+    cumulative_logprob   sum over the tokens written so far; None unless `logprobs` is asked for
+    """
 
     index: int
     text: str
@@ -39,11 +52,14 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     spec_decode_metrics: SpecDecodeCounters = field(default_factory=SpecDecodeCounters)
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass
 class RequestOutput:
-    """All responses to one prompt. From `LLM.stream`, `text` and `token_ids` of the outputs are what is new."""
+    """All responses to one prompt. From `LLM.stream`, `text`, `token_ids` and `logprobs` of the outputs are what is
+    new, and `prompt_logprobs` (one entry per prompt token, None for the first) come with the first output."""
 
     request_id: str
     prompt: str | None
@@ -51,3 +67,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -73,6 +73,15 @@ class Proposal:
         """K, the longest draft there is room for."""
         return self.token_ids.shape[1]
 
+    def paths(self, row: int) -> list[list[int]]:
+        """The drafted tokens that lead to each judged place of the row: entry j to that of logits [row, j], counts[row]
+        + 1 of them. The first is [], the place after the committed text."""
+        found: list[list[int]] = [[]]
+        for place, token in enumerate(self.token_ids[row, : self.counts[row]].tolist()):
+            parent = place - 1 if self.parents is None else self.parents[row][place]
+            found.append([*found[parent + 1], token])
+        return found
+
     def select(self, rows: Sequence[int]) -> Proposal:
         """The proposal of some rows only, in the order given."""
         index = torch.tensor(rows, dtype=torch.long, device=self.token_ids.device)

@@ -11,8 +11,11 @@ from time import perf_counter
 import torch
 
 from inference.detokenizer import Detokenizer
+from inference.logits_processors import RequestProcessors
+from inference.logprobs import TokenLogprobs
 from inference.metrics import SpecDecodeCounters
 from inference.sampling_params import SamplingParams
+from inference.structured_outputs import GrammarMatcher
 
 
 class Request:
@@ -21,6 +24,8 @@ class Request:
     end              the length token_ids may reach: max_tokens or the context limit, whichever comes first
     stop_ids         tokens that end the response, the end-of-sequence tokens among them unless ignored
     finish_reason    None while unfinished, then "stop", "length" or "abort"
+    processors       what it changes in its logits
+    logprobs         of each output token, if its parameters ask; prompt_logprobs of the prompt's, from the second on
     """
 
     def __init__(
@@ -34,6 +39,8 @@ class Request:
         max_model_len: int,
         eos_token_ids: Iterable[int] = (),
         detokenizer: Detokenizer | None = None,
+        bad_words: Sequence[Sequence[int]] = (),
+        grammar: GrammarMatcher | None = None,
     ) -> None:
         self.request_id, self.index, self.params = request_id, index, params
         self.generator, self.detokenizer = generator, detokenizer
@@ -45,6 +52,9 @@ class Request:
         self.eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self.stop_ids = self.eos_token_ids | frozenset(params.stop_token_ids)
         self.may_stop_at = self.num_prompt_tokens + params.min_tokens  # first position whose token may end it
+        self.processors = RequestProcessors(params, list(prompt_token_ids), self.stop_ids, bad_words, grammar)
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.num_hidden_tokens = 0  # 1 if the response ends with a stop token that its text does not show
@@ -66,6 +76,11 @@ class Request:
     def text_token_ids(self) -> list[int]:
         """The output tokens that its text shows."""
         return self.token_ids[self.num_prompt_tokens : len(self.token_ids) - self.num_hidden_tokens]
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Of a prompt's n requests the first one's are those of all."""
+        return self.params.prompt_logprobs is not None and self.index == 0
 
     @property
     def draft_limit(self) -> int:
@@ -90,6 +105,7 @@ class Request:
                 kept, reason, stop_token, hidden = used, "stop", None, 0
                 self.stop_reason = stop_string
         self.token_ids += new_tokens[:kept]
+        del self.logprobs[len(self.token_ids) - self.num_prompt_tokens :]
         self.num_hidden_tokens = hidden
         if reason is not None:
             if stop_token is not None and stop_token not in self.eos_token_ids:

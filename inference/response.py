@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from inference.detokenizer import full_text
+from inference.logprobs import as_dicts
 from inference.metrics import SpecDecodeCounters
-from inference.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from inference.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from inference.request import Request
 
 
@@ -18,6 +19,7 @@ class Response:
         self.requests = requests
         self._sent = [0] * len(requests)  # output tokens already given out by `delta`
         self._ended = [False] * len(requests)
+        self._began = False
 
     @property
     def finished(self) -> bool:
@@ -25,30 +27,52 @@ class Response:
 
     def output(self, tokenizer: Any) -> RequestOutput:
         """Everything there is."""
-        return self._output([_completion(r, _text(r, tokenizer), r.output_token_ids) for r in self.requests])
+        completions = [_completion(r, _text(r, tokenizer), 0, tokenizer) for r in self.requests]
+        return self._output(completions, self._prompt_logprobs(tokenizer))
 
-    def delta(self) -> RequestOutput | None:
+    def delta(self, tokenizer: Any) -> RequestOutput | None:
         """What is new since the last call; None if nothing is. Every response's end is told exactly once."""
         new = []
         for i, request in enumerate(self.requests):
-            token_ids = request.token_ids[request.num_prompt_tokens + self._sent[i] :]
+            written = len(request.token_ids) - request.num_prompt_tokens
             text = request.detokenizer.take() if request.detokenizer is not None else ""
-            if token_ids or text or request.finished > self._ended[i]:
-                new.append(_completion(request, text, token_ids))
-            self._sent[i] += len(token_ids)
+            if written > self._sent[i] or text or request.finished > self._ended[i]:
+                new.append(_completion(request, text, self._sent[i], tokenizer))
+            self._sent[i] = written
             self._ended[i] = request.finished
-        return self._output(new) if new else None
+        if not new:
+            return None
+        prompt_logprobs = self._prompt_logprobs(tokenizer)
+        if self._began and prompt_logprobs is not None:
+            prompt_logprobs = []
+        self._began = True
+        return self._output(new, prompt_logprobs)
 
-    def _output(self, completions: list[CompletionOutput]) -> RequestOutput:
-        return RequestOutput(
-            self.request_id, self.prompt, self.prompt_token_ids, completions, self.finished, _metrics(self.requests)
-        )
+    def _output(
+        self, completions: list[CompletionOutput], prompt_logprobs: list[dict[int, Logprob] | None] | None
+    ) -> RequestOutput:
+        prompt, metrics = (self.prompt, self.prompt_token_ids), _metrics(self.requests)
+        return RequestOutput(self.request_id, *prompt, completions, self.finished, metrics, prompt_logprobs)
+
+    def _prompt_logprobs(self, tokenizer: Any) -> list[dict[int, Logprob] | None] | None:
+        first = self.requests[0]
+        return [None, *as_dicts(first.prompt_logprobs, tokenizer)] if first.wants_prompt_logprobs else None
 
 
-def _completion(request: Request, text: str, token_ids: list[int]) -> CompletionOutput:
-    return CompletionOutput(
-        request.index, text, token_ids, request.finish_reason, request.stop_reason, copy.deepcopy(request.counters)
+def _completion(request: Request, text: str, start: int, tokenizer: Any) -> CompletionOutput:
+    """With what was written from output token `start` on."""
+    completion = CompletionOutput(
+        request.index,
+        text,
+        request.token_ids[request.num_prompt_tokens + start :],
+        request.finish_reason,
+        request.stop_reason,
+        copy.deepcopy(request.counters),
     )
+    if request.params.logprobs is not None:
+        completion.logprobs = as_dicts(request.logprobs[start:], tokenizer)
+        completion.cumulative_logprob = sum(entry.logprobs[0] for entry in request.logprobs)
+    return completion
 
 
 def _text(request: Request, tokenizer: Any) -> str:

@@ -1,16 +1,17 @@
 """How one request wants its tokens chosen: vLLM's names, checked when made.
 
 This module must not know logits, tokenizers or the engine: it holds what the user asked for and refuses what
-cannot be honoured. Sampling itself is in `sampler.py`.
+cannot be honoured. What is changed in the logits is in `logits_processors.py`, sampling itself in `sampler.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from inference.structured_outputs import StructuredOutputsParams
 from speculators.errors import ConfigError
 
 MIN_TEMPERATURE = 1e-5  # below this, logits / temperature says nothing that temperature 0 does not say
@@ -31,6 +32,20 @@ class SamplingParams:
     stop              strings that end the response; kept as a tuple
     stop_token_ids    tokens that end the response; kept as a tuple
     ignore_eos        go on after the end-of-sequence token
+
+    Before temperature and filters, also at temperature 0, and in the order of docs/sampling.md:
+
+    structured_outputs   a StructuredOutputsParams: only tokens that its grammar can go on with
+    allowed_token_ids    no other tokens; None: all
+    bad_words            strings that must not be written; kept as a tuple
+    logit_bias           token id -> what is added to its logit
+    repetition_penalty   of tokens in prompt and output, positive logits are divided by it, others multiplied
+    frequency_penalty    subtracted from a token's logit for each time it is in the output
+    presence_penalty     subtracted once if it is in the output
+
+    logprobs          report each output token's log-probability and those of this many most probable tokens, before
+                      any of the above; -1 is the whole vocabulary, None reports nothing
+    prompt_logprobs   the same for the prompt's tokens
     """
 
     n: int = 1
@@ -46,16 +61,39 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "bad_words", _as_tuple("bad_words", self.bad_words))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids))
         self._check_numbers()
         self._check_lengths()
+        self._check_penalties()
+        self._check_logprobs()
         for text in self.stop or ():
             _require(isinstance(text, str) and text != "", "stop", self.stop, "strings that are not empty")
-        for token in self.stop_token_ids or ():
-            _require(_is_int(token) and token >= 0, "stop_token_ids", self.stop_token_ids, "token ids, 0 or more")
+        for text in self.bad_words or ():
+            _require(isinstance(text, str) and text.strip() != "", "bad_words", self.bad_words, "words, not blanks")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            token_ids = getattr(self, name)
+            usable = all(_is_int(token) and token >= 0 for token in token_ids or ())
+            _require(usable, name, token_ids, "token ids, 0 or more")
+        _require(self.allowed_token_ids != (), "allowed_token_ids", [], "at least one token id, or None for all")
+        self._check_bias()
+        structured = self.structured_outputs
+        usable = structured is None or isinstance(structured, StructuredOutputsParams)
+        _require(usable, "structured_outputs", structured, "a StructuredOutputsParams, or None")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
 
@@ -80,6 +118,28 @@ class SamplingParams:
         _require(usable, "max_tokens", self.max_tokens, "1 or more, or None for the model's limit")
         usable = _is_int(self.min_tokens) and 0 <= self.min_tokens <= longest
         _require(usable, "min_tokens", self.min_tokens, f"between 0 and max_tokens ({self.max_tokens})")
+
+    def _check_penalties(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(_is_real(value) and -2 <= value <= 2, name, value, "between -2 and 2; 0 is off")
+        value = self.repetition_penalty
+        _require(_is_real(value) and value > 0, "repetition_penalty", value, "above 0; 1 is off")
+
+    def _check_bias(self) -> None:
+        given = self.logit_bias
+        if given is None:
+            return
+        _require(isinstance(given, Mapping), "logit_bias", given, "a dict of token id -> number, or None")
+        usable = all(_is_int(token) and token >= 0 and _is_real(bias) for token, bias in given.items())
+        _require(usable, "logit_bias", given, "token ids, 0 or more, and finite numbers")
+        object.__setattr__(self, "logit_bias", dict(given))
+
+    def _check_logprobs(self) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            usable = value is None or (_is_int(value) and value >= -1)
+            _require(usable, name, value, "how many, -1 for the whole vocabulary, or None for none")
 
 
 def _as_tuple(name: str, value: Any) -> tuple:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from inference.logits_processors import process_draft_logits
 from inference.proposal import Proposal
 from inference.request import Request
 from inference.sampler import batch_probabilities, inverse_cdf, uniforms
@@ -72,10 +73,13 @@ class TreeGrowth:
         requests: Sequence[Request],
         limits: Sequence[int],
         draft_to_target: Tensor | None,
+        vocab_size: int,
         *,
         probabilistic: bool = True,
     ) -> None:
-        self._shape, self._requests, self._ids = shape, requests, draft_to_target
+        """`vocab_size`: the target's."""
+        self._shape, self._requests = shape, requests
+        self._ids, self._vocab_size = draft_to_target, vocab_size
         self._limits = [min(limit, shape.depth) for limit in limits]
         self._hot = [probabilistic and not request.params.greedy for request in requests]
         cold = SamplingParams()
@@ -83,9 +87,13 @@ class TreeGrowth:
         self._levels: list[_Level] = []
         self._frontier: Tensor | None = None  # [b, w], nodes of the last level that are drafted from
         self._visible: Tensor | None = None  # bool [b, w, drafts drafted from so far]
+        processed = any(request.processors.active(len(request.token_ids)) for request in requests)
+        self._paths: list[list[list[int]]] | None = [[[]] for _ in requests] if processed else None  # to the frontier
 
     def __call__(self, logits: Tensor) -> TreeLevel | None:
         """Draft logits [b, w, V_draft] after each of the frontier -> what to draft from next; None at the end."""
+        if self._paths is not None:
+            logits = process_draft_logits(logits, self._requests, self._paths, self._ids, self._vocab_size)
         q = batch_probabilities(logits, self._params)
         level = self._static(q) if isinstance(self._shape, StaticTree) else self._dynamic(q)
         self._levels.append(level)
@@ -101,6 +109,11 @@ class TreeGrowth:
         parents = level.source.gather(1, frontier)
         self._frontier, self._visible = frontier, self._seen_by(parents)
         tokens = to_target_ids(level.tokens.gather(1, frontier), self._ids)
+        if self._paths is not None:
+            self._paths = [
+                [[*before[parent], token] for parent, token in zip(*row, strict=True)]
+                for before, *row in zip(self._paths, parents.tolist(), tokens.tolist(), strict=True)
+            ]
         return TreeLevel(tokens, parents, self._visible)
 
     def _seen_by(self, parents: Tensor) -> Tensor:
@@ -190,8 +203,8 @@ class TreeGrowth:
 
     # ------------------------------------------------------------------ the whole
 
-    def proposal(self, vocab_size: int) -> Proposal:
-        """The trees as grown; `vocab_size`: the target's."""
+    def proposal(self) -> Proposal:
+        """The trees as grown."""
         levels, device = self._levels, self._levels[0].q.device
         rows = [_Grown.of(levels, row) for row in range(len(self._requests))]
         chosen = [self._chosen(grown, row) for row, grown in enumerate(rows)]
@@ -214,7 +227,7 @@ class TreeGrowth:
             return Proposal(token_ids, counts, None, parents)
         every = torch.cat([level.q for level in levels], dim=1)  # [b, all w, V_draft]
         q = every.gather(1, frontier.to(device).unsqueeze(-1).expand(-1, -1, every.shape[-1]))
-        return Proposal(token_ids, counts, scatter_to_target(q, self._ids, vocab_size), parents)
+        return Proposal(token_ids, counts, scatter_to_target(q, self._ids, self._vocab_size), parents)
 
     def _chosen(self, grown: _Grown, row: int) -> list[tuple[int, int]]:
         """The nodes (depth, place in its level) that are verified, parents first, siblings as they were drafted."""

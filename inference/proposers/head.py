@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from inference.cache import RaggedCache
+from inference.logits_processors import along_a_chain
 from inference.proposal import Proposal
 from inference.proposers.base import Proposer
 from inference.request import Request
@@ -114,18 +115,21 @@ class HeadProposer(Proposer):
         width, depth = max(waiting), max(counts)
         taps = None if self._taps is None else self._taps[:rows, :width]
         last_hidden = None if self._last_hidden is None else self._last_hidden[:rows, :width]
+        vocabularies = self._draft_to_target, self._vocab_size
         if self._tree is not None:
-            grow = TreeGrowth(self._tree, requests, counts, self._draft_to_target, probabilistic=self._probabilistic)
+            grow = TreeGrowth(self._tree, requests, counts, *vocabularies, probabilistic=self._probabilistic)
             token_ids = self._next_tokens(0, requests, waiting)
             self._drafter.draft_tree(self._cache, 0, rows, token_ids, taps, last_hidden, waiting, grow)
-            return grow.proposal(self._vocab_size)
+            return grow.proposal()
         if not self._probabilistic or all(request.params.greedy for request in requests):
-            token_ids = self._draft(0, requests, waiting, taps, last_hidden, depth, self._best)
+            choose = along_a_chain(self._best, requests, *vocabularies)
+            token_ids = self._draft(0, requests, waiting, taps, last_hidden, depth, choose)
             q = None
         else:
             chain = _SampledChain(requests, counts, depth, self._draft_to_target, self._device)
-            token_ids = self._draft(0, requests, waiting, taps, last_hidden, depth, chain)
-            q = scatter_to_target(chain.distributions(), self._draft_to_target, self._vocab_size)
+            choose = along_a_chain(chain, requests, *vocabularies)
+            token_ids = self._draft(0, requests, waiting, taps, last_hidden, depth, choose)
+            q = scatter_to_target(chain.distributions(), *vocabularies)
         return Proposal(token_ids, counts, q)
 
     def _draft(

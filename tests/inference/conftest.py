@@ -9,8 +9,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from inference import LLM
 from inference.proposal import Proposal
 from inference.proposers.base import Proposer
+from inference.proposers.ngram import NgramProposer
 from inference.sampler import draw
 from speculators.config import config_for_target
 from speculators.families.eagle3 import Eagle3
@@ -158,3 +160,22 @@ def byte_tokenizer():
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     fast.chat_template = "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}<s>"
     return fast
+
+
+@pytest.fixture(scope="session")
+def drafting_llm(byte_tokenizer):
+    """drafting_llm(kind, model, texts, **options): an LLM over a model in memory that drafts as `kind` says: "off",
+    "ngram", "fake" (a head that can propose every other token) or what StubProposer knows."""
+
+    def make(kind: str, model, texts: dict | None = None, **options) -> LLM:
+        options = {"tokenizer": byte_tokenizer, "max_num_batched_tokens": 16, "num_speculative_tokens": 3, **options}
+        vocab, size = model.config.vocab_size, model.config.hidden_size
+        if kind == "fake":
+            return LLM._assemble(model, drafter=FakeHead(vocab, (1, 2), size, range(1, vocab, 2)), **options)
+        k = options.pop("num_speculative_tokens")
+        proposer = {"off": lambda: None, "ngram": lambda: NgramProposer(k, 1, 3)}.get(
+            kind, lambda: StubProposer(kind, k, vocab, texts)
+        )
+        return LLM._assemble(model, proposer=proposer(), **options)
+
+    return make

@@ -1,0 +1,238 @@
+"""What a request changes in its logits before p is made of them: at every drafted place as if the drafts before it had
+been written, so that drafting changes nothing. Also at temperature 0.
+
+In vLLM's order: grammar, allowed_token_ids, bad_words, min_tokens, logit_bias, penalties; temperature and filters are
+`sampler.py`'s. A place is known by its path, the drafted tokens that lead to it, so chains and trees are the same here.
+A drafter's logits go through the same functions, to keep q near p; nothing depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from inference.proposal import Proposal
+from inference.sampling_params import SamplingParams
+from inference.structured_outputs import GrammarMatcher
+from inference.token_counts import TokenCounts
+from speculators.errors import DraftsmithError
+from speculators.vocab import scatter_to_target
+
+if TYPE_CHECKING:
+    from inference.rejection_sampler import Kept
+    from inference.request import Request
+
+FORBIDDEN = -torch.inf
+
+
+class RequestProcessors:
+    """What one request asks of its logits, and what it remembers of its text for that.
+
+    Its memory follows the committed text it is shown, which only grows; drafts leave nothing behind.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        stop_ids: Iterable[int],
+        bad_words: Sequence[Sequence[int]] = (),
+        grammar: GrammarMatcher | None = None,
+    ) -> None:
+        """`bad_words`: token ids, as `bad_word_ids` gives them."""
+        self._params, self._grammar = params, grammar
+        self._start = len(prompt_token_ids)
+        self._stop_ids = sorted(stop_ids) if params.min_tokens else []
+        self._bad_tokens = sorted({word[0] for word in bad_words if len(word) == 1})
+        self._bad_sequences = [list(word) for word in bad_words if len(word) > 1]
+        self._penalised = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0)
+        self._prompt_token_ids = prompt_token_ids if params.repetition_penalty != 1 else []
+        self._counts: TokenCounts | None = None
+        self._counted = self._start  # tokens of the text that are in the counts
+        masks = grammar is not None or params.allowed_token_ids or bad_words
+        self._always = bool(masks or params.logit_bias or self._penalised)
+        self.dead_ends: set[tuple[int, ...]] = set()  # paths of the last proposal after which no token is left
+
+    def active(self, length: int) -> bool:
+        """Whether logits after a text of so many tokens are changed at all."""
+        return self._always or (bool(self._stop_ids) and length < self._start + self._params.min_tokens)
+
+    def apply(self, logits: Tensor, token_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> list[int]:
+        """Changes logits [P, V] in place: place j follows the committed text and paths[j].
+
+        Returns the places at which every token is forbidden.
+        """
+        self._mask(logits, token_ids, paths)
+        bias = self._params.logit_bias
+        if bias:
+            index = torch.tensor(list(bias), device=logits.device)
+            logits[:, index] += torch.tensor(list(bias.values()), dtype=logits.dtype, device=logits.device)
+        if self._penalised:
+            self._penalise(logits, token_ids, paths)
+        if self._grammar is None and not (self._params.allowed_token_ids or self._bad_tokens or self._bad_sequences):
+            return []
+        return (logits.amax(-1) == FORBIDDEN).nonzero().flatten().tolist()
+
+    def _mask(self, logits: Tensor, token_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        if self._grammar is not None:
+            for place, allowed in enumerate(self._grammar.masks(token_ids, paths)):
+                if allowed is not None:
+                    logits[place].masked_fill_(~allowed.to(logits.device), FORBIDDEN)
+        allowed_ids = self._params.allowed_token_ids
+        if allowed_ids:
+            kept = logits[:, allowed_ids]
+            logits.fill_(FORBIDDEN)
+            logits[:, allowed_ids] = kept
+        if self._bad_tokens:
+            logits[:, self._bad_tokens] = FORBIDDEN
+        if self._bad_sequences:
+            self._forbid_last_tokens(logits, token_ids, paths)
+        if self._stop_ids:
+            still = self._start + self._params.min_tokens - len(token_ids)
+            for place, path in enumerate(paths):
+                if len(path) < still:
+                    logits[place, self._stop_ids] = FORBIDDEN
+
+    def _forbid_last_tokens(self, logits: Tensor, token_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Of each bad sequence whose beginning ends the output."""
+        longest = max(len(word) for word in self._bad_sequences) - 1
+        written = list(token_ids[max(self._start, len(token_ids) - longest) :])
+        for place, path in enumerate(paths):
+            tail = written + list(path)
+            for *beginning, last in self._bad_sequences:
+                if tail[-len(beginning) :] == beginning:
+                    logits[place, last] = FORBIDDEN
+
+    def _penalise(self, logits: Tensor, token_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """The definitions of CTRL (1909.05858; by sign, as in vLLM) and of OpenAI's API."""
+        if self._counts is None:
+            self._counts = TokenCounts(self._prompt_token_ids, logits.device)
+        if len(token_ids) > self._counted:
+            self._counts.add(token_ids[self._counted :])
+            self._counted = len(token_ids)
+        index, counts, seen = self._counts.along(paths)
+        values, params = logits[:, index], self._params  # [P, U]
+        if params.repetition_penalty != 1:
+            factor = params.repetition_penalty
+            values = torch.where(seen, torch.where(values > 0, values / factor, values * factor), values)
+        values = values - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+        logits[:, index] = values.to(logits.dtype)
+
+
+# ---------------------------------------------------------------------- a round
+
+
+def process_logits(logits: Tensor, proposal: Proposal, requests: Sequence[Request]) -> Tensor:
+    """Logits [B, T, V] of a verification -> those that p is made of, in float32 where any row changes them.
+
+    In place, unless a row reports log-probabilities and so needs them as they were. DraftsmithError if a request's
+    parameters leave no token to write next.
+    """
+    active = [row for row, request in enumerate(requests) if request.processors.active(len(request.token_ids))]
+    if not active:
+        return logits
+    keep = any(request.params.logprobs is not None for request in requests)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=keep)
+    for row in active:
+        request, paths = requests[row], proposal.paths(row)
+        places = logits[row, : len(paths)]
+        empty = request.processors.apply(places, request.token_ids, paths)
+        request.processors.dead_ends = {tuple(paths[place]) for place in empty}
+        if () in request.processors.dead_ends:
+            raise DraftsmithError(_nothing_left(request))
+        if empty:
+            places[empty] = 0.0  # anything finite: what is drawn there is cut off by `cut_at_dead_ends`
+    return logits
+
+
+def cut_at_dead_ends(requests: Sequence[Request], kept: Sequence[Kept]) -> None:
+    """Drops what was chosen where no token was allowed. The text before it stays, and if it has not ended there, the
+    next round finds the same at its first place and says so, as it would have done without drafting."""
+    for request, each in zip(requests, kept, strict=True):
+        if request.processors.dead_ends:
+            for length in range(1, len(each.tokens)):
+                if tuple(each.tokens[:length]) in request.processors.dead_ends:
+                    del each.tokens[length:], each.places[length - 1 :]
+                    break
+            request.processors.dead_ends = set()
+
+
+def _nothing_left(request: Request) -> str:
+    params = request.params
+    asked = [
+        name
+        for name in ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
+        if getattr(params, name) not in (None, (), 0)
+    ]
+    written = len(request.token_ids) - request.num_prompt_tokens
+    return (
+        f"request {request.request_id}: after {written} tokens of output {' and '.join(asked)} forbid every token; "
+        "ask for less"
+    )
+
+
+# ---------------------------------------------------------------------- a drafter
+
+
+def process_draft_logits(
+    logits: Tensor,
+    requests: Sequence[Request],
+    paths: Sequence[Sequence[Sequence[int]]],
+    draft_to_target: Tensor | None,
+    vocab_size: int,
+) -> Tensor:
+    """A drafter's logits [b, P, V_draft], place j of row b following its text and paths[b][j] -> the same, processed.
+
+    A place at which nothing is left keeps its logits: what is drafted there will be rejected.
+    """
+    processed = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    for row, request in enumerate(requests):
+        if request.processors.active(len(request.token_ids)):
+            places = processed[row]
+            if draft_to_target is not None:  # forbidden tokens are those of the target; others have no logit
+                places = scatter_to_target(places, draft_to_target, vocab_size)
+            request.processors.apply(places, request.token_ids, paths[row])
+            if draft_to_target is not None:
+                places = places[:, draft_to_target]
+            usable = (places > FORBIDDEN).any(-1, keepdim=True)
+            processed[row] = torch.where(usable, places, processed[row])
+    return processed
+
+
+def along_a_chain(
+    choose: Callable[[Tensor], Tensor], requests: Sequence[Request], draft_to_target: Tensor | None, vocab_size: int
+) -> Callable[[Tensor], Tensor]:
+    """`choose` (logits [b, V_draft] of the next depth -> target ids [b]), of processed logits if any row wants them."""
+    if not any(request.processors.active(len(request.token_ids)) for request in requests):
+        return choose
+    drafted: list[list[int]] = [[] for _ in requests]
+
+    def choose_processed(logits: Tensor) -> Tensor:
+        paths = [[path] for path in drafted]
+        processed = process_draft_logits(logits.unsqueeze(1), requests, paths, draft_to_target, vocab_size)
+        token_ids = choose(processed.squeeze(1))
+        for path, token in zip(drafted, token_ids.tolist(), strict=True):
+            path.append(token)
+        return token_ids
+
+    return choose_processed
+
+
+# ---------------------------------------------------------------------- bad words
+
+
+def bad_word_ids(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
+    """Each word as the tokens it is written with: at the start of a text, and after a blank where that is as long and
+    begins with another token (vLLM's rule)."""
+    found: list[list[int]] = []
+    for word in words:
+        bare, spaced = (
+            list(tokenizer(prefix + word.lstrip(), add_special_tokens=False).input_ids) for prefix in ("", " ")
+        )
+        found += [bare] if bare else []
+        if spaced and len(spaced) == len(bare) and spaced[0] != bare[0]:
+            found.append(spaced)
+    return found

@@ -1,0 +1,82 @@
+"""Log-probabilities of the tokens that were written, and of the most probable ones in their places.
+
+Of the model's own distribution, before temperature, filters and processors (vLLM's raw_logprobs). Each token's is read
+where it was decided: in the logits of its own place in the verification, which are those without drafting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from inference.outputs import Logprob
+from inference.proposal import Proposal
+
+if TYPE_CHECKING:
+    from inference.request import Request
+
+PROMPT_CHUNK = 64  # prompt positions whose logits are held at the same time
+
+
+@dataclass
+class TokenLogprobs:
+    """Of one place. `token_ids` and `logprobs`: first the token that stands there, then the most probable ones, in
+    falling order. `rank`: of the token that stands there, 1 for the most probable."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
+def record_logprobs(
+    logits: Tensor, proposal: Proposal, requests: Sequence[Request], new_tokens: Sequence[Sequence[int]]
+) -> None:
+    """Logits [B, T, V] as the model gave them -> `request.logprobs`, for the rows that ask."""
+    for row, (request, new) in enumerate(zip(requests, new_tokens, strict=True)):
+        if request.params.logprobs is not None:
+            place_of = {tuple(path): place for place, path in enumerate(proposal.paths(row))}
+            places = [place_of[tuple(new[:i])] for i in range(len(new))]
+            request.logprobs += _logprobs(logits[row, places], new, request.params.logprobs)
+
+
+def record_prompt_logprobs(
+    to_logits: Callable[[Tensor], Tensor], request: Request, start: int, last_hidden: Tensor
+) -> None:
+    """last_hidden [n, H] of prompt positions start … start + n - 1 -> `request.prompt_logprobs`, if the request asks.
+
+    Position p says what the model thought of token p + 1; a position that was recorded before is passed over.
+    """
+    if not request.wants_prompt_logprobs:
+        return
+    end = min(start + len(last_hidden), request.num_prompt_tokens - 1)
+    for first in range(max(start, len(request.prompt_logprobs)), end, PROMPT_CHUNK):
+        last = min(first + PROMPT_CHUNK, end)
+        logits = to_logits(last_hidden[first - start : last - start])
+        following = request.token_ids[first + 1 : last + 1]
+        request.prompt_logprobs += _logprobs(logits, following, request.params.prompt_logprobs)
+
+
+def as_dicts(entries: Sequence[TokenLogprobs], tokenizer: Any) -> list[dict[int, Logprob]]:
+    """As the user gets them: one dict per place, the token that stands there first."""
+    return [dict(_named(entry, tokenizer)) for entry in entries]
+
+
+def _named(entry: TokenLogprobs, tokenizer: Any) -> Iterator[tuple[int, Logprob]]:
+    ranks = [entry.rank, *range(1, len(entry.token_ids))]
+    for token, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
+        yield token, Logprob(logprob, rank, None if tokenizer is None else tokenizer.decode([token]))
+
+
+def _logprobs(logits: Tensor, token_ids: Sequence[int], count: int | None) -> list[TokenLogprobs]:
+    """Logits [N, V], the token that stands at each place, and how many more (-1: all) -> one entry per place."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    chosen = logprobs.gather(-1, torch.tensor(token_ids, device=logits.device).unsqueeze(-1))  # [N, 1]
+    ranks = (logprobs >= chosen).sum(-1).tolist()
+    best = logprobs.topk(logprobs.shape[-1] if count == -1 else count or 0, dim=-1)
+    values = torch.cat([chosen, best.values], dim=-1).tolist()
+    ids = [[token, *others] for token, others in zip(token_ids, best.indices.tolist(), strict=True)]
+    return [TokenLogprobs(*entry) for entry in zip(ids, values, ranks, strict=True)]
