@@ -55,6 +55,7 @@ class LLM:
     max_num_batched_tokens   prompt tokens per prefill forward
     seed                     of the requests that bring none: each gets its own from this and its number
     tensor_parallel_size     accepted with a warning if not 1: the target is kept on one device, which changes no output
+    on_round                 called after every verification with what was drafted and kept (see Engine)
 
     `others`: options of vLLM that change no output, and those of its older versions (inference/vllm_options.py).
     """
@@ -74,6 +75,7 @@ class LLM:
         trust_remote_code: bool = False,
         revision: str | None = None,
         tensor_parallel_size: int = 1,
+        on_round: OnRound | None = None,
         **others: Any,
     ) -> None:
         source: dict[str, Any] = dict(trust_remote_code=trust_remote_code, revision=revision)
@@ -92,6 +94,7 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             proposer=proposer,
             rule=config.rejection_sample_method,
+            on_round=on_round,
         )
         self._set_up(engine, tokenizer, seed)
 
