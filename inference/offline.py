@@ -90,7 +90,7 @@ def main(
     save_output.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**found, "versions": versions, "arguments": arguments}, indent=2, ensure_ascii=False)
     save_output.write_text(text + "\n", encoding="utf-8")
-    console.print(f"written to {save_output}", highlight=False)
+    console.print(f"written to {save_output}", highlight=False, soft_wrap=True)
     if any(check.mismatches for check in checks.values()):
         raise typer.Exit(1)
 
@@ -188,7 +188,7 @@ def _show(
     console.print(table)
     for name, check in checks.items():
         for difference in check.details:
-            console.print(_explained(name, difference, tokenizer), highlight=False)
+            console.print(_explained(name, difference, tokenizer), highlight=False, soft_wrap=True)
 
 
 def _verdict(agree: dict[str, Any] | None) -> str:
@@ -196,8 +196,8 @@ def _verdict(agree: dict[str, Any] | None) -> str:
         return "sampled"
     if agree["same"] == agree["of"]:
         return "yes"
-    rest = f"NOT LOSSLESS: {agree['mismatches']}" if agree["mismatches"] else f"ties: {agree['ties']}"
-    return f"{agree['same']} of {agree['of']}, {rest}"
+    rest = f"{agree['mismatches']} WRONG" if agree["mismatches"] else f"{agree['ties']} tied"
+    return f"{agree['same']} of {agree['of']} ({rest})"
 
 
 def _explained(name: str, difference: TokenDifference, tokenizer: Any) -> str:
