@@ -76,7 +76,7 @@ def main(
         tensor_parallel_size=tensor_parallel_size, gpu_memory_utilization=gpu_memory_utilization,
         trust_remote_code=trust_remote_code, enforce_eager=enforce_eager,
     )  # fmt: skip
-    prompts = _prompts(texts, chats, runtimes.llms[DEFAULT].get_tokenizer(), template)
+    prompts = as_prompts(texts, chats, runtimes.llms[DEFAULT].get_tokenizer(), template)
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
     console = Console()
     with console.status(f"{len(prompts)} prompts, {len(runtimes.llms)} ways, {repeats} times each"):
@@ -104,7 +104,7 @@ def _methods(drafter: str, tokens: int | None, longest_match: int) -> dict[str, 
     return methods | {"ngram": {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_max": longest_match}}
 
 
-def _prompts(
+def as_prompts(
     texts: Sequence[str], chats: Sequence[Sequence[dict[str, str]]], tokenizer: Any, template: Path | None
 ) -> list[Prompt]:
     """Texts as they are, or as what a user says where a chat template is given; conversations by their template."""

@@ -81,9 +81,11 @@ class SideBySide:
         params: SamplingParams,
         repeats: int,
         others: Mapping[str, Other] | None = None,
+        after_repeat: Callable[[Mapping[str, Measured]], None] | None = None,
     ) -> dict[str, Measured]:
         """Every way and every other engine, warmed up, then timed `repeats` times. Request i has the seed
-        `params.seed` + i (0 if None), so that a way writes the same in every repeat."""
+        `params.seed` + i (0 if None), so that a way writes the same in every repeat. `after_repeat`: what else is to be
+        measured in turn with them, given what there is."""
         seeded = [replace(params, seed=(params.seed or 0) + i) for i in range(len(prompts))]
         short = [replace(each, max_tokens=min(WARM_UP_TOKENS, each.max_tokens or WARM_UP_TOKENS)) for each in seeded]
         rows = self.llms[DEFAULT].engine.scheduler.max_num_seqs
@@ -94,6 +96,8 @@ class SideBySide:
             timed = interleaved(self._passes(prompts, seeded, others or {}, measured), repeat, self.target.device)
             for name, run in timed.items():
                 measured[name].runs.append(run)
+            if after_repeat is not None:
+                after_repeat(measured)
         return measured
 
     def compare(self, prompts: Sequence[Prompt], measured: Mapping[str, Measured], name: str) -> LosslessCheck:
