@@ -22,7 +22,7 @@ ARGS ?=
 LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no \
 	--dynamo_backend no --num_cpu_threads_per_process
 
-.PHONY: help venv quickstart test lint format compare distill-table bench-losses clean
+.PHONY: help venv quickstart test lint format compare distill-table bench-losses bench-runtime clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ compare: $(VENV)/.installed  ## train every family for the same time and put the
 
 distill-table: $(VENV)/.installed  ## every divergence on every kind of data for one student (about an hour and a half)
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python scripts/distill_table.py $(ARGS)
+
+bench-runtime: $(VENV)/.installed  ## every way of drafting side by side, and where a round's time goes (a quiet machine)
+	$(BIN)/python scripts/bench_runtime.py $(ARGS)
 
 bench-losses: $(VENV)/.installed  ## memory and time of the chunked objective against the plain one
 	$(BIN)/python scripts/bench_losses.py $(ARGS)

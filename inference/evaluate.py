@@ -27,7 +27,7 @@ from inference.report_build import build_report
 from inference.report_cell import LosslessCheck
 from inference.report_provenance import report_provenance
 from inference.sampling_params import SamplingParams
-from inference.timing import IsolatedCosts, Run, costs_of, interleaved, transformers_generate
+from inference.timing import IsolatedCosts, Run, costs_of, interleaved, transformers_generate, typical_context
 from speculators.errors import ConfigError, DataError
 from speculators.export import load_drafter, read_drafter_config
 
@@ -304,9 +304,7 @@ class _Evaluation:
         """At the middle of a typical response, appending as many slots to the head as a typical round does."""
         rounds: list[RequestRounds] = cell.measured["requests"]
         tau = acceptance_length(sum(r.accepted for r in rounds), sum(r.num_drafts for r in rounds))
-        halves = [output.prompt_token_ids + _tokens(output)[: len(_tokens(output)) // 2 + 1] for output in cell.on]
-        typical = sorted(halves, key=len)[len(halves) // 2]
-        s = self.settings
+        s, typical = self.settings, typical_context(cell.on)
         return IsolatedCosts(
             self.target, self.drafter, typical, s.num_speculative_tokens, rows=s.batch_size, kept=round(tau)
         )

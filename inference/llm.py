@@ -40,11 +40,11 @@ from inference.response import Response
 from inference.sampler import make_generator
 from inference.sampling_params import SamplingParams
 from inference.speculative_config import parse_speculative_config
+from inference.speculative_defaults import complete
 from inference.tree_shape import TreeShape
+from inference.vllm_options import PARALLEL_SIZES, keep_on_one_device, read_options
 from speculators.errors import ConfigError
 from speculators.target import FrozenTarget
-
-ACCEPTED_AND_IGNORED = ("gpu_memory_utilization", "enforce_eager", "disable_log_stats")  # no meaning here, no harm
 
 
 class LLM:
@@ -57,6 +57,10 @@ class LLM:
     max_model_len            longest prompt + response; None: the model's own limit, or its draft model's if less
     max_num_batched_tokens   prompt tokens per prefill forward
     seed                     of the requests that bring none: each gets its own from this and its number
+    tensor_parallel_size     accepted with a warning if not 1: the target is kept on one device, which changes no output
+    on_round                 called after every verification with what was drafted and kept (see Engine)
+
+    `others`: options of vLLM that change no output, and those of its older versions (inference/vllm_options.py).
     """
 
     def __init__(
@@ -74,11 +78,13 @@ class LLM:
         trust_remote_code: bool = False,
         revision: str | None = None,
         tensor_parallel_size: int = 1,
+        on_round: OnRound | None = None,
         **others: Any,
     ) -> None:
-        _refuse_options(others, tensor_parallel_size)
-        config = parse_speculative_config(speculative_config)
         source: dict[str, Any] = dict(trust_remote_code=trust_remote_code, revision=revision)
+        config = parse_speculative_config(complete(read_options(others, speculative_config), model, **source))
+        sizes = {"tensor_parallel_size": tensor_parallel_size} | {n: others[n] for n in PARALLEL_SIZES if n in others}
+        keep_on_one_device(model, sizes, device=default_device(device), dtype=dtype, **source)
         target = load_target(model, dtype=dtype, device=default_device(device), **source)
         tokenizer = load_tokenizer(model, tokenizer, **source)
         target, drafter = load_drafter_for(target, config, tokenizer)
@@ -91,6 +97,7 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             proposer=proposer,
             rule=config.rejection_sample_method,
+            on_round=on_round,
         )
         self._set_up(engine, tokenizer, seed)
 
@@ -336,17 +343,3 @@ def _params_per_prompt(given: Any, count: int) -> list[SamplingParams]:
         kind = type(params[wrong[0]]).__name__
         raise ConfigError(f"sampling_params[{wrong[0]}] is a {kind}; expected SamplingParams")
     return params
-
-
-def _refuse_options(others: dict[str, Any], tensor_parallel_size: int) -> None:
-    unknown = sorted(set(others) - set(ACCEPTED_AND_IGNORED))
-    if unknown:
-        raise ConfigError(
-            f"LLM: unknown options {', '.join(unknown)}; they would change nothing. Remove them "
-            f"(accepted for vLLM's sake, without effect: {', '.join(ACCEPTED_AND_IGNORED)})"
-        )
-    if tensor_parallel_size != 1:
-        raise ConfigError(
-            f"LLM: tensor_parallel_size={tensor_parallel_size}; this runtime keeps the whole target on one device. "
-            "Use 1, or serve the exported drafter with vLLM"
-        )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from inference.proposers.base import Proposer
 from inference.proposers.head import HeadProposer
@@ -17,6 +17,24 @@ from speculators.target import FrozenTarget
 
 if TYPE_CHECKING:
     from speculators.drafter import Drafter
+
+
+def loaded(model: Any) -> bool:
+    """Whether it is a model already, and not the name of one."""
+    return isinstance(model, (FrozenTarget, PreTrainedModel))
+
+
+def target_config(
+    model: str | FrozenTarget | PreTrainedModel, *, trust_remote_code: bool = False, revision: str | None = None
+) -> PretrainedConfig:
+    """The configuration of the target's language model, without its weights."""
+    if isinstance(model, (FrozenTarget, PreTrainedModel)):
+        return model.config.get_text_config()
+    try:
+        config = AutoConfig.from_pretrained(str(model), trust_remote_code=trust_remote_code, revision=revision)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"target {model}: its config.json could not be read: {error}") from error
+    return config.get_text_config()
 
 
 def load_target(
@@ -80,7 +98,7 @@ def load_tokenizer(model: Any, tokenizer: Any, *, trust_remote_code: bool = Fals
     """
     if tokenizer is not None and not isinstance(tokenizer, str):
         return tokenizer
-    source = tokenizer or (model if not isinstance(model, (FrozenTarget, PreTrainedModel)) else None)
+    source = tokenizer or (None if loaded(model) else model)
     if source is None:
         return None
     try:

@@ -65,7 +65,7 @@ def build_cell(measured: CellMeasurement, width: int) -> Cell:
     drafts = sum(request.num_drafts for request in requests)
     tau = acceptance_length(sum(per_pos), drafts)
     own = [acceptance_length(request.accepted, request.num_drafts) for request in requests if request.num_drafts]
-    speedup = _paired_ratio(measured.speculative, measured.autoregressive)
+    speedup = paired_ratio(measured.speculative, measured.autoregressive)
     return Cell(
         workload=measured.workload,
         temperature=measured.temperature,
@@ -84,7 +84,7 @@ def build_cell(measured: CellMeasurement, width: int) -> Cell:
         acceptance_by_output_position=output_position_bins(requests, width, where),
         tokens_per_second=_throughput(measured),
         speedup_vs_autoregressive=speedup,
-        speedup_vs_transformers=_paired_ratio(measured.speculative, measured.transformers_generate),
+        speedup_vs_transformers=paired_ratio(measured.speculative, measured.transformers_generate),
         time_shares=_time_shares(measured, where),
         cost_model=_cost_model(measured.costs, tau, speedup, measured.speculative),
         expected=_expected(measured),
@@ -188,7 +188,7 @@ def _sum_of_squares(influences: Sequence[float]) -> float:
     return sum(v * v for v in influences) * (n / (n - 1) if n > 1 else 1.0)
 
 
-def _rate(run: TimedRun) -> float:
+def tokens_per_second(run: TimedRun) -> float:
     if run.seconds <= 0 or run.tokens <= 0:
         raise DataError(f"a timed run has {run.tokens} tokens in {run.seconds} s: both must be positive")
     return run.tokens / run.seconds
@@ -196,7 +196,7 @@ def _rate(run: TimedRun) -> float:
 
 def _throughput(measured: CellMeasurement) -> TokensPerSecond | None:
     def spread(runs: Sequence[TimedRun]) -> Spread | None:
-        return Spread.of([_rate(run) for run in runs]) if runs else None
+        return Spread.of([tokens_per_second(run) for run in runs]) if runs else None
 
     speculative = spread(measured.speculative)
     if speculative is None:
@@ -208,10 +208,10 @@ def _throughput(measured: CellMeasurement) -> TokensPerSecond | None:
     )
 
 
-def _paired_ratio(runs: Sequence[TimedRun], reference: Sequence[TimedRun]) -> Spread | None:
+def paired_ratio(runs: Sequence[TimedRun], reference: Sequence[TimedRun]) -> Spread | None:
     """Rate of run i over rate of reference i, which ran right beside it, for every i both have."""
     pairs = list(zip(runs, reference, strict=False))
-    return Spread.of([_rate(run) / _rate(other) for run, other in pairs]) if pairs else None
+    return Spread.of([tokens_per_second(run) / tokens_per_second(other) for run, other in pairs]) if pairs else None
 
 
 def _time_shares(measured: CellMeasurement, where: str) -> TimeShares | None:

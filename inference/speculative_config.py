@@ -139,6 +139,6 @@ def _fault(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         return f"{where}: unknown option"
     if error["type"] == "missing":
-        return f"{where} is missing (it is never guessed from the path)"
+        return f"{where} is missing: name one, or the model of a drafter, whose config.json says it"
     message = error["msg"].removeprefix("Value error, ")
     return f"{where}={error['input']!r}: {message}" if where else message

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from inference.cache import RaggedCache
 from inference.measurement import Costs, TimedRun
+from inference.outputs import RequestOutput
 from inference.sampler import argmax
 from inference.sampling_params import SamplingParams
 from speculators.drafter import Drafter
@@ -44,9 +45,11 @@ def transformers_generate(
     params: SamplingParams,
     eos_token_ids: Sequence[int],
     seed: int,
+    **drafting: Any,
 ) -> int:
     """`model.generate` with a key-value cache and the same sampling, on all prompts as one batch (left-padded).
 
+    `drafting`: transformers' own, `assistant_model` or `prompt_lookup_num_tokens`; it takes one prompt at a time.
     Returns the output tokens written, up to and with the end of each response.
     """
     width, pad = max(map(len, prompts)), eos_token_ids[0] if eos_token_ids else 0
@@ -64,7 +67,7 @@ def transformers_generate(
     )
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
-        written = model.generate(ids, attention_mask=mask, generation_config=config)[:, width:].tolist()
+        written = model.generate(ids, attention_mask=mask, generation_config=config, **drafting)[:, width:].tolist()
     return sum(_length(row, eos_token_ids) for row in written)
 
 
@@ -77,20 +80,21 @@ class IsolatedCosts:
     """V(1), V(K+1) and D(K) at one context: the forwards of a round alone, without sampling or bookkeeping.
 
     token_ids: text whose features fill the caches; `rows` copies of it run at once. `kept`: slots a round appends to
-    the head before it drafts (accepted drafts and the bonus token).
+    the head before it drafts (accepted drafts and the bonus token). Without a `drafter` D(K) is left out.
     """
 
     def __init__(
         self,
         target: FrozenTarget,
-        drafter: Drafter,
+        drafter: Drafter | None,
         token_ids: Sequence[int],
         k: int,
         *,
         rows: int = 1,
         kept: int = 1,
     ) -> None:
-        self.target, self.drafter, self.k, self.rows = target, drafter, k, rows
+        self.target, self.k, self.rows = target, k, rows
+        self.drafter: Any = drafter
         self.kept = min(kept, len(token_ids) - 1)
         self.context = len(token_ids)
         self.cache = RaggedCache(rows, self.context + k + 1, device=target.device)
@@ -100,15 +104,17 @@ class IsolatedCosts:
             taps, last_hidden = self._forward(ids)
             for row in range(rows):
                 self.cache.advance(row, self.context)
-            self._fill_head(ids, taps, last_hidden)
+            if drafter is not None:
+                self._fill_head(ids, taps, last_hidden)
 
     def measure(self, trials: int) -> dict[str, list[float]]:
         """Milliseconds of `trials` trials of each part, taken in turn: target_step_ms, verify_ms, draft_ms."""
         parts: dict[str, Callable[[], Any]] = {
             "target_step_ms": lambda: self.target.logits(self._forward(self.next_ids[:, :1])[1]),
             "verify_ms": lambda: self.target.logits(self._forward(self.next_ids)[1]),
-            "draft_ms": self._draft,
         }
+        if self.drafter is not None:
+            parts["draft_ms"] = self._draft
         times: dict[str, list[float]] = {name: [] for name in parts}
         with torch.inference_mode():
             for trial in range(-1, trials):  # the first one warms up
@@ -150,6 +156,14 @@ class IsolatedCosts:
 
     def _best(self, logits: Tensor) -> Tensor:
         return to_target_ids(argmax(logits), self.drafter.draft_to_target)
+
+
+def typical_context(outputs: Sequence[RequestOutput]) -> list[int]:
+    """A prompt and half of its response: that of the median length."""
+    halves = [
+        each.prompt_token_ids + ids[: len(ids) // 2 + 1] for each in outputs for ids in [each.outputs[0].token_ids]
+    ]
+    return sorted(halves, key=len)[len(halves) // 2]
 
 
 def costs_of(times: Mapping[str, Sequence[float]], rows: int, context: int) -> Costs:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
+from inference.console import print_error
 from speculators.errors import ConfigError, DraftsmithError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except DraftsmithError as error:
-            Console(stderr=True, soft_wrap=True).print(Text(f"error: {error}", style="red"))
+            print_error(error)
             raise typer.Exit(2) from None
 
 

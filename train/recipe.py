@@ -216,6 +216,15 @@ class Recipe(Section):
         canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
+    def provenance(self, step: int) -> dict[str, Any]:
+        """What an export says of its run, how many tokens per round it was measured with among it."""
+        return {
+            "recipe": self.name,
+            "recipe_hash": self.recipe_hash(),
+            "step": step,
+            "num_speculative_tokens": self.evaluation.num_speculative_tokens,
+        }
+
 
 @cache
 def recipe_class(family: str = DEFAULT_FAMILY) -> type[Recipe]:

@@ -46,6 +46,5 @@ def reexport(run_dir: Path, out: Path, *, dtype: str = "auto") -> tuple[Path, in
         step = int(state["step"])
         drafter.load_state_dict(load_file(newest / "drafter.safetensors"), strict=True)
     wanted = dtype if dtype != "auto" else recipe.export.dtype
-    provenance = {"recipe": recipe.name, "recipe_hash": recipe.recipe_hash(), "step": step}
     exported = target.dtype if wanted == "auto" else getattr(torch, wanted)
-    return export_drafter(drafter, out, dtype=exported, provenance=provenance), step
+    return export_drafter(drafter, out, dtype=exported, provenance=recipe.provenance(step)), step

@@ -389,7 +389,7 @@ def export(recipe: Recipe, trained: Trained) -> Path:
     along."""
     drafter, state, out = trained.drafter, trained.state, Path(recipe.output_dir)
     dtype = drafter.target.dtype if recipe.export.dtype == "auto" else getattr(torch, recipe.export.dtype)
-    provenance = {"recipe": recipe.name, "recipe_hash": recipe.recipe_hash(), "step": state.best_step or state.step}
+    provenance = recipe.provenance(state.best_step or state.step)
     if trained.joint is not None:
         texts = [(r.prompt_ids, r.output_ids) for responses in trained.held_out.values() for r in responses]
         before, after = trained.joint.held_out_loss(texts)

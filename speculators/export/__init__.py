@@ -125,14 +125,20 @@ def read_drafter_config(
     for file in [] if config_only else _files(folder):
         with safe_open(file, "pt") as reader:
             names |= set(reader.keys())
+    fields = read_fields(folder)
+    layout = _layout_of(fields, names, str(folder))
+    return layout.from_config(fields, names, f"{folder}/config.json", num_target_layers)
+
+
+def read_fields(path_or_id: str | Path) -> dict[str, Any]:
+    """config.json of a drafter as it stands."""
+    folder = resolve(path_or_id, weights=False)
     try:
-        fields = json.loads((folder / "config.json").read_text())
+        return json.loads((folder / "config.json").read_text())
     except FileNotFoundError as error:
         raise CheckpointError(f"drafter {folder}: expected config.json") from error
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{folder}/config.json: not JSON: {error}") from error
-    layout = _layout_of(fields, names, str(folder))
-    return layout.from_config(fields, names, f"{folder}/config.json", num_target_layers)
 
 
 def _layout_of(fields: dict[str, Any], names: set[str], where: str) -> Layout:

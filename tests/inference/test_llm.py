@@ -70,14 +70,15 @@ def test_every_faulty_prompt_is_named_before_any_is_run(model, byte_tokenizer):
 
 
 WRONG_OPTIONS = [
-    (dict(tensor_parallel_size=2), "tensor_parallel_size=2"),
-    (dict(quantization="awq"), "unknown options quantization"),
+    (dict(tensor_parallel_size=0), "tensor_parallel_size=0"),
+    (dict(quantization="awq"), "quantization='awq'"),
+    (dict(quantisation="awq"), "unknown options quantisation"),
     (dict(max_model_len=LIMIT + 1), "max_position_embeddings"),
     (dict(max_num_seqs=0), "max_num_seqs=0"),
 ]
 WRONG_DRAFTING = [
     ({"method": "ngram"}, "num_speculative_tokens is missing"),
-    ({"model": "x"}, "method is missing"),
+    ({"num_speculative_tokens": 2}, "method is missing"),
     ({"method": "eagle3", "num_speculative_tokens": 2}, "folder of an exported head"),
     ({"method": "magic", "num_speculative_tokens": 2}, "'magic'; expected one of"),
     ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens=0"),
@@ -92,7 +93,3 @@ WRONG_OPTIONS += [(dict(speculative_config=config), message) for config, message
 def test_wrong_options_are_refused(options, message, model):
     with pytest.raises(ConfigError, match=message):
         LLM(model, **options)
-
-
-def test_vllm_options_without_meaning_here_are_accepted(model):
-    LLM(model, gpu_memory_utilization=0.9, enforce_eager=True, disable_log_stats=False, tensor_parallel_size=1)

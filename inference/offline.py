@@ -1,0 +1,220 @@
+"""Prompts of this project with and without drafting, side by side: times, and whether the responses are the same.
+
+    python -m inference.offline --model=TARGET --speculative-model=DRAFTER --demo=chat --save-output=results.json
+
+The target is loaded once and writes every response without drafting (`default`), with the drafter (`speculative`) and
+with n-grams (`ngram`). Without --speculative-model the first and the last are run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from transformers.utils.logging import disable_progress_bar
+
+from inference.console import run
+from inference.llm_prompts import Prompt, chat_prompts, read_prompts
+from inference.measurement import TimedRun
+from inference.offline_prompts import demo_prompts
+from inference.provenance import environment
+from inference.report_build import paired_ratio, tokens_per_second
+from inference.report_cell import LosslessCheck, Spread, TokenDifference
+from inference.sampling_params import SamplingParams
+from inference.side_by_side import DEFAULT, Measured, SideBySide
+from inference.speculative_defaults import NUM_SPECULATIVE_TOKENS
+from speculators.errors import ConfigError
+
+SAVED = "inference_results_with_speculative.json"  # as vLLM guides call it
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    model: Annotated[str, typer.Option(help="Target: folder or repository id.")],
+    speculative_model: Annotated[str, typer.Option(help="Drafter: folder or repository id; none: only ngram.")] = "",
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Drafts per round; by default what the drafter was made for, or 5.")
+    ] = None,
+    ngram_prompt_lookup_max: Annotated[int, typer.Option(min=1, help="ngram: longest match looked for.")] = 3,
+    demo: Annotated[str, typer.Option(help="The prompts: en (or te), zh (or tc), chat.")] = "en",
+    template: Annotated[
+        Path | None, typer.Option(help="Chat template to use instead of the tokenizer's; makes texts a user's turn.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest response.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy; above it, responses are not compared.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the first prompt's response, at temperatures above 0.")] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed passes of each; medians are reported.")] = 3,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Responses written at the same time.")] = 1,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and response.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; cuda if there is one.")] = None,
+    dtype: Annotated[str, typer.Option(help="Precision of the target; auto: its own.")] = "auto",
+    tensor_parallel_size: Annotated[int, typer.Option(help="As in vLLM; one device is used.")] = 1,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="As in vLLM.")] = 0.9,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the repository's code.")] = False,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="As in vLLM.")] = False,
+    save_output: Annotated[Path, typer.Option(help="JSON file to write.")] = Path(
+        "inference_results_with_speculative.json"
+    ),
+) -> None:
+    """Run the prompts of a demo with and without drafting. Exit code 1: greedy responses differ by more than a tie."""
+    arguments = {name: str(value) if isinstance(value, Path) else value for name, value in locals().items()}
+    if save_output.suffix != ".json":
+        raise ConfigError(f"--save-output {save_output}: a JSON file is written; give a name that ends in .json")
+    texts, chats = demo_prompts(demo)
+    disable_progress_bar()
+    runtimes = SideBySide(
+        model, _methods(speculative_model, num_speculative_tokens, ngram_prompt_lookup_max),
+        dtype=dtype, device=device, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
+        tensor_parallel_size=tensor_parallel_size, gpu_memory_utilization=gpu_memory_utilization,
+        trust_remote_code=trust_remote_code, enforce_eager=enforce_eager,
+    )  # fmt: skip
+    prompts = as_prompts(texts, chats, runtimes.llms[DEFAULT].get_tokenizer(), template)
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
+    console = Console()
+    with console.status(f"{len(prompts)} prompts, {len(runtimes.llms)} ways, {repeats} times each"):
+        measured = runtimes.run(prompts, params, repeats)
+        drafting = [name for name in measured if name != DEFAULT and params.greedy]
+        checks = {name: runtimes.compare(prompts, measured, name) for name in drafting}
+    found = results(measured, checks)
+    versions = environment(runtimes.target.device, runtimes.target.dtype)
+    title = f"{demo}: {len(prompts)} prompts, T={temperature:g}, {versions['dtype']}, {versions['device']}"
+    _show(console, found, checks, title, runtimes.llms[DEFAULT].get_tokenizer())
+    save_output.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**found, "versions": versions, "arguments": arguments}, indent=2, ensure_ascii=False)
+    save_output.write_text(text + "\n", encoding="utf-8")
+    console.print(f"written to {save_output}", highlight=False, soft_wrap=True)
+    if any(check.mismatches for check in checks.values()):
+        raise typer.Exit(1)
+
+
+def _methods(drafter: str, tokens: int | None, longest_match: int) -> dict[str, dict[str, Any]]:
+    """Name of a way that drafts -> its speculative_config."""
+    methods: dict[str, dict[str, Any]] = {}
+    if drafter:
+        methods["speculative"] = {"model": drafter} | ({"num_speculative_tokens": tokens} if tokens else {})
+    k = tokens or NUM_SPECULATIVE_TOKENS
+    return methods | {"ngram": {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_max": longest_match}}
+
+
+def as_prompts(
+    texts: Sequence[str], chats: Sequence[Sequence[dict[str, str]]], tokenizer: Any, template: Path | None
+) -> list[Prompt]:
+    """Texts as they are, or as what a user says where a chat template is given; conversations by their template."""
+    if template is None and not chats:
+        return read_prompts(list(texts), tokenizer)
+    chats = [*chats, *([{"role": "user", "content": text}] for text in texts)]
+    try:
+        written = None if template is None else template.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--template {template}: could not be read: {error.strerror}") from error
+    if written is None and not getattr(tokenizer, "chat_template", None):
+        raise ConfigError("--demo chat: the tokenizer has no chat template; give one with --template FILE")
+    return chat_prompts(chats, tokenizer, {"add_generation_prompt": True, "chat_template": written})
+
+
+def results(measured: dict[str, Measured], checks: dict[str, LosslessCheck]) -> dict[str, dict[str, Any]]:
+    """What is saved, by way: outputs, timings, metrics (totals of all passes); of those that draft also `agree` and
+    `speedup`.
+
+    `agree` is null where nothing can be compared: at temperatures above 0 only the distributions are the same.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, one in measured.items():
+        found[name] = {
+            "outputs": [
+                {
+                    "prompt": output.prompt,
+                    "text": output.outputs[0].text,
+                    "token_ids": output.outputs[0].token_ids,
+                    "finish_reason": output.outputs[0].finish_reason,
+                }
+                for output in one.outputs
+            ],
+            "timings": _timings(one.runs),
+            "metrics": {
+                "passes": len(one.runs),
+                "output_tokens": sum(run.tokens for run in one.runs),
+                "acceptance_length": one.counters.acceptance_length,
+                **one.counters.to_dict(),
+            },
+        }
+        if name != DEFAULT:
+            speedup = paired_ratio(one.runs, measured[DEFAULT].runs)
+            found[name]["speedup"] = speedup.model_dump() if speedup else None
+            found[name]["agree"] = _agreement(checks[name]) if name in checks else None
+    return found
+
+
+def _timings(runs: Sequence[TimedRun]) -> dict[str, Any]:
+    return {
+        "seconds": Spread.of([run.seconds for run in runs]).model_dump(),
+        "tokens_per_second": Spread.of([tokens_per_second(run) for run in runs]).model_dump(),
+    }
+
+
+def _agreement(check: LosslessCheck) -> dict[str, Any]:
+    same = check.checked_prompts - len(check.details)
+    return {"same": same, "of": check.checked_prompts, **check.model_dump(exclude={"checked_prompts"})}
+
+
+def _show(
+    console: Console, found: dict[str, dict[str, Any]], checks: dict[str, LosslessCheck], title: str, tokenizer: Any
+) -> None:
+    """The ways as a table, and every first difference from the default in words."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for heading in ("tokens", "seconds", "tokens/s", "τ", "speedup"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("as the default")
+    for name, one in found.items():
+        times, metrics, speedup = one["timings"], one["metrics"], one.get("speedup")
+        table.add_row(
+            name,
+            str(metrics["output_tokens"] // metrics["passes"]),
+            f"{times['seconds']['median']:.2f}",
+            f"{times['tokens_per_second']['median']:.1f}",
+            f"{metrics['acceptance_length']:.2f}",
+            f"{speedup['median']:.2f}" if speedup else "",
+            "" if name == DEFAULT else _verdict(one["agree"]),
+        )
+    console.print(table)
+    for name, check in checks.items():
+        for difference in check.details:
+            console.print(_explained(name, difference, tokenizer), highlight=False, soft_wrap=True)
+
+
+def _verdict(agree: dict[str, Any] | None) -> str:
+    if agree is None:
+        return "sampled"
+    if agree["same"] == agree["of"]:
+        return "yes"
+    rest = f"{agree['mismatches']} WRONG" if agree["mismatches"] else f"{agree['ties']} tied"
+    return f"{agree['same']} of {agree['of']} ({rest})"
+
+
+def _explained(name: str, difference: TokenDifference, tokenizer: Any) -> str:
+    """The first difference of one prompt, in words."""
+
+    def shown(token: int | None) -> str:
+        return "the end" if token is None else repr(tokenizer.decode([token]))
+
+    numbers = (
+        f"the two best logits are {difference.top_two_gap:.3g} apart and {difference.noise:.3g} of noise was measured"
+    )
+    why = f"a floating-point tie, {numbers}" if difference.tie else f"a mismatch: {numbers}"
+    return (
+        f"{name}, prompt {difference.prompt}, token {difference.position}: {shown(difference.token)} instead of "
+        f"{shown(difference.reference_token)}; {why}"
+    )
+
+
+if __name__ == "__main__":
+    run(app)

@@ -1,0 +1,289 @@
+"""What each way of drafting gains, and where a round's time goes: everything in one run, interleaved.
+
+    make bench-runtime ARGS="--model TARGET --method eagle3=EXPORT --method ngram"
+    python scripts/bench_runtime.py --model TARGET --method draft_model=FOLDER --batch-sizes 1,8 --json out.json
+
+A method is `NAME=FOLDER`, `NAME` (training-free), or a speculative_config as JSON, which may have a `name` as well.
+Beside them run drafting off and `transformers.generate` on the same model object: alone, with each draft model as its
+`assistant_model`, and with `prompt_lookup_num_tokens` where n-grams are measured. docs/runtime.md says how to read it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from inference.console import run
+from inference.cost_model import efficiency, speedup_limit
+from inference.llm_loading import end_of_sequence_ids
+from inference.llm_prompts import Prompt
+from inference.measurement import Costs
+from inference.offline import as_prompts
+from inference.offline_prompts import DEMOS, demo_prompts
+from inference.provenance import environment
+from inference.report_build import paired_ratio, tokens_per_second
+from inference.report_cell import Spread
+from inference.sampling_params import SamplingParams
+from inference.side_by_side import DEFAULT, Measured, Other, SideBySide
+from inference.speculative_config import TRAINING_FREE
+from inference.timing import IsolatedCosts, costs_of, transformers_generate, typical_context
+from speculators.errors import ConfigError
+from speculators.export import load_drafter
+from train import demo
+
+ROUND = ("schedule", "draft", "verify", "sample", "commit")  # phases of a round; prefill is none of them
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    model: Annotated[str, typer.Option(help="Target: folder or repository id.")],
+    method: Annotated[list[str], typer.Option(help="NAME=FOLDER, NAME, or JSON; several times.")],
+    num_speculative_tokens: Annotated[int, typer.Option(min=1, help="Of the methods that name none.")] = 4,
+    prompts: Annotated[
+        list[str] | None, typer.Option(help=f"Workloads: {', '.join([*DEMOS, *demo.WORKLOADS])}; several times.")
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each workload.")] = 4,
+    batch_sizes: Annotated[str, typer.Option(help="Requests in flight, with commas between.")] = "1",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest response.")] = 128,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed passes of everything.")] = 5,
+    cost_trials: Annotated[int, typer.Option(min=1, help="Forwards of each kind after each repeat.")] = 5,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all by default.")] = None,
+    dtype: Annotated[str, typer.Option(help="Precision of the target; auto: its own.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; cuda if there is one.")] = None,
+    transformers: Annotated[bool, typer.Option(help="Measure transformers.generate too.")] = True,
+    json_file: Annotated[Path | None, typer.Option("--json", help="File for all figures.")] = None,
+) -> None:
+    """Measure every method and print a table of speeds and one of rounds for each batch size."""
+    methods = parse_methods(method, num_speculative_tokens)
+    sizes = _sizes(batch_sizes)
+    arguments = {name: str(v) if isinstance(v, Path) else v for name, v in locals().items() if name != "sizes"}
+    if threads:
+        torch.set_num_threads(threads)
+    disable_progress_bar()
+    console, target, tokenizer = Console(), model, None
+    found: list[dict[str, Any]] = []
+    for size in sizes:
+        runtimes = SideBySide(target, methods, tokenizer=tokenizer, max_num_seqs=size, dtype=dtype, device=device)
+        target, tokenizer = runtimes.target, runtimes.llms[DEFAULT].get_tokenizer()
+        others = other_engines(runtimes, methods, size) if transformers else {}
+        for workload in prompts or ["chat"]:
+            asked = workload_prompts(workload, num_prompts, tokenizer)
+            costs = CostTrials(runtimes, methods, size, cost_trials)
+            params = SamplingParams(temperature=0, max_tokens=max_tokens)
+            with console.status(f"{workload}, batch size {size}: {len(asked)} prompts, {repeats} repeats"):
+                measured = runtimes.run(asked, params, repeats, others, costs.measure)
+            for name, one in measured.items():
+                figures = figures_of(name, one, measured[DEFAULT], costs.costs(name, one))
+                if name in methods:
+                    check = runtimes.compare(asked, measured, name)
+                    figures |= {"mismatches": check.mismatches, "ties": check.ties}
+                found.append({"batch_size": size, "workload": workload, "method": name, **figures})
+        of_size = [row for row in found if row["batch_size"] == size]
+        console.print(speeds(of_size, size), rounds(of_size, size))
+    if json_file is not None:
+        versions = environment(runtimes.target.device, runtimes.target.dtype)
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"versions": versions, "arguments": arguments, "results": found}, indent=2)
+        json_file.write_text(text + "\n", encoding="utf-8")
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = [0]
+    if min(sizes) < 1:
+        raise ConfigError(f"--batch-sizes {text}: expected whole numbers, 1 or more, with commas between, such as 1,8")
+    return sizes
+
+
+def parse_methods(given: Sequence[str], k: int) -> dict[str, dict[str, Any]]:
+    """Name -> speculative_config, as the module's docstring has it; `k` for those that do not say how many to draft."""
+    methods: dict[str, dict[str, Any]] = {}
+    for text in given:
+        if text.lstrip().startswith("{"):
+            try:
+                config = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"--method {text}: not JSON: {error}") from error
+            name = config.pop("name", config.get("method") or Path(str(config.get("model"))).name)
+        else:
+            name, _, folder = text.partition("=")
+            config = {"method": name} | ({"model": folder} if folder else {})
+        if name in methods:
+            raise ConfigError(f'--method {text}: {name!r} is given twice; name one of them: {{"name": ..., ...}}')
+        methods[name] = {"num_speculative_tokens": k} | config
+    return methods
+
+
+def workload_prompts(workload: str, count: int, tokenizer: Any) -> list[Prompt]:
+    """Of a built-in demo, or held-out prompts of the generator that the embedded target has learnt from."""
+    if workload in demo.WORKLOADS:
+        chats = [messages for messages, _ in demo.prompts("test", count, workloads=(workload,))]
+        return as_prompts([], chats, tokenizer, None)
+    return as_prompts(*demo_prompts(workload), tokenizer, None)[:count]
+
+
+# ------------------------------------------------------------------ other engines
+
+
+def other_engines(runtimes: SideBySide, methods: Mapping[str, Mapping[str, Any]], size: int) -> dict[str, Other]:
+    """`transformers.generate` on the target's own model object. Its drafting takes one prompt at a time, so it is left
+    out at other batch sizes."""
+    llm = runtimes.llms[DEFAULT]
+    eos, device = sorted(end_of_sequence_ids(llm.engine.target, llm.get_tokenizer())), runtimes.target.device
+
+    def generate(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **drafting: Any) -> int:
+        return sum(
+            transformers_generate(runtimes.target.model, prompts[i : i + size], params[i], eos, 0, **drafting)
+            for i in range(0, len(prompts), size)
+        )
+
+    others: dict[str, Other] = {"transformers": generate}
+    for name, config in methods.items() if size == 1 else ():
+        k = runtimes.num_speculative_tokens(name)
+        if config.get("method") == "ngram":
+            others["transformers, prompt lookup"] = partial(generate, prompt_lookup_num_tokens=k)
+        if config.get("method") == "draft_model":
+            assistant = AutoModelForCausalLM.from_pretrained(config["model"], dtype=runtimes.target.dtype).to(device)
+            assistant.generation_config.update(num_assistant_tokens=k, num_assistant_tokens_schedule="constant")
+            others[f"transformers, assistant {name}"] = partial(generate, assistant_model=assistant)
+    return others
+
+
+# ------------------------------------------------------------------ figures
+
+
+@dataclass
+class CostTrials:
+    """V(1), V(K+1) and D(K) of every method, taken in turn with the repeats."""
+
+    runtimes: SideBySide
+    methods: Mapping[str, Mapping[str, Any]]
+    rows: int
+    trials: int
+    parts: dict[str, IsolatedCosts] = field(default_factory=dict)
+    times: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+
+    def measure(self, measured: Mapping[str, Measured]) -> None:
+        for name, config in self.methods.items():
+            one, target = measured[name], self.runtimes.llms[name].engine.target
+            if name not in self.parts:
+                drafter = None if config.get("method") in TRAINING_FREE else load_drafter(config["model"], target)
+                k, kept = self.runtimes.num_speculative_tokens(name), round(one.counters.acceptance_length)
+                context = typical_context(one.outputs)
+                self.parts[name] = IsolatedCosts(target, drafter, context, k, rows=self.rows, kept=kept)
+            for part, values in self.parts[name].measure(self.trials).items():
+                self.times.setdefault(name, {}).setdefault(part, []).extend(values)
+
+    def costs(self, name: str, one: Measured) -> Costs | None:
+        """Medians; a matcher's D is what the engine's timer says, since it does nothing but match."""
+        if name not in self.times:
+            return None
+        matching = [1e3 * one.phase_seconds["draft"] / max(one.rounds, 1)]
+        return costs_of({"draft_ms": matching} | self.times[name], self.rows, self.parts[name].context)
+
+
+def figures_of(name: str, one: Measured, default: Measured, costs: Costs | None) -> dict[str, Any]:
+    """Everything about one way on one workload. Speed is that of the whole pass, prefill included; a round's phases
+    are milliseconds and shares of the time of rounds, what no timer claimed being part of neither."""
+    speedup = paired_ratio(one.runs, default.runs)
+    found: dict[str, Any] = {
+        "tokens_per_second": Spread.of([tokens_per_second(run) for run in one.runs]).model_dump(),
+        "speedup": speedup.model_dump() if speedup and name != DEFAULT else None,
+    }
+    if not one.rounds:
+        return found
+    seconds = {phase: one.phase_seconds[phase] for phase in ROUND}
+    found |= {
+        "acceptance_length": one.counters.acceptance_length,
+        "drafted_share": one.counters.num_drafts / max(one.row_rounds, 1),
+        "round_ms": {phase: 1e3 * value / one.rounds for phase, value in seconds.items()},
+        "round_share": {phase: value / sum(seconds.values()) for phase, value in seconds.items()},
+        "prefill_share": one.phase_seconds["prefill"] / sum(run.seconds for run in one.runs),
+    }
+    if costs is not None and speedup is not None:
+        limit = limit_of(one, costs)
+        found |= {
+            "costs_ms": {"V1": costs.target_step_ms, "VK": costs.verify_ms, "D": costs.draft_ms},
+            "limit": limit,
+            "efficiency": efficiency(speedup.median, limit),
+        }
+    return found
+
+
+def limit_of(one: Measured, costs: Costs) -> float:
+    """The cost model over all rounds: those without a draft verify one token and commit one."""
+    rounds, drafted = one.row_rounds, one.counters.num_drafts
+    return speedup_limit(
+        1 + one.counters.num_accepted_tokens / rounds,
+        step_cost=costs.target_step_ms,
+        verify_cost=(drafted * costs.verify_ms + (rounds - drafted) * costs.target_step_ms) / rounds,
+        draft_cost=costs.draft_ms,
+    )
+
+
+# ------------------------------------------------------------------ tables
+
+
+def speeds(rows: Sequence[Mapping[str, Any]], size: int) -> Table:
+    """Tokens per second with quartiles, speedup against drafting off, the limit, and what is reached of it."""
+    table = _table(f"speed, batch size {size}", "tokens/s", "speedup", "τ", "limit", "eff.", "same")
+    for row in rows:
+        rate, speedup = row["tokens_per_second"], row["speedup"]
+        table.add_row(
+            row["workload"],
+            row["method"],
+            f"{rate['median']:.1f} ({rate['low']:.1f}-{rate['high']:.1f})",
+            f"{speedup['median']:.2f}" if speedup else "",
+            f"{row['acceptance_length']:.2f}" if "acceptance_length" in row else "",
+            f"{row['limit']:.2f}" if "limit" in row else "",
+            f"{100 * row['efficiency']:.0f}%" if "efficiency" in row else "",
+            _same(row),
+        )
+    return table
+
+
+def _same(row: Mapping[str, Any]) -> str:
+    if "mismatches" not in row:
+        return ""
+    return f"NO {row['mismatches']}" if row["mismatches"] else f"yes ~{row['ties']}" if row["ties"] else "yes"
+
+
+def rounds(rows: Sequence[Mapping[str, Any]], size: int) -> Table:
+    """Milliseconds of a round by phase, and their shares."""
+    table = _table(f"a round in ms (%), batch size {size}", *ROUND, "total")
+    for row in rows:
+        if "round_ms" in row:
+            cells = [f"{row['round_ms'][phase]:.2f} ({100 * row['round_share'][phase]:.0f}%)" for phase in ROUND]
+            table.add_row(row["workload"], row["method"], *cells, f"{sum(row['round_ms'].values()):.2f}")
+    return table
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("workload", overflow="fold")
+    table.add_column("", overflow="fold")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table
+
+
+if __name__ == "__main__":
+    run(app)

@@ -1,0 +1,90 @@
+"""The runtime benchmark: every way in one run, and figures that follow from what was counted."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from inference.cost_model import speedup_limit
+from inference.measurement import Costs
+from inference.metrics import SpecDecodeCounters
+from inference.side_by_side import Measured
+from scripts.bench_runtime import ROUND, app, limit_of, parse_methods
+from speculators.config import config_for_target
+from speculators.errors import ConfigError
+from speculators.export import export_drafter
+from speculators.families.eagle import Eagle
+from speculators.target import FrozenTarget
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_model, tmp_path_factory) -> tuple[str, str]:
+    """A tiny target, which is its own draft model too, and a head; one token per byte."""
+    root = tmp_path_factory.mktemp("bench")
+    options = dict(vocab_size=257, max_position_embeddings=2048, bos_token_id=256, eos_token_id=256, pad_token_id=256)
+    model = tiny_model("qwen3", **options)
+    model.save_pretrained(root / "target")
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["</s>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+    fast.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    fast.save_pretrained(root / "target")
+    target = FrozenTarget(model)
+    head = Eagle(config_for_target(target, "eagle")).attach(target).eval()
+    export_drafter(head, root / "head", dtype=torch.float32)
+    return str(root / "target"), str(root / "head")
+
+
+def test_everything_in_one_run(folders, tmp_path):
+    target, head = folders
+    saved = tmp_path / "out.json"
+    done = CliRunner().invoke(
+        app,
+        [
+            f"--model={target}", f"--method=eagle={head}", f"--method=draft_model={target}", "--method=ngram",
+            "--prompts=en", "--prompts=chat", "--num-prompts=2", "--batch-sizes=1,2", "--max-tokens=10",
+            "--repeats=2", "--cost-trials=1", "--num-speculative-tokens=3", f"--json={saved}",
+        ],
+    )  # fmt: skip
+    assert done.exit_code == 0, (done.output, done.exception)
+    rows = json.loads(saved.read_text())["results"]
+    ours = ["default", "eagle", "draft_model", "ngram"]
+    theirs = ["transformers", "transformers, assistant draft_model", "transformers, prompt lookup"]
+    for size, names in ((1, [*ours, *theirs]), (2, [*ours, theirs[0]])):
+        for workload in ("en", "chat"):
+            part = {row["method"]: row for row in rows if (row["batch_size"], row["workload"]) == (size, workload)}
+            assert sorted(part) == sorted(names)
+            assert all(len(row["tokens_per_second"]["repeats"]) == 2 for row in part.values())
+            assert all(set(part[name]["round_ms"]) == set(ROUND) for name in ours)
+            assert all(part[name]["mismatches"] == 0 and part[name]["limit"] > 0 for name in ours[1:])
+            assert part["draft_model"]["acceptance_length"] > 3  # it drafts for itself
+    assert rows[0]["speedup"] is None
+
+
+def test_methods_are_read_from_names_folders_and_json():
+    named = parse_methods(["eagle3=runs/x", "ngram", '{"name": "deep", "model": "m", "num_speculative_tokens": 7}'], 4)
+    assert named == {
+        "eagle3": {"method": "eagle3", "model": "runs/x", "num_speculative_tokens": 4},
+        "ngram": {"method": "ngram", "num_speculative_tokens": 4},
+        "deep": {"model": "m", "num_speculative_tokens": 7},
+    }
+    for given, message in ((["ngram", "ngram"], "given twice"), (['{"a"'], "not JSON")):
+        with pytest.raises(ConfigError, match=message):
+            parse_methods(given, 4)
+
+
+def test_rounds_without_a_draft_cost_and_commit_one_token():
+    """With a draft in every round it is the cost model as it stands; with none nothing is gained."""
+    costs = Costs(target_step_ms=2.0, verify_ms=3.0, draft_ms=0.5)
+    always = Measured(counters=SpecDecodeCounters(10, 40, 20, [10, 10, 0, 0]), rounds=10, row_rounds=10)
+    assert limit_of(always, costs) == speedup_limit(3.0, step_cost=2.0, verify_cost=3.0, draft_cost=0.5)
+    never = Measured(counters=SpecDecodeCounters(), rounds=10, row_rounds=10)
+    assert limit_of(never, costs) == 2.0 / 2.5
