@@ -162,6 +162,7 @@ class _Evaluation:
             "num_speculative_tokens": self.settings.num_speculative_tokens,
         }
         rows = max(self.settings.rows, self.settings.batch_size)
+        options = {"enable_prefix_caching": False} | options  # every pass computes its prompts, as the first one does
         return LLM(self.model, speculative_config=speculative, max_num_seqs=rows, seed=self.settings.seed, **options)
 
     def measure(self) -> list[CellMeasurement]:

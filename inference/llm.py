@@ -29,7 +29,7 @@ from inference.llm_loading import (
     model_limit,
 )
 from inference.llm_prompts import Prompt, chat_prompts, read_prompts
-from inference.metrics import SpecDecodeCounters
+from inference.metrics import EngineCounters
 from inference.outputs import RequestOutput
 from inference.proposers.base import Proposer
 from inference.proposers.head import HeadProposer
@@ -53,6 +53,8 @@ class LLM:
     max_num_seqs             responses written at the same time
     max_model_len            longest prompt + response; None: the model's own limit, or its draft model's if less
     max_num_batched_tokens   prompt tokens per prefill forward
+    enable_prefix_caching    prompts that begin alike are computed once (docs/batching.md)
+    kv_cache_memory_bytes    most memory for keys and values, head's included; None: what max_num_seqs rows need
     seed                     of the requests that bring none: each gets its own from this and its number
     """
 
@@ -66,6 +68,8 @@ class LLM:
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
         max_num_batched_tokens: int = 512,
+        enable_prefix_caching: bool = True,
+        kv_cache_memory_bytes: int | None = None,
         device: str | torch.device | None = None,
         seed: int = 0,
         trust_remote_code: bool = False,
@@ -86,6 +90,8 @@ class LLM:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
             proposer=proposer,
             rule=config.rejection_sample_method,
         )
@@ -105,6 +111,8 @@ class LLM:
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
         max_num_batched_tokens: int = 512,
+        enable_prefix_caching: bool = True,
+        kv_cache_memory_bytes: int | None = None,
         rule: str = "token",
         on_round: OnRound | None = None,
     ) -> LLM:
@@ -129,6 +137,8 @@ class LLM:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
             proposer=proposer,
             rule=rule,
             on_round=on_round,
@@ -198,9 +208,13 @@ class LLM:
     def get_tokenizer(self) -> Any:
         return self._tokenizer
 
-    def get_metrics(self) -> SpecDecodeCounters:
+    def get_metrics(self) -> EngineCounters:
         """Totals over all requests since the start or `reset_metrics`; `.to_dict()` has vLLM's metric names."""
         return copy.deepcopy(self.engine.counters)
+
+    def reset_prefix_cache(self) -> None:
+        """No later request reuses what was computed before. Needed when somebody changes the weights of a model."""
+        self.engine.reset_prefix_cache()
 
     def reset_metrics(self) -> None:
         """Sets counters and phase timers to zero."""
@@ -294,6 +308,11 @@ class LLM:
                 )
             elif not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < vocab_size:
                 faults.append(f"prompt {i} has token ids outside 0..{vocab_size - 1}; is the tokenizer the model's?")
+            else:
+                longest = limit if each.max_tokens is None else min(limit, length + each.max_tokens)
+                refusal = self.engine.refusal(length, longest)
+                if refusal is not None:
+                    faults.append(f"prompt {i}: {refusal}")
             if max(each.stop_token_ids or (), default=0) >= vocab_size:
                 stops = list(each.stop_token_ids or ())
                 faults.append(f"prompt {i}: stop_token_ids {stops} go beyond 0..{vocab_size - 1}")

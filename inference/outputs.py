@@ -43,7 +43,10 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """All responses to one prompt. From `LLM.stream`, `text` and `token_ids` of the outputs are what is new."""
+    """All responses to one prompt. From `LLM.stream`, `text` and `token_ids` of the outputs are what is new.
+
+    num_cached_tokens  prompt tokens that the first response found computed already; the others (n > 1) share its prompt
+    """
 
     request_id: str
     prompt: str | None
@@ -51,3 +54,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+    num_cached_tokens: int = 0

@@ -21,6 +21,7 @@ class Request:
     end              the length token_ids may reach: max_tokens or the context limit, whichever comes first
     stop_ids         tokens that end the response, the end-of-sequence tokens among them unless ignored
     finish_reason    None while unfinished, then "stop", "length" or "abort"
+    may_reuse        whether keys and values that another request computed may stand for its own
     """
 
     def __init__(
@@ -47,6 +48,9 @@ class Request:
         self.may_stop_at = self.num_prompt_tokens + params.min_tokens  # first position whose token may end it
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.arrival = 0  # its place in the order in which requests came, given by the scheduler
+        self.may_reuse = True
+        self.num_cached_tokens = 0  # of the prompt, whose keys and values were there when it was admitted
         self.num_hidden_tokens = 0  # 1 if the response ends with a stop token that its text does not show
         self.counters = SpecDecodeCounters()
         self.accepted_per_round: list[int] = []
@@ -57,6 +61,11 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens that a cache must hold before a round: the prompt; of one that was preempted, all but the anchor."""
+        return max(self.num_prompt_tokens, len(self.token_ids) - 1)
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -41,7 +41,13 @@ class Response:
 
     def _output(self, completions: list[CompletionOutput]) -> RequestOutput:
         return RequestOutput(
-            self.request_id, self.prompt, self.prompt_token_ids, completions, self.finished, _metrics(self.requests)
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            completions,
+            self.finished,
+            _metrics(self.requests),
+            self.requests[0].num_cached_tokens,
         )
 
 
