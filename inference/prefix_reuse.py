@@ -58,7 +58,9 @@ class PrefixReuse:
         chosen: list[Request] = []
         left: list[int] = []  # tokens each has left to prefill, as far as tokens tell
         for request in requests:
-            _, held = self.best(request)
+            source, held = self.best(request)
+            if held:
+                self._used[source] = next(self._clock)  # not to be overwritten by the others
             if not (self.enabled and request.may_reuse) or all(
                 common_prefix(request.token_ids, other.token_ids) < held + WORTH_COPYING for other in chosen
             ):
