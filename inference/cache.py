@@ -22,10 +22,11 @@ from speculators.errors import ConfigError
 
 
 class RaggedCache:
-    """Keys/values of `max_rows` rows, per layer [max_rows, kv_heads, capacity, head_dim].
+    """Keys/values of at most `max_rows` rows, per layer [rows, kv_heads, capacity, head_dim].
 
-    Capacity starts at `initial_capacity` positions and doubles when a view needs more, up to `max_len`. A round may
-    write tokens that are then rolled back, so `max_len` must hold the longest sequence plus the drafts of one round.
+    All rows are allocated, unless `resize` says otherwise. Capacity starts at `initial_capacity` positions and doubles
+    when a view needs more, up to `max_len`. A round may write tokens that are then rolled back, so `max_len` must hold
+    the longest sequence plus the drafts of one round.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class RaggedCache:
         if max_rows < 1 or max_len < 1:
             raise ConfigError(f"RaggedCache: max_rows={max_rows} and max_len={max_len} must both be at least 1")
         self.max_rows, self.max_len = max_rows, max_len
+        self.rows = max_rows  # those that have memory
         self.capacity = max(1, min(initial_capacity, max_len))
         self.device = torch.device(device)
         self.lengths: list[int] = [0] * max_rows
@@ -50,8 +52,8 @@ class RaggedCache:
         The forward writes T tokens at each row's own length; the lengths themselves move only with `advance`, so a
         row that has fewer than T real tokens is padded and advanced by its real count.
         """
-        if not 0 <= start < stop <= self.max_rows:
-            raise ConfigError(f"RaggedCache.view: rows [{start}, {stop}) are not within the {self.max_rows} rows")
+        if not 0 <= start < stop <= self.rows:
+            raise ConfigError(f"RaggedCache.view: rows [{start}, {stop}) are not within the {self.rows} rows")
         if num_new_tokens < 1:
             raise ConfigError(f"RaggedCache.view: num_new_tokens={num_new_tokens}, expected at least 1")
         self.reserve(start, stop, num_new_tokens)
@@ -129,14 +131,26 @@ class RaggedCache:
         """Empties `row` for another request."""
         self.lengths[row] = 0
 
-    def move(self, src_row: int, dst_row: int) -> None:
-        """Moves a row's tokens to another slot (to keep the rows in use contiguous); `src_row` becomes empty."""
-        if src_row == dst_row:
-            return
-        length = self.lengths[src_row]
+    def swap(self, row: int, other: int) -> None:
+        """Two rows change places (to keep the rows in use contiguous)."""
+        mine, theirs = self.lengths[row], self.lengths[other]
         for tensor in self._tensors():
-            tensor[dst_row, :, :length].copy_(tensor[src_row, :, :length])
-        self.lengths[dst_row], self.lengths[src_row] = length, 0
+            kept = tensor[row, :, :mine].clone()
+            tensor[row, :, :theirs].copy_(tensor[other, :, :theirs])
+            tensor[other, :, :mine].copy_(kept)
+        self.lengths[row], self.lengths[other] = theirs, mine
+
+    def copy_prefix(self, src_row: int, dst_row: int, length: int) -> None:
+        """`dst_row` becomes the first `length` tokens of `src_row`, which is left as it is (or rolled back, if it is
+        the same row)."""
+        if not 0 <= length <= self.lengths[src_row]:
+            raise ConfigError(
+                f"RaggedCache.copy_prefix: row {src_row} holds {self.lengths[src_row]} tokens, not {length}"
+            )
+        if src_row != dst_row:
+            for tensor in self._tensors():
+                tensor[dst_row, :, :length].copy_(tensor[src_row, :, :length])
+        self.lengths[dst_row] = length
 
     def bytes(self) -> int:
         """Memory held now, in bytes: all layers, all rows, the whole capacity."""
@@ -150,6 +164,26 @@ class RaggedCache:
 
     # ------------------------------------------------------------------ memory
 
+    def resize(self, rows: int, capacity: int) -> None:
+        """Memory for `rows` rows of `capacity` positions; what has no place in it is dropped. While it works, one
+        layer's keys or values exist twice."""
+        if not (1 <= rows <= self.max_rows and 1 <= capacity <= self.max_len):
+            raise ConfigError(
+                f"RaggedCache.resize: {rows} rows × {capacity} positions; expected at most "
+                f"{self.max_rows} × {self.max_len}, and at least 1 of each"
+            )
+        kept, self.rows, self.capacity = min(rows, self.rows), rows, capacity
+        self.lengths[:] = [min(n, capacity) if row < kept else 0 for row, n in enumerate(self.lengths)]
+        used = max(self.lengths)
+        self._row_views.clear()
+        for tensors in (self._keys, self._values):
+            for i, old in enumerate(tensors):
+                if old is not None:
+                    new = tensors[i] = self._allocate(old)
+                    new[:kept, :, :used].copy_(old[:kept, :, :used])
+        with torch.inference_mode(False):
+            self._arange = torch.arange(capacity, device=self.device)
+
     def _tensors(self) -> list[Tensor]:
         return [tensor for tensor in (*self._keys, *self._values) if tensor is not None]
 
@@ -162,22 +196,15 @@ class RaggedCache:
                 f"RaggedCache: {length} positions are needed but max_len={self.max_len}; stop the request earlier, "
                 "draft fewer tokens for it, or make the cache with a larger max_len"
             )
-        while self.capacity < length:
-            self.capacity = min(2 * self.capacity, self.max_len)
-        used = max(self.lengths)
-        for tensors in (self._keys, self._values):
-            for i, old in enumerate(tensors):
-                if old is not None:
-                    tensors[i] = self._allocate(old)
-                    tensors[i][:, :, :used].copy_(old[:, :, :used])
-        self._row_views.clear()
-        with torch.inference_mode(False):
-            self._arange = torch.arange(self.capacity, device=self.device)
+        capacity = self.capacity
+        while capacity < length:
+            capacity = min(2 * capacity, self.max_len)
+        self.resize(self.rows, capacity)
 
     def _allocate(self, like: Tensor) -> Tensor:
-        """[max_rows, kv_heads, capacity, head_dim] of zeros. Zeros, since a masked NaN would still reach the output;
+        """[rows, kv_heads, capacity, head_dim] of zeros. Zeros, since a masked NaN would still reach the output;
         and never an inference tensor, so that the cache may outlive the `inference_mode` block that filled it."""
-        shape = (self.max_rows, like.shape[1], self.capacity, like.shape[3])
+        shape = (self.rows, like.shape[1], self.capacity, like.shape[3])
         with torch.inference_mode(False):
             return torch.zeros(shape, dtype=like.dtype, device=like.device)
 

@@ -14,13 +14,16 @@ import torch
 from torch import Tensor
 
 from inference.cache import RaggedCache
+from inference.kv_memory import KVMemory
 from inference.logits_processors import cut_at_dead_ends, process_logits
 from inference.logprobs import record_logprobs, record_prompt_logprobs
-from inference.metrics import SpecDecodeCounters
+from inference.metrics import EngineCounters
+from inference.prefix_reuse import PrefixReuse
 from inference.proposal import Proposal
 from inference.proposers.base import Proposer
 from inference.rejection_sampler import AUTO, Kept, verify_and_sample
 from inference.request import Request
+from inference.sampling_params import SamplingParams
 from inference.scheduler import Scheduler
 from inference.tree import ancestors
 from speculators.errors import ConfigError, DraftsmithError
@@ -35,6 +38,9 @@ PHASES = ("schedule", "draft", "verify", "sample", "commit", "prefill")
 
 class Engine:
     """Runs requests in at most `max_num_seqs` rows. Not thread-safe: `add`, `step` and `abort` from one thread.
+
+    enable_prefix_caching   a request takes over what another row computed for the same first tokens
+    kv_cache_memory_bytes   most memory for keys and values (see KVMemory); None: as much as max_num_seqs rows need
 
     `timers`: seconds per phase since `reset_metrics`. verify is the target's forward, sample the decision what to keep;
     prefill includes the drafter's share of it. On a GPU a phase that only launches work is charged to the next one
@@ -51,6 +57,8 @@ class Engine:
         proposer: Proposer | None = None,
         rule: str = AUTO,
         on_round: OnRound | None = None,
+        enable_prefix_caching: bool = True,
+        kv_cache_memory_bytes: int | None = None,
     ) -> None:
         if max_num_batched_tokens < 1:
             raise ConfigError(f"max_num_batched_tokens={max_num_batched_tokens}; expected at least 1")
@@ -60,8 +68,13 @@ class Engine:
         self._proposer, self._on_round = proposer, on_round
         drafts = proposer.max_places if proposer is not None else 0
         self._cache = RaggedCache(max_num_seqs, max_model_len + drafts, device=target.device)
+        self._reuse = PrefixReuse(self._cache, enable_prefix_caching)
         self._speculate = True
         self.reset_metrics()
+        self._memory = None
+        if kv_cache_memory_bytes is not None:
+            self._probe()
+            self._memory = KVMemory(kv_cache_memory_bytes, self._cache, proposer, slack=drafts)
 
     @property
     def proposer(self) -> Proposer | None:
@@ -74,7 +87,7 @@ class Engine:
 
     def reset_metrics(self) -> None:
         self.timers: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-        self.counters = SpecDecodeCounters()
+        self.counters = EngineCounters()
 
     def set_speculation(self, on: bool) -> None:
         """Turns drafting on or off; only while nothing runs, since a drafter must have seen a row from its start."""
@@ -83,9 +96,30 @@ class Engine:
                 "engine: drafting cannot be turned on or off while requests are unfinished; "
                 "finish or abort them first (a stream that is not exhausted counts: close it)"
             )
+        if on != self._speculate:
+            self._reuse.forget()  # what lies in the rows was not, or will not be, seen by the drafter
         self._speculate = on
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets what could be reused, as must be done when weights of the target or the drafter change."""
+        self._reuse.forget()
+
+    def refusal(self, num_prompt_tokens: int, end: int) -> str | None:
+        """Why a request of that prompt, which may grow to `end` tokens, can never run; None if it can."""
+        memory = self._memory
+        if memory is None or end <= memory.most_tokens:
+            return None
+        return (
+            f"prompt and response may have {num_prompt_tokens} + {end - num_prompt_tokens} tokens, whose keys and "
+            f"values take {memory.bytes(1, end)} bytes; kv_cache_memory_bytes={memory.limit} holds "
+            f"{memory.most_tokens} tokens. Lower max_tokens, shorten the prompt or raise kv_cache_memory_bytes"
+        )
+
     def add(self, request: Request) -> None:
+        """The request waits for a row. ConfigError if memory can never hold it."""
+        reason = self.refusal(request.num_prompt_tokens, request.end)
+        if reason is not None:
+            raise ConfigError(f"request {request.request_id}: {reason}")
         self.scheduler.add(request)
 
     @torch.inference_mode()
@@ -105,13 +139,42 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """Prefills what can be admitted, then does one round for all rows; returns the requests that finished."""
+        try:
+            return self._step()
+        except BaseException:
+            self._reuse.forget()  # a row may hold half of something
+            raise
+
+    def _step(self) -> list[Request]:
         started = perf_counter()
-        admitted = self.scheduler.admit()
+        admitted = self._make_room()
         self.timers["schedule"] += perf_counter() - started
-        finished = self._prefill(admitted) if admitted else []
+        finished: list[Request] = []
+        while admitted:
+            wave = self._reuse.wave(admitted)
+            self.scheduler.admit(wave)
+            admitted = [request for request in admitted if request not in wave]
+            finished += self._prefill(wave)
         if self.scheduler.running:
             finished += self._round(self.scheduler.running)
         return finished
+
+    def _make_room(self) -> list[Request]:
+        """Who is admitted in this step, having preempted whoever came last while the others outgrew the memory."""
+        scheduler, memory = self.scheduler, self._memory
+        if memory is None:
+            return scheduler.candidates()
+        running = scheduler.running
+        while len(running) > 1 and not memory.fits(len(running), max(len(r.token_ids) for r in running)):
+            row = scheduler.youngest()
+            self._vacate(row, scheduler.preempt(row))
+            self.counters.num_preemptions += 1
+        candidates = scheduler.candidates()
+        admitted = candidates[: memory.room_for(candidates, running)]
+        lengths = [len(r.token_ids) for r in running] + [r.num_prefill_tokens + 1 for r in admitted]
+        if lengths:
+            memory.hold(len(lengths), max(lengths))
+        return admitted
 
     def _round(self, rows: list[Request]) -> list[Request]:
         """Propose, verify, sample, commit. B = rows in use, K = longest draft of the round."""
@@ -154,43 +217,62 @@ class Engine:
         timers["commit"] += t5 - t4
         return finished
 
-    def _prefill(self, admitted: list[Request]) -> list[Request]:
-        """Feeds the prompts of the newly added rows in chunks of at most max_num_batched_tokens, then samples each
-        row's first token. Rows come longest first, so those with prompt left are always the first `b` of them."""
+    def _prefill(self, wave: list[Request]) -> list[Request]:
+        """Feeds the texts of the newly added rows, as far as they are not there, in chunks of at most
+        max_num_batched_tokens; then samples the first token of each that has none."""
         started = perf_counter()
-        first = len(self.scheduler.running) - len(admitted)
-        for row in range(first, first + len(admitted)):
-            self._cache.reset(row)
-            if self.proposer is not None:
-                self.proposer.reset(row)
-        ends: list[Tensor] = [torch.empty(0)] * len(admitted)  # last_hidden [H] of each prompt's last position
-        b, done = len(admitted), 0
-        while b:
-            width = min(max(1, self.max_num_batched_tokens // b), admitted[0].num_prompt_tokens - done)
-            chunks = [request.token_ids[done : done + width] for request in admitted[:b]]
-            counts = [len(chunk) for chunk in chunks]
-            padded = [chunk + [0] * (width - len(chunk)) for chunk in chunks]
-            taps, last_hidden = self._forward(first, first + b, torch.tensor(padded, device=self.target.device))
-            for request, count, hidden in zip(admitted[:b], counts, last_hidden, strict=True):
-                record_prompt_logprobs(self.target.logits, request, done, hidden[:count])
-            done += width
-            for i, count in enumerate(counts):
-                self._cache.advance(first + i, count)
-                if admitted[i].num_prompt_tokens <= done:
-                    ends[i] = last_hidden[i, count - 1].clone()
+        rows, lengths = self.scheduler.running, self._cache.lengths
+        first = len(rows) - len(wave)
+        for row, request in enumerate(wave, first):
+            self._enter(row, request)
+        ends: dict[int, Tensor] = {}  # row -> last_hidden [H] of its last position
+        while (chunk := self._next_chunk(first)) is not None:
+            start, stop, width = chunk
+            texts = [request.token_ids[: request.num_prefill_tokens] for request in rows[start:stop]]
+            pieces = [text[done : done + width] for text, done in zip(texts, lengths[start:stop], strict=True)]
+            counts = [len(piece) for piece in pieces]
+            padded = [piece + [0] * (width - len(piece)) for piece in pieces]
+            taps, last_hidden = self._forward(start, stop, torch.tensor(padded, device=self.target.device))
+            for i, (row, count) in enumerate(zip(range(start, stop), counts, strict=True)):
+                record_prompt_logprobs(self.target.logits, rows[row], lengths[row], last_hidden[i, :count])
+                self._cache.advance(row, count)
+                if lengths[row] == len(texts[i]):
+                    ends[row] = last_hidden[i, count - 1].clone()
             if self.proposer is not None and self.proposer.reads_features:
-                self.proposer.prefill(first, admitted[:b], counts, taps, last_hidden)
-            while b and admitted[b - 1].num_prompt_tokens <= done:
-                b -= 1
-        logits = self.target.logits(torch.stack(ends)[:, None])  # [b, 1, V]
-        first_tokens = self._decide(logits, Proposal.empty(len(admitted), self.target.device), admitted)
-        now = perf_counter()
-        for request, kept in zip(admitted, first_tokens, strict=True):
-            request.first_token_time = now
-            request.commit(kept.tokens)
+                self.proposer.prefill(start, rows[start:stop], counts, taps, last_hidden)
+        begun = [(request, ends[row]) for row, request in enumerate(wave, first) if not request.output_token_ids]
+        if begun:
+            new = [request for request, _ in begun]
+            logits = self.target.logits(torch.stack([end for _, end in begun])[:, None])  # [b, 1, V]
+            first_tokens = self._decide(logits, Proposal.empty(len(new), self.target.device), new)
+            now = perf_counter()
+            for request, kept in zip(new, first_tokens, strict=True):
+                request.first_token_time = now
+                request.commit(kept.tokens)
         finished = self._release_finished()
         self.timers["prefill"] += perf_counter() - started
         return finished
+
+    def _next_chunk(self, first: int) -> tuple[int, int, int] | None:
+        """(start, stop, width): neighbouring rows from `first` on that are not prefilled yet, and how many tokens each
+        is fed now. No row is padded beyond the longest one: that would need memory nobody asked for."""
+        lengths = self._cache.lengths
+        left = [request.num_prefill_tokens - lengths[row] for row, request in enumerate(self.scheduler.running)]
+        start = next((row for row in range(first, len(left)) if left[row]), None)
+        if start is None:
+            return None
+        stop = next((row for row in range(start, len(left)) if not left[row]), len(left))
+        room = max(self._cache.capacity, *(lengths[row] + left[row] for row in range(start, stop)))
+        budget = max(1, self.max_num_batched_tokens // (stop - start))
+        return start, stop, min(budget, max(left[start:stop]), room - max(lengths[start:stop]))
+
+    def _enter(self, row: int, request: Request) -> None:
+        """A request takes a free row, with what is known of its text."""
+        reused = self._reuse.enter(request, row, self.proposer)
+        if not request.output_token_ids and self._reuse.enabled and request.may_reuse:
+            request.num_cached_tokens = reused
+            self.counters.prefix_cache_queries += request.num_prompt_tokens
+            self.counters.prefix_cache_hits += reused
 
     # ------------------------------------------------------------------ its parts
 
@@ -230,12 +312,34 @@ class Engine:
         if finished:
             for row in range(len(rows) - 1, -1, -1):
                 if rows[row].finished:
-                    moved = self.scheduler.release(row)
-                    if moved is not None:
-                        self._cache.move(moved, row)
-                        if self.proposer is not None:
-                            self.proposer.move(moved, row)
+                    self._vacate(row, self.scheduler.release(row))
         return finished
+
+    def _vacate(self, row: int, moved: int | None) -> None:
+        """The request of `row` has left it; that of row `moved` goes on there, and the text left behind changes places
+        with it."""
+        if self._reuse.enabled:
+            self._reuse.leave(row)
+        else:
+            self._cache.reset(row)
+        if moved is not None:
+            self._cache.swap(moved, row)
+            self._reuse.swap(moved, row)
+            if self.proposer is not None:
+                self.proposer.move(moved, row)
+
+    def _probe(self) -> None:
+        """Two tokens through target and drafter, in as little memory as can be, for the size of keys and values."""
+        request = Request("probe", 0, [0, 0], SamplingParams(), generator=None, max_model_len=self.max_model_len)
+        for cache in (self._cache, self._proposer.cache if self._proposer is not None else None):
+            if cache is not None:
+                cache.resize(1, min(4, cache.max_len))
+        with torch.inference_mode():
+            features = self._forward(0, 1, torch.zeros(1, 2, dtype=torch.long, device=self.target.device))
+            if self._proposer is not None and self._proposer.reads_features:
+                self._proposer.reset(0)
+                self._proposer.prefill(0, [request], [2], *features)
+                self._proposer.reset(0)
 
 
 def _along(kept: Sequence[Kept], features: Tensor | None) -> Tensor | None:

@@ -163,6 +163,7 @@ class _Evaluation:
             "rejection_sample_method": "token",  # vLLM's, and the one that the replay expects exactly
         }
         rows = max(self.settings.rows, self.settings.batch_size)
+        options = {"enable_prefix_caching": False} | options  # every pass computes its prompts, as the first one does
         return LLM(self.model, speculative_config=speculative, max_num_seqs=rows, seed=self.settings.seed, **options)
 
     def measure(self) -> list[CellMeasurement]:

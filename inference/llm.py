@@ -30,7 +30,7 @@ from inference.llm_loading import (
 )
 from inference.llm_prompts import Prompt, chat_prompts, read_prompts
 from inference.llm_sampling import RequestSampling
-from inference.metrics import SpecDecodeCounters
+from inference.metrics import EngineCounters
 from inference.outputs import RequestOutput
 from inference.proposers.base import Proposer
 from inference.proposers.head import HeadProposer
@@ -56,6 +56,8 @@ class LLM:
     max_num_seqs             responses written at the same time
     max_model_len            longest prompt + response; None: the model's own limit, or its draft model's if less
     max_num_batched_tokens   prompt tokens per prefill forward
+    enable_prefix_caching    prompts that begin alike are computed once (docs/batching.md)
+    kv_cache_memory_bytes    most memory for keys and values, head's included; None: what max_num_seqs rows need
     seed                     of the requests that bring none: each gets its own from this and its number
     tensor_parallel_size     accepted with a warning if not 1: the target is kept on one device, which changes no output
     on_round                 called after every verification with what was drafted and kept (see Engine)
@@ -73,6 +75,8 @@ class LLM:
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
         max_num_batched_tokens: int = 512,
+        enable_prefix_caching: bool = True,
+        kv_cache_memory_bytes: int | None = None,
         device: str | torch.device | None = None,
         seed: int = 0,
         trust_remote_code: bool = False,
@@ -95,6 +99,8 @@ class LLM:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
             proposer=proposer,
             rule=config.rejection_sample_method,
             on_round=on_round,
@@ -117,6 +123,8 @@ class LLM:
         max_num_batched_tokens: int = 512,
         rule: str = AUTO,
         tree: TreeShape | None = None,
+        enable_prefix_caching: bool = True,
+        kv_cache_memory_bytes: int | None = None,
         on_round: OnRound | None = None,
     ) -> LLM:
         """From parts made elsewhere: a proposer, or a drafter in memory (attached to the target here). For tests and
@@ -141,6 +149,8 @@ class LLM:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
             proposer=proposer,
             rule=rule,
             on_round=on_round,
@@ -211,9 +221,13 @@ class LLM:
     def get_tokenizer(self) -> Any:
         return self._tokenizer
 
-    def get_metrics(self) -> SpecDecodeCounters:
+    def get_metrics(self) -> EngineCounters:
         """Totals over all requests since the start or `reset_metrics`; `.to_dict()` has vLLM's metric names."""
         return copy.deepcopy(self.engine.counters)
+
+    def reset_prefix_cache(self) -> None:
+        """No later request reuses what was computed before. Needed when somebody changes the weights of a model."""
+        self.engine.reset_prefix_cache()
 
     def reset_metrics(self) -> None:
         """Sets counters and phase timers to zero."""
@@ -308,6 +322,11 @@ class LLM:
                 )
             elif not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < vocab_size:
                 faults.append(f"prompt {i} has token ids outside 0..{vocab_size - 1}; is the tokenizer the model's?")
+            else:
+                longest = limit if each.max_tokens is None else min(limit, length + each.max_tokens)
+                refusal = self.engine.refusal(length, longest)
+                if refusal is not None:
+                    faults.append(f"prompt {i}: {refusal}")
             faults += [f"prompt {i}: {fault}" for fault in self._sampling.faults(each)]
         if faults:
             raise ConfigError("; ".join(faults))

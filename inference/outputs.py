@@ -59,7 +59,10 @@ class CompletionOutput:
 @dataclass
 class RequestOutput:
     """All responses to one prompt. From `LLM.stream`, `text`, `token_ids` and `logprobs` of the outputs are what is
-    new, and `prompt_logprobs` (one entry per prompt token, None for the first) come with the first output."""
+    new, and `prompt_logprobs` (one entry per prompt token, None for the first) come with the first output.
+
+    num_cached_tokens  prompt tokens that the first response found computed already; the others (n > 1) share its prompt
+    """
 
     request_id: str
     prompt: str | None
@@ -67,4 +70,5 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+    num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -51,8 +51,16 @@ class Response:
     def _output(
         self, completions: list[CompletionOutput], prompt_logprobs: list[dict[int, Logprob] | None] | None
     ) -> RequestOutput:
-        prompt, metrics = (self.prompt, self.prompt_token_ids), _metrics(self.requests)
-        return RequestOutput(self.request_id, *prompt, completions, self.finished, metrics, prompt_logprobs)
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            completions,
+            self.finished,
+            _metrics(self.requests),
+            num_cached_tokens=self.requests[0].num_cached_tokens,
+            prompt_logprobs=prompt_logprobs,
+        )
 
     def _prompt_logprobs(self, tokenizer: Any) -> list[dict[int, Logprob] | None] | None:
         first = self.requests[0]

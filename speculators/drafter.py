@@ -192,6 +192,10 @@ class Drafter(nn.Module):
         """Positions that its cache may need for that many slots of a row."""
         return slots
 
+    def cache_positions(self, token_ids: Sequence[int]) -> int:
+        """Positions of its cache that the slots of these tokens fill, from the start of a row on."""
+        return len(token_ids)
+
     def start_terms(self, options: Any) -> int:
         """Terms of features that `initialise_from` wants to be fitted to."""
         return 0

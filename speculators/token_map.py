@@ -113,6 +113,13 @@ class TokenMap:
         """Draft ids that so many target tokens may become, the opening included."""
         return tokens * max(int(self.spelling_offsets.diff().max()), 1) + len(self.opening_ids)
 
+    def row_length(self, token_ids: Sequence[int]) -> int:
+        """Draft ids that a row of these target tokens becomes, the opening included if there are any."""
+        if not token_ids:
+            return 0
+        ids = torch.tensor(list(token_ids), device=self.spelling_offsets.device)
+        return int(self.spelling_offsets.diff()[ids].sum()) + len(self.opening_ids)
+
     def coverage(self, counts: Tensor) -> float:
         """counts [V], how often the target wrote each token -> the share of its text that can be drafted."""
         return vocab.coverage(counts, self.target_ids)

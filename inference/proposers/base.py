@@ -1,6 +1,7 @@
 """Proposer: what the engine asks for drafts. A proposer knows no verification rule and commits nothing.
 
-Its state is kept per row, in the engine's rows: `reset` when a request enters a row, `move` when rows are compacted.
+Its state is kept per row, in the engine's rows: `reset` or `copy_prefix` when a request enters a row, `move` when rows
+are compacted.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from inference.cache import RaggedCache
 from inference.proposal import Proposal
 from inference.request import Request
 
@@ -60,3 +62,18 @@ class Proposer:
 
     def move(self, src_row: int, dst_row: int) -> None:
         """The request of `src_row` goes on in `dst_row`."""
+
+    def copy_prefix(self, src_row: int, dst_row: int, prefix: Sequence[int]) -> int:
+        """Instead of `reset`: the text of `dst_row` begins with `prefix`, as does that of `src_row` (the same row, or
+        another; its request may have finished). Returns for how many positions it needs no features any more."""
+        self.reset(dst_row)
+        return 0 if self.reads_features else len(prefix)
+
+    @property
+    def cache(self) -> RaggedCache | None:
+        """Keys and values of its own, which count towards a limit of memory; None without any."""
+        return None
+
+    def cache_length(self, positions: int) -> int:
+        """Positions of `cache` that a row may need while the target's cache has room for so many."""
+        return positions

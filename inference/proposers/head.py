@@ -54,9 +54,7 @@ class HeadProposer(Proposer):
         self._draft_to_target, self._tree, self._depth = drafter.draft_to_target, tree, depth
         self._device = torch.device(device)
         self._seen = [0] * max_rows  # slots of each row that the drafter holds
-        # a round writes at most depth + 1 padded true slots, and the speculative ones
-        speculative = depth if tree is None else tree.speculative_slots
-        longest = drafter.cache_length(max_model_len + depth + speculative + 1)
+        longest = self.cache_length(max_model_len + self.max_places)
         self._cache = RaggedCache(max_rows, longest, device=device)
         self._taps: Tensor | None = None  # [max_rows, depth + 1, n·H], the waiting ones
         self._last_hidden: Tensor | None = None  # [max_rows, depth + 1, H]
@@ -75,8 +73,8 @@ class HeadProposer(Proposer):
         for i, (request, count) in enumerate(zip(requests, counts, strict=True)):
             row = first_row + i
             done = self._seen[row]
-            known.append(min(count, len(request.token_ids) - self._drafter.first_token - done))
-            if known[i] < count:  # the prompt's last position: its next token is not sampled yet
+            known.append(min(count, request.num_prefill_tokens - self._drafter.first_token - done))
+            if known[i] < count:  # the last position: its next token is not sampled yet, or is the anchor
                 self._hold(row, row + 1, *(_slots(each, i, known[i]) for each in (taps, last_hidden)))
         if any(known):
             features = [None if f is None else f[:, : max(known)] for f in self._read(taps, last_hidden)]
@@ -169,11 +167,32 @@ class HeadProposer(Proposer):
         self._seen[row] = 0
 
     def move(self, src_row: int, dst_row: int) -> None:
-        self._cache.move(src_row, dst_row)
-        self._seen[dst_row], self._seen[src_row] = self._seen[src_row], 0
+        self._cache.swap(src_row, dst_row)
+        self._seen[dst_row], self._seen[src_row] = self._seen[src_row], self._seen[dst_row]
         for buffer in (self._taps, self._last_hidden):
             if buffer is not None:
                 buffer[dst_row] = buffer[src_row]
+
+    def copy_prefix(self, src_row: int, dst_row: int, prefix: Sequence[int]) -> int:
+        """See `Proposer.copy_prefix`. The slots whose token is in the prefix are the same: their features are of the
+        positions before it."""
+        first = self._drafter.first_token
+        slots = max(0, min(len(prefix) - first, self._seen[src_row]))
+        positions = self._drafter.cache_positions(prefix[first : first + slots])
+        if positions > self._cache.lengths[src_row]:  # cut off when memory became scarce
+            slots = positions = 0
+        self._cache.copy_prefix(src_row, dst_row, positions)
+        self._seen[dst_row] = slots
+        return slots
+
+    @property
+    def cache(self) -> RaggedCache:
+        return self._cache
+
+    def cache_length(self, positions: int) -> int:
+        # a round writes at most depth + 1 padded true slots, and the speculative ones, behind the text
+        speculative = self._depth if self._tree is None else self._tree.speculative_slots
+        return self._drafter.cache_length(positions + 1 + max(0, self._depth + speculative - self.max_places))
 
 
 class _SampledChain:

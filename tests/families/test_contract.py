@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
-from inference import LLM, SamplingParams
+from inference import LLM, SamplingParams, kv_memory
 from inference.cache import RaggedCache
 from inference.expected import expected_acceptance
 from inference.replay import ReplayResult
@@ -238,6 +238,36 @@ def test_greedy_text_is_the_targets(case, make_drafter, tiny_model, rows: int) -
                 ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
         assert output.outputs[0].token_ids == ids[len(prompt) :]
     assert llm.get_metrics().num_drafts > 0
+
+
+def test_reuse_and_preemption_change_no_draft(case, make_drafter, tiny_model, monkeypatch) -> None:
+    model = tiny_model(case.architecture, max_position_embeddings=96)
+    monkeypatch.setattr(kv_memory, "STEP", 2)
+    assert_reuse_and_preemption_change_no_draft(model, make_drafter(case, model)[1])
+
+
+def assert_reuse_and_preemption_change_no_draft(model: Any, drafter: Drafter) -> None:
+    """Two conversations of two turns, two responses at a time: computed whole, reusing, and with too little memory."""
+    model.generation_config.eos_token_id = None
+    drafter.freeze()
+
+    def written(**options: Any) -> tuple[list[Any], LLM]:
+        llm = LLM._assemble(model, drafter=drafter, num_speculative_tokens=DEPTHS, max_num_seqs=4, **options)
+        params, found = SamplingParams(temperature=1, n=2, seed=3, max_tokens=14), []
+        histories = [[3 + (i * i + first) % 90 for i in range(20)] for first in (0, 40)]
+        for _ in range(2):
+            outputs = llm.generate([{"prompt_token_ids": list(history)} for history in histories], params, False)
+            for history, output in zip(histories, outputs, strict=True):
+                found.append(([o.token_ids for o in output.outputs], output.metrics.accepted_per_round))
+                history += [*output.outputs[1].token_ids, 5, 6]
+        return found, llm
+
+    expected, whole = written(enable_prefix_caching=False, kv_cache_memory_bytes=1 << 30)
+    reused, llm = written()
+    assert reused == expected and llm.get_metrics().prefix_cache_hits > 2 * 18 + 2 * (18 + 28)
+    assert whole.engine._memory is not None
+    pressed, llm = written(kv_cache_memory_bytes=whole.engine._memory.bytes(2, 45))
+    assert pressed == expected and llm.get_metrics().num_preemptions > 0
 
 
 PROMPT, VOCAB, WRITTEN, SAMPLES = [1, 5, 2, 7], 8, 3, 12_000

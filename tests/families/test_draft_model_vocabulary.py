@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference import LLM, SamplingParams
+from inference import LLM, SamplingParams, kv_memory
 from inference.cache import RaggedCache
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export import export_drafter, load_drafter, read_drafter_config
@@ -21,6 +21,7 @@ from tests.families.test_contract import (
     VOCAB,
     assert_distributed_as_the_target,
     assert_ragged_rows_draft_as_alone,
+    assert_reuse_and_preemption_change_no_draft,
     assert_unroll_equals_draft,
     draft_logits,
     packed,
@@ -110,6 +111,14 @@ def test_ragged_rows_draft_as_alone(tiny_model, opening) -> None:
 def test_sampled_text_is_distributed_as_the_targets(tiny_model, opening) -> None:
     model = tiny_model("llama", vocab_size=VOCAB, max_position_embeddings=64)
     assert_distributed_as_the_target(model, other_tokens(model, 9, opening)[1])
+
+
+@OPENINGS
+def test_reuse_and_preemption_change_no_draft(tiny_model, opening, monkeypatch) -> None:
+    """Rows of its cache are longer or shorter than the target's."""
+    model = tiny_model("llama", max_position_embeddings=96)
+    monkeypatch.setattr(kv_memory, "STEP", 2)
+    assert_reuse_and_preemption_change_no_draft(model, other_tokens(model, 90, opening)[1])
 
 
 def test_only_shared_tokens_are_drafted(tiny_model) -> None:

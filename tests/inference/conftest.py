@@ -93,6 +93,9 @@ class FakeHead:
     def cache_length(self, slots):
         return slots
 
+    def cache_positions(self, token_ids):
+        return len(token_ids)
+
     def draft(self, cache, start, stop, token_ids, taps, last_hidden, counts, k, sample):
         state = self._extend(cache, start, stop, token_ids, torch.cat([taps, last_hidden], -1) @ self.project)
         for row, count in enumerate(counts, start):

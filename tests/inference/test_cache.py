@@ -74,20 +74,19 @@ def test_rows_do_not_affect_one_another(tiny_model):
     check(results[0], results[1])
 
 
-def test_move_and_reset(tiny_model):
+def test_swap_and_reset(tiny_model):
     target, cache = FrozenTarget(tiny_model("gemma3")), RaggedCache(3, 32, initial_capacity=8)
     texts = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [14]]
     for row, tokens in enumerate(texts):
         step(target, cache, row, row + 1, torch.tensor([tokens]))
         cache.advance(row, len(tokens))
     cache.reset(0)
-    cache.move(1, 0)
+    cache.swap(1, 0)
     assert cache.lengths == [6, 0, 1]
-    cache.move(2, 1)
-    cache.move(1, 1)
-    assert cache.lengths == [6, 1, 0]
+    cache.swap(2, 0)
+    assert cache.lengths == [1, 0, 6]
     hidden = step(target, cache, 0, 3, torch.tensor([[20, 21], [22, 23], [24, 25]]))
-    for row, tokens in enumerate([texts[1] + [20, 21], texts[2] + [22, 23], [24, 25]]):
+    for row, tokens in enumerate([texts[2] + [20, 21], [22, 23], texts[1] + [24, 25]]):
         check(hidden[row], alone(target, tokens)[-2:])
 
 
