@@ -83,7 +83,7 @@ WRONG_DRAFTING = [
     ({"method": "magic", "num_speculative_tokens": 2}, "'magic'; expected one of"),
     ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens=0"),
     (NGRAM | {"modle": 1}, "modle: unknown option"),
-    (NGRAM | {"rejection_sample_method": "greedy"}, "expected one of token"),
+    (NGRAM | {"rejection_sample_method": "greedy"}, "expected one of auto, token"),
     (NGRAM | {"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min 4"),
 ]
 WRONG_OPTIONS += [(dict(speculative_config=config), message) for config, message in WRONG_DRAFTING]
