@@ -21,13 +21,17 @@ class Proposal:
     q          [B, K, V], what token_ids[b, k] was *really drawn from*, after every processor and over the
                target's whole vocabulary; None: the drafts are deterministic, q is one-hot. Padding, and rows
                whose temperature is 0, are never read
-    parents    None for chains; for trees [B, K], the place of each token's parent, -1 for the root
+    parents    None for chains; for trees [B, K], the place of each token's parent, -1 for the root; parents come
+               first, and padding is -1
+    scaffold   None, or how many more places of each row, right after its counts[b], go through the target by the same
+               mask but are never accepted nor kept: a proposer that reads logits wants the target's word there
     """
 
     token_ids: Tensor
     counts: list[int]
     q: Tensor | None = None
     parents: Tensor | None = None
+    scaffold: list[int] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.counts, Tensor):
@@ -44,6 +48,30 @@ class Proposal:
     def empty(cls, rows: int, device: torch.device | str = "cpu") -> Proposal:
         """Nothing drafted: plain decoding of every row."""
         return cls(torch.zeros(rows, 0, dtype=torch.long, device=device), [0] * rows)
+
+    @classmethod
+    def deterministic(
+        cls,
+        drafts: Sequence[list[int]],
+        device: torch.device | str = "cpu",
+        *,
+        parents: Sequence[list[int]] | None = None,
+        scaffold: list[int] | None = None,
+    ) -> Proposal:
+        """Drafts per row, of any lengths; the last scaffold[b] of row b are scaffold."""
+        width = max(map(len, drafts))
+        if width == 0:
+            return cls.empty(len(drafts), device)
+
+        def padded(rows: Sequence[list[int]], filler: int) -> Tensor:
+            return torch.tensor([row + [filler] * (width - len(row)) for row in rows], dtype=torch.long, device=device)
+
+        return cls(
+            padded(drafts, 0),
+            [len(row) - extra for row, extra in zip(drafts, scaffold or [0] * len(drafts), strict=True)],
+            parents=None if parents is None else padded(parents, -1),
+            scaffold=scaffold,
+        )
 
     @property
     def num_rows(self) -> int:
@@ -62,4 +90,5 @@ class Proposal:
             [self.counts[row] for row in rows],
             None if self.q is None else self.q[index],
             None if self.parents is None else self.parents[index],
+            None if self.scaffold is None else [self.scaffold[row] for row in rows],
         )

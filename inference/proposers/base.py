@@ -15,9 +15,13 @@ from inference.request import Request
 
 class Proposer:
     """`num_speculative_tokens`: the most it drafts per row and round. `reads_features`: whether the engine must call
-    `prefill` and `observe`; features are taps [b, T, n·H] (None without taps) and last_hidden [b, T, H]."""
+    `prefill` and `observe`; features are taps [b, T, n·H] (None without taps) and last_hidden [b, T, H].
+    `reads_logits`: whether it must call `see_logits`. `num_scaffold_tokens`: the most places per row that a proposal
+    has besides its drafts."""
 
     reads_features: bool = False
+    reads_logits: bool = False
+    num_scaffold_tokens: int = 0
 
     def __init__(self, num_speculative_tokens: int) -> None:
         self.num_speculative_tokens = num_speculative_tokens
@@ -43,6 +47,10 @@ class Proposer:
         self, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
     ) -> None:
         """After a round, for rows 0..B-1: features of the counts[b] positions kept, whose next tokens are committed."""
+
+    def see_logits(self, requests: Sequence[Request], proposal: Proposal, logits: Tensor) -> None:
+        """After the target's forward and before anything is judged: its logits [B, K+1, V], entry 0 those of the
+        anchor, entry 1 + k those of place k."""
 
     def reset(self, row: int) -> None:
         """A new request enters the row."""
