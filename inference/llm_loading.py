@@ -10,7 +10,9 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 
 from inference.proposers.base import Proposer
 from inference.proposers.head import HeadProposer
+from inference.proposers.lookahead import LookaheadProposer
 from inference.proposers.ngram import NgramProposer
+from inference.proposers.suffix import SuffixProposer
 from inference.speculative_config import SpeculativeConfig
 from speculators.errors import CheckpointError, ConfigError
 from speculators.target import FrozenTarget
@@ -87,6 +89,10 @@ def make_proposer(
             drafter, target.vocab_size, k, max_rows, max_model_len,
             probabilistic=config.draft_sample_method == "probabilistic", tree=config.tree, device=target.device,
         )  # fmt: skip
+    if config.method == "suffix":
+        return SuffixProposer(k, **config.suffix_options, device=target.device)
+    if config.method == "lookahead":
+        return LookaheadProposer(k, **config.lookahead_options, device=target.device)
     shortest, longest = config.lookup_sizes
     return NgramProposer(k, shortest, longest, target.device)
 

@@ -64,6 +64,27 @@ class Proposal:
         """Nothing drafted: plain decoding of every row."""
         return cls(torch.zeros(rows, 0, dtype=torch.long, device=device), [0] * rows)
 
+    @classmethod
+    def deterministic(
+        cls,
+        drafts: Sequence[list[int]],
+        device: torch.device | str = "cpu",
+        *,
+        parents: Sequence[list[int]] | None = None,
+        scaffold: list[int] | None = None,
+    ) -> Proposal:
+        """Drafts per row, of any lengths; the last scaffold[b] of row b are scaffold."""
+        width = max(map(len, drafts))
+        if width == 0:
+            return cls.empty(len(drafts), device)
+        padded = [row + [0] * (width - len(row)) for row in drafts]
+        return cls(
+            torch.tensor(padded, dtype=torch.long, device=device),
+            [len(row) - extra for row, extra in zip(drafts, scaffold or [0] * len(drafts), strict=True)],
+            parents=None if parents is None else list(parents),
+            scaffold=scaffold,
+        )
+
     @property
     def num_rows(self) -> int:
         return self.token_ids.shape[0]

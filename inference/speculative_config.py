@@ -11,7 +11,8 @@ from inference.tree_shape import DynamicTree, StaticTree, TreeShape
 from speculators.drafter import FAMILIES
 from speculators.errors import ConfigError
 
-TRAINING_FREE = ("ngram",)
+TRAINING_FREE = ("ngram", "suffix", "lookahead")
+OPTION_PREFIXES = {"ngram": "prompt_lookup_", "suffix": "suffix_decoding_", "lookahead": "lookahead_"}
 
 
 class SpeculativeConfig(BaseModel):
@@ -19,11 +20,31 @@ class SpeculativeConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
-    method: str | None = Field(description="family of the drafter, ngram, or None: drafting off")
+    method: str | None = Field(description="family of the drafter, ngram, suffix, lookahead, or None: drafting off")
     model: str | None = Field(None, description="folder or repository id of an exported head")
-    num_speculative_tokens: int | None = Field(None, ge=1, description="K, drafts per row and round")
+    num_speculative_tokens: int | None = Field(
+        None, ge=1, description="K, drafts per row and round (suffix, lookahead: by default what their options allow)"
+    )
     prompt_lookup_max: int | None = Field(None, ge=1, description="ngram: longest match looked for (default 4)")
     prompt_lookup_min: int | None = Field(None, ge=1, description="ngram: shortest match that counts (default 2)")
+    suffix_decoding_max_tree_depth: int = Field(
+        24, ge=2, description="suffix: longest pattern counted; a match and its draft together are no longer"
+    )
+    suffix_decoding_max_cached_requests: int = Field(
+        10_000, ge=0, description="suffix: finished responses remembered; 0: each request's own text only"
+    )
+    suffix_decoding_max_spec_factor: float = Field(1.0, gt=0, description="suffix: tokens drafted per token matched")
+    suffix_decoding_min_token_prob: float = Field(
+        0.1, ge=0, le=1, description="suffix: a draft ends before its estimated probability falls below this"
+    )
+    lookahead_window_size: int = Field(15, ge=1, description="lookahead: columns of the window, W")
+    lookahead_ngram_size: int = Field(5, ge=3, description="lookahead: tokens of an n-gram, N")
+    lookahead_num_guesses: int = Field(
+        15, ge=1, description="lookahead: n-grams kept for each first token, and verified in a round, G"
+    )
+    lookahead_pool_from_prompt: bool = Field(
+        True, description="lookahead: n-grams of the prompt and of the committed text are guesses too"
+    )
     use_heterogeneous_vocab: bool = Field(
         False, description="draft_model: it may have another tokenizer; only tokens that both have are drafted"
     )
@@ -92,6 +113,27 @@ class SpeculativeConfig(BaseModel):
                 f"{tree.budget} choices; they must be as many"
             )
 
+    @property
+    def suffix_options(self) -> dict[str, Any]:
+        """suffix: its proposer's options."""
+        return self._options_of("suffix")
+
+    @property
+    def lookahead_options(self) -> dict[str, Any]:
+        """lookahead: its proposer's options."""
+        return self._options_of("lookahead")
+
+    def _options_of(self, method: str) -> dict[str, Any]:
+        prefix = OPTION_PREFIXES[method]
+        names = [name for name in SpeculativeConfig.model_fields if name.startswith(prefix)]
+        return {name.removeprefix(prefix): getattr(self, name) for name in names}
+
+    def _most_drafts(self) -> int | None:
+        """num_speculative_tokens where it is not given: what a method's other options come to, or None."""
+        if self.method == "suffix":
+            return self.suffix_decoding_max_tree_depth
+        return self.lookahead_num_guesses * (self.lookahead_ngram_size - 1) if self.method == "lookahead" else None
+
     @model_validator(mode="after")
     def _consistent(self) -> SpeculativeConfig:
         methods = [*FAMILIES, *TRAINING_FREE]
@@ -101,6 +143,8 @@ class SpeculativeConfig(BaseModel):
             raise ValueError(
                 f"rejection_sample_method {self.rejection_sample_method!r}; expected one of {', '.join(METHODS)}"
             )
+        if self.num_speculative_tokens is None:
+            object.__setattr__(self, "num_speculative_tokens", self._most_drafts())
         if self.method is not None and self.num_speculative_tokens is None:
             raise ValueError("num_speculative_tokens is missing: how many tokens to draft per round, such as 4")
         if self.trained and self.model is None:
@@ -113,8 +157,10 @@ class SpeculativeConfig(BaseModel):
             raise ValueError(f"prompt_lookup_min {shortest} is above prompt_lookup_max {longest}")
         if self.method != "draft_model" and self.use_heterogeneous_vocab:
             raise ValueError(f"use_heterogeneous_vocab belongs to draft_model, not to {self.method!r}")
-        if self.method != "ngram" and (self.prompt_lookup_min or self.prompt_lookup_max):
-            raise ValueError(f"prompt_lookup_min and prompt_lookup_max belong to ngram, not to {self.method!r}")
+        for owner, prefix in OPTION_PREFIXES.items():
+            given = [name for name in sorted(self.model_fields_set) if name.startswith(prefix)]
+            if self.method != owner and any(getattr(self, name) is not None for name in given):
+                raise ValueError(f"{' and '.join(given)} belong to {owner}, not to {self.method!r}")
         return self
 
 

@@ -18,18 +18,20 @@ from inference.request import Request
 class Proposer:
     """`num_speculative_tokens`: the most it drafts per row and round. `reads_features`: whether the engine must call
     `prefill` and `observe`; features are taps [b, T, n·H] (None without taps) and last_hidden [b, T, H].
-    `reads_logits`: whether it must call `see_logits`."""
+    `reads_logits`: whether it must call `see_logits`. `num_scaffold_tokens`: the most places per row that a proposal
+    has besides its drafts."""
 
     reads_features: bool = False
     reads_logits: bool = False
+    num_scaffold_tokens: int = 0
 
     def __init__(self, num_speculative_tokens: int) -> None:
         self.num_speculative_tokens = num_speculative_tokens
 
     @property
     def max_places(self) -> int:
-        """Places of its longest proposal, scaffold included."""
-        return self.num_speculative_tokens
+        """Of its longest proposal, scaffold included."""
+        return self.num_speculative_tokens + self.num_scaffold_tokens
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
         """Drafts for rows 0..B-1, what follows each request's token_ids: at most limits[b] >= 1 tokens for row b.

@@ -65,12 +65,7 @@ class NgramProposer(Proposer):
             self._indices[row].lookup(request.token_ids, min(limits[row], self.num_speculative_tokens))
             for row, request in enumerate(requests)
         ]
-        counts = [len(each) for each in drafts]
-        width = max(counts)
-        if width == 0:
-            return Proposal.empty(len(drafts), self._device)
-        padded = [each + [0] * (width - len(each)) for each in drafts]
-        return Proposal(torch.tensor(padded, dtype=torch.long, device=self._device), counts)
+        return Proposal.deterministic(drafts, self._device)
 
     def reset(self, row: int) -> None:
         self._indices[row] = NgramIndex(self._min_n, self._max_n)

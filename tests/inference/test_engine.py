@@ -23,8 +23,13 @@ VARIANTS = {  # what follows the kind of drafter
     "recursive": {"rule": "recursive", "tree": StaticTree.parse([(0,), (1,), (0, 0), (0, 1), (1, 0)])},
     "pruned": {"draft_sample_method": "greedy", "tree": DynamicTree(topk=3, depth=3, budget=7)},
 }
-PROPOSERS = ["off", "ngram", "wrong", "right", "random", "ragged", "sampled", "fake", "eagle3"]
+PROPOSERS = ["off", "ngram", "suffix", "lookahead", "wrong", "right", "random", "ragged", "sampled", "fake", "eagle3"]
 PROPOSERS += ["eagle3 static", "eagle3 dynamic"]
+TRAINING_FREE = {  # kind -> its options
+    "ngram": {"prompt_lookup_min": 1},
+    "suffix": {"suffix_decoding_max_cached_requests": 3},
+    "lookahead": {"lookahead_window_size": 4, "lookahead_ngram_size": 3, "lookahead_num_guesses": 3},
+}
 PROMPTS = {  # name -> prompt ids
     "plain": [67, 68, 69, 0, 69, 7, 87, 8, 25],
     "one token": [65],
@@ -68,9 +73,11 @@ def make_llm(model, byte_tokenizer, stub_proposer, fake_head, tiny_eagle3, texts
         if kind == "eagle3":
             return LLM._assemble(model, drafter=tiny_eagle3(model, TAPS), **options)
         k = options.pop("num_speculative_tokens")
-        if kind in ("off", "ngram"):
-            config = {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_min": 1}
-            return LLM(model, speculative_config=config if kind == "ngram" else None, **options)
+        if kind == "off":
+            return LLM(model, **options)
+        if kind in TRAINING_FREE:
+            config = {"method": kind, "num_speculative_tokens": k, **TRAINING_FREE[kind]}
+            return LLM(model, speculative_config=config, **options)
         return LLM._assemble(model, proposer=stub_proposer(kind, k, vocab, texts), **options)
 
     return make
@@ -123,7 +130,7 @@ def test_greedy_equals_the_target_alone(kind, rows, make_llm, texts, byte_tokeni
         if kind in ("wrong", "off"):
             assert output.metrics.accepted_per_round == [0] * (len(tokens) - 1)
     assert llm.get_metrics().num_accepted_tokens == sum(output.metrics.num_accepted_tokens for output in outputs)
-    if kind not in ("off", "ngram", "ragged"):
+    if kind not in ("off", "ragged", *TRAINING_FREE):
         assert llm.get_metrics().num_drafts == sum(len(output.metrics.accepted_per_round) for output in outputs)
 
 
@@ -166,7 +173,7 @@ def test_min_tokens_forbids_the_end_the_same_way_with_drafts(make_llm, model, te
     monkeypatch.setattr(model.generation_config, "eos_token_id", texts[tuple(PROMPTS["plain"])][:6])
     params = SamplingParams(temperature=0, max_tokens=20, min_tokens=9)
     expected = ids_of(make_llm("off").generate(token_prompts("plain", "long"), params, False))
-    for kind in ("ngram", "random", "eagle3", "fake"):
+    for kind in ("ngram", "suffix", "random", "eagle3", "fake"):
         assert ids_of(make_llm(kind).generate(token_prompts("plain", "long"), params, False)) == expected
 
 
@@ -176,7 +183,7 @@ def test_greedy_equality_with_sliding_windows(name, tiny_model, make_llm):
     prompts = [{"prompt_token_ids": list(range(3, 3 + n))} for n in (1, 9, 30)]
     params = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
     expected = ids_of(make_llm("off", model, max_num_seqs=1).generate(prompts, params, False))
-    for kind in ("ngram", "eagle3", "eagle3 static", "eagle3 dynamic"):
+    for kind in ("ngram", "suffix", "lookahead", "eagle3", "eagle3 static", "eagle3 dynamic"):
         llm = make_llm(kind, model, max_num_seqs=3, max_num_batched_tokens=12)
         assert ids_of(llm.generate(prompts, params, False)) == expected
 
@@ -235,7 +242,7 @@ def exact_joint(model, params) -> torch.Tensor:
 
 
 FILTERS = {"temperature": 0.7, "top_k": 5, "top_p": 0.9}
-JOINT_CASES = [(kind, {}) for kind in ("off", "ngram", "sampled", "random", "fake", "eagle3")]
+JOINT_CASES = [(kind, {}) for kind in ("off", "ngram", "suffix", "lookahead", "sampled", "random", "fake", "eagle3")]
 JOINT_CASES += [(f"eagle3 {variant}", {}) for variant in VARIANTS if variant]
 JOINT_CASES += [(kind, FILTERS) for kind in ("sampled", "eagle3", "sampled token", "eagle3 static", "eagle3 dynamic")]
 
@@ -284,7 +291,9 @@ def p_value(statistic: float, freedom: int) -> torch.Tensor:
 # ---------------------------------------------------------------------- rows, seeds, streams
 
 
-@pytest.mark.parametrize("kind", ["off", "ngram", "sampled", "fake", "eagle3", "eagle3 static", "eagle3 dynamic"])
+@pytest.mark.parametrize(
+    "kind", ["off", "ngram", "suffix", "lookahead", "sampled", "fake", "eagle3", "eagle3 static", "eagle3 dynamic"]
+)
 def test_a_row_does_not_depend_on_its_neighbours(kind, make_llm):
     names = ["plain", "near the limit", "one token", "long", "plain", "long", "one token"]
     options = [(1, 1, 9), (0.7, 1, 20), (0, 1, 11), (1, 0.8, 7), (0, 1, 3), (2, 1, 15), (1, 1, 1)]
