@@ -38,9 +38,6 @@ class SuffixProposer(Proposer):
     max_cached_requests  finished responses remembered, the oldest forgotten first; 0: each request's own text only
     max_spec_factor      tokens drafted per token matched
     min_token_prob       a draft ends before its estimated probability falls below this
-
-    A request that is sampled with a seed of its own is drafted for from its own text alone: what was served before
-    must not decide how many of its random numbers a round takes.
     """
 
     def __init__(
@@ -76,10 +73,9 @@ class SuffixProposer(Proposer):
 
     def _draft(self, row: _Row, most: int) -> list[int]:
         """Of all matches the draft of the highest score; of equals the request's own, then the longest match's."""
-        params, earlier = row.request.params, self._store.counts
-        found = [(row.counts, row.counts.endings())]
-        if params.greedy or params.seed is None:
-            found.append((earlier, earlier.matches(row.request.token_ids[1 - self._depth :])))
+        earlier = self._store.counts
+        matches = earlier.matches(row.request.token_ids[1 - self._depth :])
+        found = [(row.counts, row.counts.endings()), (earlier, matches)]
         drafted: list[int] = []
         best = 0.0
         for counts, matches in found:

@@ -152,9 +152,7 @@ def test_finished_responses_are_remembered_and_forgotten_in_their_order():
         proposer.reset(0)
         assert drafts_of(proposer, request([7, token])) == [draft]
     proposer.reset(0)
-    assert drafts_of(proposer, request([7, 30], temperature=1.0)) == [[31]]
-    proposer.reset(0)
-    assert drafts_of(proposer, request([7, 30], temperature=1.0, seed=3)) == [[]]
+    assert drafts_of(proposer, request([7, 30], temperature=1.0, seed=3)) == [[31]]
 
 
 def test_rows_keep_their_texts_when_they_move_and_leave():
