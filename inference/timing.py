@@ -45,11 +45,12 @@ def transformers_generate(
     params: SamplingParams,
     eos_token_ids: Sequence[int],
     seed: int,
+    assistant_model: PreTrainedModel | None = None,
     **drafting: Any,
 ) -> int:
     """`model.generate` with a key-value cache and the same sampling, on all prompts as one batch (left-padded).
 
-    `drafting`: transformers' own, `assistant_model` or `prompt_lookup_num_tokens`; it takes one prompt at a time.
+    `assistant_model` and `drafting` (prompt_lookup_num_tokens, …) are its own drafting, of one prompt at a time.
     Returns the output tokens written, up to and with the end of each response.
     """
     width, pad = max(map(len, prompts)), eos_token_ids[0] if eos_token_ids else 0
@@ -64,10 +65,13 @@ def transformers_generate(
         eos_token_id=list(eos_token_ids) or None,
         bos_token_id=getattr(model.config, "bos_token_id", None),
         **({} if params.greedy else sampling),
+        **drafting,
     )
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
-        written = model.generate(ids, attention_mask=mask, generation_config=config, **drafting)[:, width:].tolist()
+        written = model.generate(ids, attention_mask=mask, generation_config=config, assistant_model=assistant_model)[
+            :, width:
+        ].tolist()
     return sum(_length(row, eos_token_ids) for row in written)
 
 
@@ -160,10 +164,8 @@ class IsolatedCosts:
 
 def typical_context(outputs: Sequence[RequestOutput]) -> list[int]:
     """A prompt and half of its response: that of the median length."""
-    halves = [
-        each.prompt_token_ids + ids[: len(ids) // 2 + 1] for each in outputs for ids in [each.outputs[0].token_ids]
-    ]
-    return sorted(halves, key=len)[len(halves) // 2]
+    written = [(output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs]
+    return sorted((prompt + ids[: len(ids) // 2 + 1] for prompt, ids in written), key=len)[len(written) // 2]
 
 
 def costs_of(times: Mapping[str, Sequence[float]], rows: int, context: int) -> Costs:

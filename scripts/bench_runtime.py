@@ -70,9 +70,10 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="File for all figures.")] = None,
 ) -> None:
     """Measure every method and print a table of speeds and one of rounds for each batch size."""
+    arguments = {name: str(value) if isinstance(value, Path) else value for name, value in locals().items()}
     methods = parse_methods(method, num_speculative_tokens)
-    sizes = _sizes(batch_sizes)
-    arguments = {name: str(v) if isinstance(v, Path) else v for name, v in locals().items() if name != "sizes"}
+    sizes, workloads = _sizes(batch_sizes), _known(prompts or ["chat"])
+    arguments = {}
     if threads:
         torch.set_num_threads(threads)
     disable_progress_bar()
@@ -82,7 +83,7 @@ def main(
         runtimes = SideBySide(target, methods, tokenizer=tokenizer, max_num_seqs=size, dtype=dtype, device=device)
         target, tokenizer = runtimes.target, runtimes.llms[DEFAULT].get_tokenizer()
         others = other_engines(runtimes, methods, size) if transformers else {}
-        for workload in prompts or ["chat"]:
+        for workload in workloads:
             asked = workload_prompts(workload, num_prompts, tokenizer)
             costs = CostTrials(runtimes, methods, size, cost_trials)
             params = SamplingParams(temperature=0, max_tokens=max_tokens)
@@ -111,6 +112,12 @@ def _sizes(text: str) -> list[int]:
     if min(sizes) < 1:
         raise ConfigError(f"--batch-sizes {text}: expected whole numbers, 1 or more, with commas between, such as 1,8")
     return sizes
+
+
+def _known(workloads: list[str]) -> list[str]:
+    if unknown := [name for name in workloads if name not in (*DEMOS, *demo.WORKLOADS)]:
+        raise ConfigError(f"--prompts {unknown[0]}: expected one of {', '.join([*DEMOS, *demo.WORKLOADS])}")
+    return workloads
 
 
 def parse_methods(given: Sequence[str], k: int) -> dict[str, dict[str, Any]]:

@@ -81,6 +81,12 @@ def test_methods_are_read_from_names_folders_and_json():
             parse_methods(given, 4)
 
 
+@pytest.mark.parametrize("wrong", ["--prompts=poems", "--batch-sizes=1,x", "--batch-sizes=0"])
+def test_what_cannot_be_measured_is_said_before_anything_is_loaded(wrong):
+    done = CliRunner().invoke(app, ["--model=nowhere", "--method=ngram", wrong])
+    assert isinstance(done.exception, ConfigError) and wrong.replace("=", " ") in str(done.exception)
+
+
 def test_rounds_without_a_draft_cost_and_commit_one_token():
     """With a draft in every round it is the cost model as it stands; with none nothing is gained."""
     costs = Costs(target_step_ms=2.0, verify_ms=3.0, draft_ms=0.5)
