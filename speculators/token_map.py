@@ -8,6 +8,7 @@ are compared by the bytes they stand for (`surfaces.py`). Knows tokenizers and t
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 

@@ -186,9 +186,7 @@ def test_no_schedule_changes_what_a_request_writes(kind, make_llm, alone):
     }
     seen: Counter[str] = Counter()
 
-    @settings(
-        max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-    )
+    @settings(max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(st.sampled_from(sorted(engines, key=str)), st.lists(ACTIONS, min_size=4, max_size=16))
     def run(which, actions):
         schedule = Schedule(engines[which])  # rows and texts of earlier schedules are still there
