@@ -39,6 +39,7 @@ PHASES = ("schedule", "draft", "verify", "sample", "commit", "prefill")
 class Engine:
     """Runs requests in at most `max_num_seqs` rows. Not thread-safe: `add`, `step` and `abort` from one thread.
 
+    max_num_batched_tokens  tokens of one prefill forward; admitted prompts are prefilled whole before the next round
     enable_prefix_caching   a request takes over what another row computed for the same first tokens
     kv_cache_memory_bytes   most memory for keys and values (see KVMemory); None: as much as max_num_seqs rows need
 
@@ -74,7 +75,7 @@ class Engine:
         self._memory = None
         if kv_cache_memory_bytes is not None:
             self._probe()
-            self._memory = KVMemory(kv_cache_memory_bytes, self._cache, proposer, slack=drafts)
+            self._memory = KVMemory(kv_cache_memory_bytes, self._cache, proposer, self._cache.max_len - max_model_len)
 
     @property
     def proposer(self) -> Proposer | None:

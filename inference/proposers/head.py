@@ -178,10 +178,7 @@ class HeadProposer(Proposer):
         positions before it."""
         first = self._drafter.first_token
         slots = max(0, min(len(prefix) - first, self._seen[src_row]))
-        positions = self._drafter.cache_positions(prefix[first : first + slots])
-        if positions > self._cache.lengths[src_row]:  # cut off when memory became scarce
-            slots = positions = 0
-        self._cache.copy_prefix(src_row, dst_row, positions)
+        self._cache.copy_prefix(src_row, dst_row, self._drafter.cache_positions(prefix[first : first + slots]))
         self._seen[dst_row] = slots
         return slots
 
