@@ -252,17 +252,17 @@ class LLM:
                     self.engine.abort(response.request_id)
             if progress is not None:
                 progress.close()
-        return [response.output(self._tokenizer) for response in responses]
+        return [response.output() for response in responses]
 
     def _stream(self, prompts: list[Prompt], sampling_params: Any, speculate: bool) -> Iterator[RequestOutput]:
         (response,) = self._submit(prompts, sampling_params, speculate, streaming=True)
         try:
             while not response.finished:
                 self.engine.step()
-                new = response.delta(self._tokenizer)
+                new = response.delta()
                 if new is not None:
                     yield new
-            new = response.delta(self._tokenizer)  # what an abort left
+            new = response.delta()  # what an abort left
             if new is not None:
                 yield new
         finally:
@@ -279,7 +279,8 @@ class LLM:
         for prompt, each in zip(prompts, params, strict=True):
             request_id, self._num_prompts = str(self._num_prompts), self._num_prompts + 1
             requests = [self._request(request_id, i, prompt, each, streaming) for i in range(each.n)]
-            responses.append(Response(request_id, prompt.text, prompt.token_ids, requests))
+            tokenizer = self._tokenizer if each.detokenize else None
+            responses.append(Response(request_id, prompt.text, prompt.token_ids, requests, tokenizer))
         for response in responses:
             for request in response.requests:
                 self.engine.add(request)
@@ -294,7 +295,7 @@ class LLM:
                 generator = make_generator((self._seed << 32) + self._num_seeded)
             self._num_seeded += 1
         detokenizer = None
-        if self._tokenizer is not None and (streaming or params.stop):
+        if self._tokenizer is not None and params.detokenize and (streaming or params.stop):
             detokenizer = Detokenizer(self._tokenizer, prompt.token_ids, params)
         return Request(
             request_id,

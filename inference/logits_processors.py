@@ -50,10 +50,10 @@ class RequestProcessors:
         self._bad_sequences = [list(word) for word in bad_words if len(word) > 1]
         self._penalised = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0)
         self._prompt_token_ids = prompt_token_ids if params.repetition_penalty != 1 else []
-        self._counts: TokenCounts | None = None
         self._counted = self._start  # tokens of the text that are in the counts
-        masks = grammar is not None or params.allowed_token_ids or bad_words
-        self._always = bool(masks or params.logit_bias or self._penalised)
+        self._masked = bool(grammar is not None or params.allowed_token_ids or bad_words)
+        self._always = bool(self._masked or params.logit_bias or self._penalised)
+        self._tensors: _Tensors | None = None
         self.dead_ends: set[tuple[int, ...]] = set()  # paths of the last proposal after which no token is left
 
     def active(self, length: int) -> bool:
@@ -65,24 +65,23 @@ class RequestProcessors:
 
         Returns the places at which every token is forbidden.
         """
-        self._mask(logits, token_ids, paths)
-        bias = self._params.logit_bias
-        if bias:
-            index = torch.tensor(list(bias), device=logits.device)
-            logits[:, index] += torch.tensor(list(bias.values()), dtype=logits.dtype, device=logits.device)
+        if self._tensors is None:
+            self._tensors = _Tensors(self._params, self._prompt_token_ids, logits.device)
+        self._mask(logits, token_ids, paths, self._tensors.allowed)
+        if self._params.logit_bias:
+            logits[:, self._tensors.biased] += self._tensors.biases
         if self._penalised:
-            self._penalise(logits, token_ids, paths)
-        if self._grammar is None and not (self._params.allowed_token_ids or self._bad_tokens or self._bad_sequences):
-            return []
-        return (logits.amax(-1) == FORBIDDEN).nonzero().flatten().tolist()
+            self._penalise(logits, token_ids, paths, self._tensors.counts)
+        return (logits.amax(-1) == FORBIDDEN).nonzero().flatten().tolist() if self._masked else []
 
-    def _mask(self, logits: Tensor, token_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+    def _mask(
+        self, logits: Tensor, token_ids: Sequence[int], paths: Sequence[Sequence[int]], allowed_ids: Tensor
+    ) -> None:
         if self._grammar is not None:
             for place, allowed in enumerate(self._grammar.masks(token_ids, paths)):
                 if allowed is not None:
                     logits[place].masked_fill_(~allowed.to(logits.device), FORBIDDEN)
-        allowed_ids = self._params.allowed_token_ids
-        if allowed_ids:
+        if self._params.allowed_token_ids:
             kept = logits[:, allowed_ids]
             logits.fill_(FORBIDDEN)
             logits[:, allowed_ids] = kept
@@ -106,20 +105,31 @@ class RequestProcessors:
                 if tail[-len(beginning) :] == beginning:
                     logits[place, last] = FORBIDDEN
 
-    def _penalise(self, logits: Tensor, token_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+    def _penalise(
+        self, logits: Tensor, token_ids: Sequence[int], paths: Sequence[Sequence[int]], counts: TokenCounts
+    ) -> None:
         """The definitions of CTRL (1909.05858; by sign, as in vLLM) and of OpenAI's API."""
-        if self._counts is None:
-            self._counts = TokenCounts(self._prompt_token_ids, logits.device)
         if len(token_ids) > self._counted:
-            self._counts.add(token_ids[self._counted :])
+            counts.add(token_ids[self._counted :])
             self._counted = len(token_ids)
-        index, counts, seen = self._counts.along(paths)
+        index, times, seen = counts.along(paths)
         values, params = logits[:, index], self._params  # [P, U]
         if params.repetition_penalty != 1:
             factor = params.repetition_penalty
             values = torch.where(seen, torch.where(values > 0, values / factor, values * factor), values)
-        values = values - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+        values = values - params.frequency_penalty * times - params.presence_penalty * (times > 0)
         logits[:, index] = values.to(logits.dtype)
+
+
+class _Tensors:
+    """A request's own tensors, on the device of its logits from the first round on."""
+
+    def __init__(self, params: SamplingParams, prompt_token_ids: Sequence[int], device: torch.device) -> None:
+        bias = params.logit_bias or {}
+        self.allowed = torch.tensor(params.allowed_token_ids or (), dtype=torch.long, device=device)
+        self.biased = torch.tensor(list(bias), dtype=torch.long, device=device)
+        self.biases = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
+        self.counts = TokenCounts(prompt_token_ids, device)
 
 
 # ---------------------------------------------------------------------- a round

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from inference.outputs import Logprob
+from inference.outputs import Logprob, SampleLogprobs
 from inference.proposal import Proposal
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def record_prompt_logprobs(
         request.prompt_logprobs += _logprobs(logits, following, request.params.prompt_logprobs)
 
 
-def as_dicts(entries: Sequence[TokenLogprobs], tokenizer: Any) -> list[dict[int, Logprob]]:
+def as_dicts(entries: Sequence[TokenLogprobs], tokenizer: Any) -> SampleLogprobs:
     """As the user gets them: one dict per place, the token that stands there first."""
     return [dict(_named(entry, tokenizer)) for entry in entries]
 

@@ -36,6 +36,10 @@ class Logprob:
     decoded_token: str | None = None
 
 
+SampleLogprobs = list[dict[int, Logprob]]
+PromptLogprobs = list[dict[int, Logprob] | None]
+
+
 @dataclass
 class CompletionOutput:
     """One response. `finish_reason`: "stop" (end of sequence, stop token or stop string), "length" (max_tokens or
@@ -52,7 +56,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     spec_decode_metrics: SpecDecodeCounters = field(default_factory=SpecDecodeCounters)
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: SampleLogprobs | None = None
     cumulative_logprob: float | None = None
 
 
@@ -71,4 +75,4 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int = 0
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: PromptLogprobs | None = None

@@ -9,14 +9,23 @@ from typing import Any
 from inference.detokenizer import full_text
 from inference.logprobs import as_dicts
 from inference.metrics import SpecDecodeCounters
-from inference.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from inference.outputs import CompletionOutput, PromptLogprobs, RequestMetrics, RequestOutput
 from inference.request import Request
 
 
 class Response:
-    def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: list[int], requests: Sequence[Request]):
+    """`tokenizer`: None if no text is wanted."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        requests: Sequence[Request],
+        tokenizer: Any,
+    ) -> None:
         self.request_id, self.prompt, self.prompt_token_ids = request_id, prompt, prompt_token_ids
-        self.requests = requests
+        self.requests, self._tokenizer = requests, tokenizer
         self._sent = [0] * len(requests)  # output tokens already given out by `delta`
         self._ended = [False] * len(requests)
         self._began = False
@@ -25,32 +34,28 @@ class Response:
     def finished(self) -> bool:
         return all(request.finished for request in self.requests)
 
-    def output(self, tokenizer: Any) -> RequestOutput:
+    def output(self) -> RequestOutput:
         """Everything there is."""
-        completions = [_completion(r, _text(r, tokenizer), 0, tokenizer) for r in self.requests]
-        return self._output(completions, self._prompt_logprobs(tokenizer))
+        completions = [_completion(r, _text(r, self._tokenizer), 0, self._tokenizer) for r in self.requests]
+        return self._output(completions, self._prompt_logprobs())
 
-    def delta(self, tokenizer: Any) -> RequestOutput | None:
+    def delta(self) -> RequestOutput | None:
         """What is new since the last call; None if nothing is. Every response's end is told exactly once."""
         new = []
         for i, request in enumerate(self.requests):
             written = len(request.token_ids) - request.num_prompt_tokens
             text = request.detokenizer.take() if request.detokenizer is not None else ""
             if written > self._sent[i] or text or request.finished > self._ended[i]:
-                new.append(_completion(request, text, self._sent[i], tokenizer))
+                new.append(_completion(request, text, self._sent[i], self._tokenizer))
             self._sent[i] = written
             self._ended[i] = request.finished
         if not new:
             return None
-        prompt_logprobs = self._prompt_logprobs(tokenizer)
-        if self._began and prompt_logprobs is not None:
-            prompt_logprobs = []
+        prompt_logprobs = [] if self._began and self.requests[0].wants_prompt_logprobs else self._prompt_logprobs()
         self._began = True
         return self._output(new, prompt_logprobs)
 
-    def _output(
-        self, completions: list[CompletionOutput], prompt_logprobs: list[dict[int, Logprob] | None] | None
-    ) -> RequestOutput:
+    def _output(self, completions: list[CompletionOutput], prompt_logprobs: PromptLogprobs | None) -> RequestOutput:
         return RequestOutput(
             self.request_id,
             self.prompt,
@@ -62,9 +67,9 @@ class Response:
             prompt_logprobs=prompt_logprobs,
         )
 
-    def _prompt_logprobs(self, tokenizer: Any) -> list[dict[int, Logprob] | None] | None:
+    def _prompt_logprobs(self) -> PromptLogprobs | None:
         first = self.requests[0]
-        return [None, *as_dicts(first.prompt_logprobs, tokenizer)] if first.wants_prompt_logprobs else None
+        return [None, *as_dicts(first.prompt_logprobs, self._tokenizer)] if first.wants_prompt_logprobs else None
 
 
 def _completion(request: Request, text: str, start: int, tokenizer: Any) -> CompletionOutput:

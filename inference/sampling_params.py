@@ -32,6 +32,7 @@ class SamplingParams:
     stop              strings that end the response; kept as a tuple
     stop_token_ids    tokens that end the response; kept as a tuple
     ignore_eos        go on after the end-of-sequence token
+    detokenize        False: token ids only, every text is empty
 
     Before temperature and filters, also at temperature 0, and in the order of docs/sampling.md:
 
@@ -61,6 +62,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    detokenize: bool = True
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -94,7 +96,8 @@ class SamplingParams:
         structured = self.structured_outputs
         usable = structured is None or isinstance(structured, StructuredOutputsParams)
         _require(usable, "structured_outputs", structured, "a StructuredOutputsParams, or None")
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        _require(self.detokenize or not self.stop, "detokenize", False, "True, which stop strings need")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
 
     @property

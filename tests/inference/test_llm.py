@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -45,6 +47,8 @@ def test_text_prompts_and_chat(byte_tokenizer, tiny_model):
     same = [llm.generate(shape, params, False)[0] for shape in shapes]
     assert len({tuple(o.outputs[0].token_ids) for o in same}) == 1 and same[0].prompt == "abc"
     assert same[0].outputs[0].text == byte_tokenizer.decode(same[0].outputs[0].token_ids)
+    (silent,) = llm.generate("abc", replace(params, detokenize=False), False)
+    assert silent.outputs[0].token_ids == same[0].outputs[0].token_ids and silent.outputs[0].text == ""
     (chat,) = llm.chat([{"role": "user", "content": "hi"}], params, False)
     assert chat.prompt == "<s>user:hi</s><s>" and chat.prompt_token_ids[0] == byte_tokenizer.bos_token_id
 

@@ -8,8 +8,15 @@ import pytest
 import torch
 
 from inference import SamplingParams
-from inference.logits_processors import RequestProcessors, bad_word_ids, process_draft_logits, process_logits
+from inference.logits_processors import (
+    RequestProcessors,
+    bad_word_ids,
+    cut_at_dead_ends,
+    process_draft_logits,
+    process_logits,
+)
 from inference.proposal import Proposal
+from inference.rejection_sampler import verify_and_sample
 from inference.request import Request
 from inference.sampler import probabilities
 from inference.token_counts import TokenCounts
@@ -224,9 +231,7 @@ def test_greedy_text_is_the_same_whoever_drafts(kind, rows, model, drafting_llm,
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "off"])
-def test_what_is_verified_is_the_reference_at_every_place(
-    kind, model, drafting_llm, texts, byte_tokenizer, monkeypatch
-):
+def test_every_place_that_is_verified(kind, model, drafting_llm, texts, byte_tokenizer, monkeypatch):
     """Sampled, so that texts differ from those the stubs know; raw logits come from a forward without any cache."""
     llm = drafting_llm(kind, model, texts, max_num_seqs=3)
     decide, checked = llm.engine._decide, []
@@ -248,8 +253,6 @@ def test_what_is_verified_is_the_reference_at_every_place(
         with monkeypatch.context() as patch:
             patch.setattr("inference.engine.verify_and_sample", verify)
             return decide(logits, proposal, requests)
-
-    from inference.rejection_sampler import verify_and_sample
 
     monkeypatch.setattr(llm.engine, "_decide", checking)
     llm.generate(*mixed(seed=5), False)
@@ -336,8 +339,6 @@ def test_a_place_without_any_token_is_reached_only_if_the_text_goes_there(model,
 def test_nothing_is_drawn_after_a_dead_end():
     request = make_request(SamplingParams(allowed_token_ids=[1, 2]), [[1, 1], [1, 2]])
     proposal = Proposal(torch.tensor([[2, 1, 2]]), [3])
-    from inference.logits_processors import cut_at_dead_ends
-
     process_logits(torch.randn(1, 4, V), proposal, [request])
     assert request.processors.dead_ends == {(2, 1)}
     for new, kept in ([[2, 1, 30], [2, 1]], [[2, 1, 2, 1], [2, 1]], [[2, 2], [2, 2]], [[1], [1]]):

@@ -17,7 +17,10 @@ def test_defaults_are_vllms():
         False,
         True,
     )
-    assert params.stop == () and params.stop_token_ids == ()
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
+    assert params.logit_bias is params.allowed_token_ids is params.structured_outputs is None
+    assert params.logprobs is params.prompt_logprobs is None and params.detokenize
+    assert params.stop == () and params.stop_token_ids == () and params.bad_words == ()
     assert not params.greedy and SamplingParams(temperature=0).greedy
 
 
@@ -50,6 +53,24 @@ def test_one_stop_string_is_a_list_of_one():
         {"stop_token_ids": [-1]},
         {"stop_token_ids": ["a"]},
         {"ignore_eos": "no"},
+        {"detokenize": 0},
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": -2.1},
+        {"frequency_penalty": "1"},
+        {"repetition_penalty": 0},
+        {"repetition_penalty": float("inf")},
+        {"logit_bias": [1]},
+        {"logit_bias": {"1": 1.0}},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {1: float("-inf")}},
+        {"allowed_token_ids": []},
+        {"allowed_token_ids": [-1]},
+        {"bad_words": "word"},
+        {"bad_words": [" "]},
+        {"logprobs": -2},
+        {"logprobs": True},
+        {"prompt_logprobs": 1.0},
+        {"structured_outputs": {"json": {}}},
     ],
 )
 def test_refuses(wrong):
@@ -61,6 +82,20 @@ def test_refuses(wrong):
 def test_limits_at_their_edges():
     SamplingParams(temperature=1e-5, top_p=1.0, top_k=-1, min_p=1.0, max_tokens=None, min_tokens=10**9)
     SamplingParams(max_tokens=1, min_tokens=1)
+    SamplingParams(presence_penalty=-2, frequency_penalty=2.0, repetition_penalty=1e-3, logprobs=-1, prompt_logprobs=0)
+
+
+def test_stop_strings_need_text():
+    with pytest.raises(ConfigError, match="detokenize=False; expected True, which stop strings need"):
+        SamplingParams(detokenize=False, stop="a")
+
+
+def test_a_dict_that_was_given_may_change_later():
+    bias = {1: 2.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[3] = 1.0
+    assert params.logit_bias == {1: 2.0}
+    assert hash(params) == hash(SamplingParams())  # what is a dict is left out
 
 
 def test_a_changed_copy_is_checked_too_and_the_original_cannot_change():

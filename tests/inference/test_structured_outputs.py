@@ -109,9 +109,9 @@ def test_sampled_output_fits_and_does_not_depend_on_neighbours(kind, model, draf
     outputs = []
     for rows in (1, 5):
         llm = drafting_llm(kind, model, max_num_seqs=rows)
-        for seed in (1, 2, 3):
+        for seed in (1, 2):
             outputs.append(llm.generate(prompts, [*params_of(seed=seed), free], False))
-    assert [ids_of(each) for each in outputs[:3]] == [ids_of(each) for each in outputs[3:]]
+    assert [ids_of(each) for each in outputs[:2]] == [ids_of(each) for each in outputs[2:]]
     finished = 0
     for output, (_, fits) in (pair for each in outputs for pair in zip(each, CASES, strict=False)):
         (found,) = output.outputs
@@ -119,7 +119,7 @@ def test_sampled_output_fits_and_does_not_depend_on_neighbours(kind, model, draf
             finished += 1
             assert fits(found.text), found.text
             assert found.token_ids[-1] == EOS and found.token_ids.count(EOS) == 1
-    assert finished > 20
+    assert finished > 12
 
 
 def test_a_head_whose_logits_are_masked_too_is_accepted_more_often(model, drafting_llm, monkeypatch):
@@ -222,16 +222,16 @@ def test_text_after_an_ignored_end_is_free(model, drafting_llm):
 def test_the_distribution_within_a_grammar_is_the_targets(model, drafting_llm, byte_tokenizer):
     """χ² of whole responses: p of each token is that of the tokens its grammar allows, and no more."""
     choices = ["a", "ab", "abc", "b", "bcab", "bcb", "c", "ca", "cab", "cac", "cc", "acb"]
-    params = SamplingParams(n=1500, max_tokens=8, structured_outputs=StructuredOutputsParams(choice=choices))
+    params = SamplingParams(n=1000, max_tokens=8, structured_outputs=StructuredOutputsParams(choice=choices))
     expected = torch.tensor([exact(model, byte_tokenizer, choices, text) for text in choices])
     assert abs(float(expected.sum()) - 1) < 1e-5
-    for kind in ("off", "sampled", "fake"):
+    for kind in ("sampled", "fake"):
         llm = drafting_llm(kind, model, seed=3, max_num_seqs=500, max_num_batched_tokens=4000)
         (output,) = llm.generate(PROMPTS[0], params, False)
         written = [byte_tokenizer.decode(o.token_ids[:-1]) for o in output.outputs]
         observed = torch.tensor([float(written.count(text)) for text in choices])
-        assert observed.sum() == 1500
-        check_counts_fit(observed.double(), 1500 * expected.double())
+        assert observed.sum() == 1000
+        check_counts_fit(observed.double(), 1000 * expected.double())
 
 
 def exact(model, tokenizer, choices, text) -> float:
