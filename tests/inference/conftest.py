@@ -14,6 +14,7 @@ from inference.proposal import Proposal
 from inference.proposers.base import Proposer
 from inference.proposers.ngram import NgramProposer
 from inference.sampler import draw
+from inference.tree_shape import DynamicTree, StaticTree
 from speculators.config import config_for_target
 from speculators.families.eagle3 import Eagle3
 from speculators.target import FrozenTarget
@@ -165,16 +166,25 @@ def byte_tokenizer():
     return fast
 
 
+TREES = {
+    "static": StaticTree.parse([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
+    "dynamic": DynamicTree(topk=3, depth=3, budget=7),
+}
+
+
 @pytest.fixture(scope="session")
-def drafting_llm(byte_tokenizer):
+def drafting_llm(byte_tokenizer, tiny_eagle3):
     """drafting_llm(kind, model, texts, **options): an LLM over a model in memory that drafts as `kind` says: "off",
-    "ngram", "fake" (a head that can propose every other token) or what StubProposer knows."""
+    "ngram", "fake" (a head that can propose every other token), "static" or "dynamic" (trees of such a head), or what
+    StubProposer knows."""
 
     def make(kind: str, model, texts: dict | None = None, **options) -> LLM:
         options = {"tokenizer": byte_tokenizer, "max_num_batched_tokens": 16, "num_speculative_tokens": 3, **options}
         vocab, size = model.config.vocab_size, model.config.hidden_size
         if kind == "fake":
             return LLM._assemble(model, drafter=FakeHead(vocab, (1, 2), size, range(1, vocab, 2)), **options)
+        if kind in TREES:
+            return LLM._assemble(model, drafter=tiny_eagle3(model, (1, 2)), tree=TREES[kind], **options)
         k = options.pop("num_speculative_tokens")
         proposer = {"off": lambda: None, "ngram": lambda: NgramProposer(k, 1, 3)}.get(
             kind, lambda: StubProposer(kind, k, vocab, texts)

@@ -10,7 +10,7 @@ from inference.logprobs import PROMPT_CHUNK
 from inference.outputs import Logprob
 from tests.inference.test_engine import ids_of
 
-KINDS = ["ngram", "right", "wrong", "random", "ragged", "sampled", "fake"]
+KINDS = ["ngram", "right", "wrong", "random", "ragged", "sampled", "fake", "static", "dynamic"]
 VOCAB = 94
 PROMPTS = [[67, 68, 69, 0, 69, 7], [65], [3 + (7 * i) % 50 for i in range(PROMPT_CHUNK + 30)], [3, 4, 5] * 6]
 

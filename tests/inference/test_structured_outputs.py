@@ -31,7 +31,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 JSON = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
-KINDS = ["ngram", "right", "wrong", "random", "ragged", "sampled", "fake"]
+KINDS = ["ngram", "right", "wrong", "random", "ragged", "sampled", "fake", "static", "dynamic"]
 
 
 @pytest.fixture(scope="module")
