@@ -66,8 +66,8 @@ class RequestProcessors:
         Returns the places at which every token is forbidden.
         """
         if self._tensors is None:
-            self._tensors = _Tensors(self._params, self._prompt_token_ids, logits.device)
-        self._mask(logits, token_ids, paths, self._tensors.allowed)
+            self._tensors = _Tensors(self._params, self._prompt_token_ids, logits.shape[-1], logits.device)
+        self._mask(logits, token_ids, paths, self._tensors.not_allowed)
         if self._params.logit_bias:
             logits[:, self._tensors.biased] += self._tensors.biases
         if self._penalised:
@@ -75,16 +75,15 @@ class RequestProcessors:
         return (logits.amax(-1) == FORBIDDEN).nonzero().flatten().tolist() if self._masked else []
 
     def _mask(
-        self, logits: Tensor, token_ids: Sequence[int], paths: Sequence[Sequence[int]], allowed_ids: Tensor
+        self, logits: Tensor, token_ids: Sequence[int], paths: Sequence[Sequence[int]], not_allowed: Tensor | None
     ) -> None:
+        """Whatever forbids a token writes the same value, so that order does not matter among these."""
         if self._grammar is not None:
             for place, allowed in enumerate(self._grammar.masks(token_ids, paths)):
                 if allowed is not None:
                     logits[place].masked_fill_(~allowed.to(logits.device), FORBIDDEN)
-        if self._params.allowed_token_ids:
-            kept = logits[:, allowed_ids]
-            logits.fill_(FORBIDDEN)
-            logits[:, allowed_ids] = kept
+        if not_allowed is not None:
+            logits.masked_fill_(not_allowed, FORBIDDEN)
         if self._bad_tokens:
             logits[:, self._bad_tokens] = FORBIDDEN
         if self._bad_sequences:
@@ -124,9 +123,14 @@ class RequestProcessors:
 class _Tensors:
     """A request's own tensors, on the device of its logits from the first round on."""
 
-    def __init__(self, params: SamplingParams, prompt_token_ids: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, params: SamplingParams, prompt_token_ids: Sequence[int], vocab_size: int, device: torch.device
+    ) -> None:
         bias = params.logit_bias or {}
-        self.allowed = torch.tensor(params.allowed_token_ids or (), dtype=torch.long, device=device)
+        self.not_allowed: Tensor | None = None  # [V]
+        if params.allowed_token_ids:
+            self.not_allowed = torch.ones(vocab_size, dtype=torch.bool, device=device)
+            self.not_allowed[list(params.allowed_token_ids)] = False
         self.biased = torch.tensor(list(bias), dtype=torch.long, device=device)
         self.biases = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
         self.counts = TokenCounts(prompt_token_ids, device)
@@ -201,14 +205,14 @@ def process_draft_logits(
     processed = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
     for row, request in enumerate(requests):
         if request.processors.active(len(request.token_ids)):
-            places = processed[row]
-            if draft_to_target is not None:  # forbidden tokens are those of the target; others have no logit
-                places = scatter_to_target(places, draft_to_target, vocab_size)
+            # forbidden tokens are those of the target's vocabulary; what is put for the others is not read
+            places = scatter_to_target(processed[row], draft_to_target, vocab_size)
             request.processors.apply(places, request.token_ids, paths[row])
             if draft_to_target is not None:
-                places = places[:, draft_to_target]
-            usable = (places > FORBIDDEN).any(-1, keepdim=True)
-            processed[row] = torch.where(usable, places, processed[row])
+                processed[row] = places[:, draft_to_target]
+            empty = processed[row].amax(-1) == FORBIDDEN
+            if empty.any():
+                processed[row, empty] = logits[row, empty].to(processed.dtype)
     return processed
 
 

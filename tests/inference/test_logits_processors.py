@@ -276,7 +276,7 @@ def small(tiny_model):
 
 
 JOINT = [
-    {"repetition_penalty": 1.5, "frequency_penalty": 0.8, "presence_penalty": -0.6},
+    {"repetition_penalty": 1.5, "frequency_penalty": 1.0, "presence_penalty": 2.0},
     {"logit_bias": {2: 1.5, 5: -1.0}, "allowed_token_ids": [0, 1, 2, 3, 5, 6], "temperature": 0.8, "top_k": 4},
     {"min_tokens": 4, "stop_token_ids": [1, 3], "frequency_penalty": 1.0, "top_p": 0.9},
 ]
@@ -300,6 +300,14 @@ def test_joint_of_the_first_four_tokens(kind, setting, small, drafting_llm):
     check_counts_fit(observed, expected)
     check_counts_fit(observed.view(64, 64).sum(0), expected.view(64, 64).sum(0))
     assert (llm.get_metrics().num_accepted_tokens > 100) == (kind != "off")
+
+
+def test_penalties_that_do_not_count_drafts_are_noticed(small, drafting_llm, monkeypatch):
+    """The power of the test above."""
+    along = TokenCounts.along
+    monkeypatch.setattr(TokenCounts, "along", lambda self, paths: along(self, [[] for _ in paths]))
+    with pytest.raises(AssertionError):
+        test_joint_of_the_first_four_tokens("sampled", 0, small, drafting_llm)
 
 
 def exact_joint(model, params) -> torch.Tensor:
