@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +12,6 @@ from inference import LLM, SamplingParams, kv_memory, prefix_reuse
 from inference.prefix_reuse import PrefixReuse, common_prefix
 from inference.request import Request
 from inference.sampler import make_generator
-from inference.scheduler import Scheduler
 from speculators.errors import ConfigError
 
 K, LIMIT, VOCAB, TAPS = 3, 64, 94, (1, 2)
@@ -299,6 +297,17 @@ def test_common_prefix(one, other):
     assert length == min(len(one), len(other)) or one[length] != other[length]
 
 
+def test_who_shares_with_a_request_of_its_wave_waits_for_it(make_llm):
+    reuse = PrefixReuse(make_llm("off").engine._cache)
+    requests = [
+        Request(str(i), 0, prompt, SamplingParams(), generator=None, max_model_len=LIMIT)
+        for i, prompt in enumerate([PROMPTS[3], PROMPTS[0], PROMPTS[0], PROMPTS[4]])
+    ]
+    assert [request.request_id for request in reuse.wave(requests)] == ["3", "1", "0"]
+    requests[2].may_reuse = False
+    assert [request.request_id for request in reuse.wave(requests)] == ["3", "1", "2", "0"]
+
+
 # ---------------------------------------------------------------------- memory
 
 
@@ -381,57 +390,3 @@ def test_preempted_requests_can_be_aborted(make_llm, alone):
     schedule.abort(1)
     schedule.check()
     schedule.finish(alone, "fake")
-
-
-# ---------------------------------------------------------------------- order of service
-
-
-def test_scheduler_is_first_come_first_served():
-    def request(name):
-        return Request(name, 0, [1], SamplingParams(), generator=None, max_model_len=8)
-
-    scheduler, (a, b, c, d) = Scheduler(3), [request(name) for name in "abcd"]
-    for each in (a, b, c, d):
-        scheduler.add(each)
-    assert scheduler.candidates() == [a, b, c]
-    scheduler.admit([b, a])
-    assert scheduler.running == [b, a] and list(scheduler.waiting) == [c, d] and scheduler.candidates() == [c]
-    scheduler.admit([c])
-    assert scheduler.youngest() == 2 and scheduler.preempt(2) is None and list(scheduler.waiting) == [c, d]
-    assert scheduler.youngest() == 0 and scheduler.preempt(0) == 1
-    assert scheduler.running == [a] and list(scheduler.waiting) == [b, c, d]
-
-
-def test_who_shares_with_a_request_of_its_wave_waits_for_it(make_llm):
-    reuse = PrefixReuse(make_llm("off").engine._cache)
-    requests = [
-        Request(str(i), 0, prompt, SamplingParams(), generator=None, max_model_len=LIMIT)
-        for i, prompt in enumerate([PROMPTS[3], PROMPTS[0], PROMPTS[0], PROMPTS[4]])
-    ]
-    assert [request.request_id for request in reuse.wave(requests)] == ["3", "1", "0"]
-    requests[2].may_reuse = False
-    assert [request.request_id for request in reuse.wave(requests)] == ["3", "1", "2", "0"]
-
-
-def test_resized_caches_keep_what_has_a_place():
-    from inference.cache import RaggedCache
-
-    cache = RaggedCache(3, max_len=16, initial_capacity=4)
-    key = torch.arange(3 * 4).float().reshape(3, 1, 4, 1)
-    cache.view(0, 3, 4).update(key, -key, 0)
-    for row, length in enumerate((4, 2, 3)):
-        cache.advance(row, length)
-    cache.resize(2, 8)
-    assert cache.lengths == [4, 2, 0] and cache.bytes() == 2 * (2 * 8) * 4
-    assert cache.keys_of(0, 0, 2)[0, 0, :4, 0].tolist() == [0, 1, 2, 3]
-    with pytest.raises(ConfigError, match="not within the 2 rows"):
-        cache.view(0, 3, 1)
-    cache.copy_prefix(0, 1, 3)
-    assert cache.lengths == [4, 3, 0] and cache.keys_of(0, 0, 2)[1, 0, :3, 0].tolist() == [0, 1, 2]
-    cache.resize(3, 2)
-    assert cache.lengths == [2, 2, 0]
-    with pytest.raises(ConfigError, match="holds 2 tokens, not 3"):
-        cache.copy_prefix(0, 1, 3)
-    for rows, capacity in ((0, 2), (4, 2), (2, 17)):
-        with pytest.raises(ConfigError, match=r"at most 3 × 16"):
-            cache.resize(rows, capacity)

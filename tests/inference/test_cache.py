@@ -142,6 +142,28 @@ def test_reads_are_views_and_growth_keeps_what_was_written():
     assert cache.lengths == [5, 0]
 
 
+def test_resized_caches_keep_what_has_a_place():
+    cache = RaggedCache(3, max_len=16, initial_capacity=4)
+    key = torch.arange(3 * 4).float().reshape(3, 1, 4, 1)
+    cache.view(0, 3, 4).update(key, -key, 0)
+    for row, length in enumerate((4, 2, 3)):
+        cache.advance(row, length)
+    cache.resize(2, 8)
+    assert cache.lengths == [4, 2, 0] and cache.bytes() == 2 * (2 * 8) * 4
+    assert cache.keys_of(0, 0, 2)[0, 0, :4, 0].tolist() == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match="not within the 2 rows"):
+        cache.view(0, 3, 1)
+    cache.copy_prefix(0, 1, 3)
+    assert cache.lengths == [4, 3, 0] and cache.keys_of(0, 0, 2)[1, 0, :3, 0].tolist() == [0, 1, 2]
+    cache.resize(3, 2)
+    assert cache.lengths == [2, 2, 0]
+    with pytest.raises(ConfigError, match="holds 2 tokens, not 3"):
+        cache.copy_prefix(0, 1, 3)
+    for rows, capacity in ((0, 2), (4, 2), (2, 17)):
+        with pytest.raises(ConfigError, match=r"at most 3 × 16"):
+            cache.resize(rows, capacity)
+
+
 def test_room_can_be_reserved_without_keys():
     """A head without attention keeps lengths only; the cache grows, and refuses, as if it had written."""
     cache = RaggedCache(2, max_len=12, initial_capacity=2)
