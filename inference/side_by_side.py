@@ -64,6 +64,7 @@ class SideBySide:
         if DEFAULT in methods:
             raise ConfigError(f"side by side: {DEFAULT!r} is the run without drafting; give the method another name")
         self._rounds = 0
+        options = {"enable_prefix_caching": False, **options}  # or every repeat but the first would skip the prompts
         first = LLM(model, tokenizer, on_round=self._count, **options)
         self.target, self.llms = first.engine.target, {DEFAULT: first}
         for name, config in methods.items():

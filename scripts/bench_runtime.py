@@ -73,7 +73,6 @@ def main(
     arguments = {name: str(value) if isinstance(value, Path) else value for name, value in locals().items()}
     methods = parse_methods(method, num_speculative_tokens)
     sizes, workloads = _sizes(batch_sizes), _known(prompts or ["chat"])
-    arguments = {}
     if threads:
         torch.set_num_threads(threads)
     disable_progress_bar()
