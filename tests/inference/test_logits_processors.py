@@ -16,7 +16,7 @@ from inference.logits_processors import (
     process_logits,
 )
 from inference.proposal import Proposal
-from inference.rejection_sampler import verify_and_sample
+from inference.rejection_sampler import Kept, verify_and_sample
 from inference.request import Request
 from inference.sampler import probabilities
 from inference.token_counts import TokenCounts
@@ -350,10 +350,11 @@ def test_nothing_is_drawn_after_a_dead_end():
     proposal = Proposal(torch.tensor([[2, 1, 2]]), [3])
     process_logits(torch.randn(1, 4, V), proposal, [request])
     assert request.processors.dead_ends == {(2, 1)}
-    for new, kept in ([[2, 1, 30], [2, 1]], [[2, 1, 2, 1], [2, 1]], [[2, 2], [2, 2]], [[1], [1]]):
+    for tokens, left in ([[2, 1, 30], [2, 1]], [[2, 1, 2, 1], [2, 1]], [[2, 2], [2, 2]], [[1], [1]]):
         request.processors.dead_ends = {(2, 1)}
-        cut_at_dead_ends([request], [new])
-        assert new == kept
+        kept = Kept(list(range(len(tokens) - 1)), tokens)
+        cut_at_dead_ends([request], [kept])
+        assert kept == Kept(list(range(len(left) - 1)), left)  # the last token is in no cache yet
 
 
 def test_what_this_model_cannot_honour_is_named(model, drafting_llm):
