@@ -105,6 +105,7 @@ METHODS = {
     "ngram_gpu": "ngram",
     "qwen3_next_mtp": "mtp",
 }
+RULES = {"standard": "token"}  # and of rules
 NGRAM = ("[ngram]", "ngram")  # a `model` that means a method
 
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -189,6 +190,8 @@ def _renamed(options: dict[str, Any]) -> dict[str, Any]:
         options = {"method": "ngram"} | {name: value for name, value in options.items() if name != "model"}
     if options.get("method") in METHODS:
         options = options | {"method": METHODS[options["method"]]}
+    if options.get("rejection_sample_method") in RULES:
+        options = options | {"rejection_sample_method": RULES[options["rejection_sample_method"]]}
     return options
 
 

@@ -70,6 +70,22 @@ GUIDES = {
         ),
         ("ngram", 5),
     ),
+    "suffix decoding": (
+        "llama",
+        dict(
+            tensor_parallel_size=1,
+            enforce_eager=True,
+            speculative_config={"method": "suffix", "num_speculative_tokens": 15},
+        ),
+        ("suffix", 15),
+    ),
+    "n-grams, vLLM's name of a rule": (
+        "opt",
+        dict(
+            speculative_config={"method": "ngram", "num_speculative_tokens": 5, "rejection_sample_method": "standard"}
+        ),
+        ("ngram", 5),
+    ),
     "MLP speculator on four devices": (
         "llama",
         dict(tensor_parallel_size=4, speculative_config={"model": "accelerator", "draft_tensor_parallel_size": 1}),
@@ -162,7 +178,8 @@ def test_a_guide_runs_as_it_is(name, folders, capsys):
     assert capsys.readouterr().out.startswith(f"Prompt: {PROMPTS[0]!r}, Generated text: '") and output.outputs[0].text
 
     drafter = getattr(llm.engine.proposer, "_drafter", None)
-    assert (drafter.config.family if drafter else "ngram") == method
+    proposer = type(llm.engine.proposer).__name__.removesuffix("Proposer").lower()
+    assert (drafter.config.family if drafter else proposer) == method
     assert llm.engine.proposer.num_speculative_tokens == k
     kinds = {warning.category for warning in seen if warning.filename == __file__}
     expected = {UserWarning} if options.get("tensor_parallel_size", 1) > 1 else set()
