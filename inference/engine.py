@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from inference.cache import RaggedCache
+from inference.draft_length import DraftLength
 from inference.metrics import SpecDecodeCounters
 from inference.proposal import Proposal
 from inference.proposers.base import Proposer
@@ -46,6 +47,7 @@ class Engine:
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 512,
         proposer: Proposer | None = None,
+        draft_length: DraftLength | None = None,
         rule: str = "token",
         on_round: OnRound | None = None,
     ) -> None:
@@ -57,6 +59,9 @@ class Engine:
         self._proposer, self._on_round = proposer, on_round
         drafts = proposer.num_speculative_tokens if proposer is not None else 0
         self._cache = RaggedCache(max_num_seqs, max_model_len + drafts, device=target.device)
+        self.draft_length = draft_length or DraftLength(drafts)
+        if proposer is not None:
+            self.draft_length.attach(proposer, self._rehearse)
         self._speculate = True
         self.reset_metrics()
 
@@ -72,6 +77,12 @@ class Engine:
     def reset_metrics(self) -> None:
         self.timers: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.counters = SpecDecodeCounters()
+        self._row_rounds = 0
+
+    @property
+    def mean_draft_length(self) -> float:
+        """Drafts verified per row and round since `reset_metrics`, rounds without a draft included."""
+        return self.counters.num_draft_tokens / max(self._row_rounds, 1)
 
     def set_speculation(self, on: bool) -> None:
         """Turns drafting on or off; only while nothing runs, since a drafter must have seen a row from its start."""
@@ -117,7 +128,11 @@ class Engine:
         if proposer is None:
             proposal = Proposal.empty(len(rows), self.target.device)
         else:
-            proposal = proposer.propose(rows, [request.draft_limit for request in rows])
+            limits = self.draft_length.limits(rows)
+            planned = clock()
+            self.timers["schedule"] += planned - t0
+            t0 = planned
+            proposal = self.draft_length.settle(proposer.propose(rows, limits))
         t1 = clock()
         anchors = torch.tensor([[request.token_ids[-1]] for request in rows], device=self.target.device)  # [B, 1]
         inputs = torch.cat([anchors, proposal.token_ids], dim=1) if proposal.width else anchors  # [B, K+1]
@@ -134,6 +149,9 @@ class Engine:
             accepted = min(len(new) - 1, request.commit(new))  # what follows the end of a response was not accepted
             request.count_round(drafted, accepted)
             self.counters.add(drafted, accepted)
+        self._row_rounds += len(rows)
+        if proposer is not None:
+            self.draft_length.learn(proposal.counts, [len(new) - 1 for new in new_tokens], t1 - t0, t4 - t1)
         if proposer is not None and proposer.reads_features:
             proposer.observe(rows, [len(new) for new in new_tokens], taps, last_hidden)
         finished = self._release_finished()
@@ -192,6 +210,11 @@ class Engine:
             position_ids = position_ids.clamp(max=self.max_model_len - 1)
         mask = self._cache.mask(start, stop, T)
         return self.target(token_ids, position_ids, mask, self._cache.view(start, stop, T))
+
+    def _rehearse(self, rows: int, T: int) -> None:
+        """A forward over T tokens of each of the first rows, forgotten: for its time to be taken."""
+        token_ids = torch.zeros(rows, T, dtype=torch.long, device=self.target.device)
+        self.target.logits(self._forward(0, rows, token_ids)[1]).argmax(-1).tolist()
 
     def _decide(self, logits: Tensor, proposal: Proposal, rows: Sequence[Request]) -> list[list[int]]:
         """Logits [b, K+1, V] -> new tokens per row, the accepted drafts and one more."""

@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from inference.detokenizer import Detokenizer
+from inference.draft_length import DraftLength, make_draft_length
 from inference.engine import Engine, OnRound
 from inference.llm_loading import (
     default_device,
@@ -87,6 +88,7 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             proposer=proposer,
+            draft_length=make_draft_length(config),
             rule=config.rejection_sample_method,
         )
         self._set_up(engine, tokenizer, seed)
@@ -101,6 +103,7 @@ class LLM:
         drafter: Any = None,
         num_speculative_tokens: int = 4,
         draft_sample_method: str = "probabilistic",
+        draft_length: DraftLength | None = None,
         seed: int = 0,
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
@@ -130,6 +133,7 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             proposer=proposer,
+            draft_length=draft_length,
             rule=rule,
             on_round=on_round,
         )

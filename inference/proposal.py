@@ -28,6 +28,7 @@ class Proposal:
     counts: list[int]
     q: Tensor | None = None
     parents: Tensor | None = None
+    confidence: Tensor | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.counts, Tensor):
@@ -63,3 +64,10 @@ class Proposal:
             None if self.q is None else self.q[index],
             None if self.parents is None else self.parents[index],
         )
+
+    def shortened(self, width: int) -> Proposal:
+        """The first `width` drafts of every row."""
+        if width >= self.width:
+            return self
+        counts = [min(count, width) for count in self.counts]
+        return Proposal(self.token_ids[:, :width], counts, None if self.q is None else self.q[:, :width])

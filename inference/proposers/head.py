@@ -16,13 +16,16 @@ from torch import Tensor
 
 from inference.cache import RaggedCache
 from inference.proposal import Proposal
-from inference.proposers.base import Proposer
+from inference.proposers.base import GoOn, Proposer
 from inference.request import Request
 from inference.sampler import argmax, batch_probabilities, check_drawn, inverse_cdf, uniforms
 from speculators.vocab import scatter_to_target, to_target_ids
 
 if TYPE_CHECKING:
     from speculators.drafter import Drafter
+
+
+SPARE = 16  # slots that may wait beyond a round's own while nothing is drafted, so that few forwards are run for them
 
 
 class HeadProposer(Proposer):
@@ -47,12 +50,15 @@ class HeadProposer(Proposer):
         self._drafter, self._vocab_size, self._probabilistic = drafter, vocab_size, probabilistic
         self._draft_to_target = drafter.draft_to_target
         self._device = torch.device(device)
+        self.asks = self._device.type == "cpu"
         self._seen = [0] * max_rows  # slots of each row that the drafter holds
-        # a round writes at most K+1 padded true slots and K speculative ones
-        longest = drafter.cache_length(max_model_len + 2 * num_speculative_tokens + 1)
+        self._held = [0] * max_rows  # features of each row that wait
+        self._room = num_speculative_tokens + 1 + SPARE
+        # a round writes at most `room` padded true slots and K speculative ones
+        longest = drafter.cache_length(max_model_len + self._room + num_speculative_tokens)
         self._cache = RaggedCache(max_rows, longest, device=device)
-        self._taps: Tensor | None = None  # [max_rows, K+1, n·H], the waiting ones
-        self._last_hidden: Tensor | None = None  # [max_rows, K+1, H]
+        self._taps: Tensor | None = None  # [max_rows, room, n·H], the waiting ones
+        self._last_hidden: Tensor | None = None  # [max_rows, room, H]
 
     # ------------------------------------------------------------------ features in
 
@@ -70,7 +76,7 @@ class HeadProposer(Proposer):
             done = self._seen[row]
             known.append(min(count, len(request.token_ids) - self._drafter.first_token - done))
             if known[i] < count:  # the prompt's last position: its next token is not sampled yet
-                self._hold(row, row + 1, *(_slots(each, i, known[i]) for each in (taps, last_hidden)))
+                self._hold(row, [1], *(_slots(each, i, known[i]) for each in (taps, last_hidden)))
         if any(known):
             features = [None if f is None else f[:, : max(known)] for f in self._read(taps, last_hidden)]
             self._draft(first_row, requests, known, *features)
@@ -78,22 +84,31 @@ class HeadProposer(Proposer):
     def observe(
         self, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
     ) -> None:
-        self._hold(0, len(requests), taps, last_hidden)
+        self._hold(0, counts, taps, last_hidden)
 
-    def _hold(self, start: int, stop: int, taps: Tensor | None, last_hidden: Tensor | None) -> None:
-        """Keeps features [b, T, ·] of rows [start, stop) until the next round; T is at most K + 1."""
+    def _hold(self, start: int, counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor | None) -> None:
+        """Keeps the first counts[i] of features [b, T, ·] of row start + i behind those that wait; T is K + 1 or less,
+        and `propose` leaves room for it."""
         taps, last_hidden = self._read(taps, last_hidden)
+        stop = start + len(counts)
         if self._taps is None and taps is not None:
             self._taps = self._buffer(taps)
         if self._last_hidden is None and last_hidden is not None:
             self._last_hidden = self._buffer(last_hidden)
-        if taps is not None:
-            self._taps[start:stop, : taps.shape[1]] = taps
-        if last_hidden is not None:
-            self._last_hidden[start:stop, : last_hidden.shape[1]] = last_hidden
+        held = self._held[start:stop]
+        for buffer, new in ((self._taps, taps), (self._last_hidden, last_hidden)):
+            if new is None:
+                continue
+            if any(held):
+                first = torch.tensor(held, device=new.device)[:, None]  # [b, 1]
+                rows = torch.arange(start, stop, device=new.device)[:, None]
+                buffer[rows, first + torch.arange(new.shape[1], device=new.device)] = new
+            else:
+                buffer[start:stop, : new.shape[1]] = new
+        self._held[start:stop] = [before + count for before, count in zip(held, counts, strict=True)]
 
     def _buffer(self, like: Tensor) -> Tensor:
-        return like.new_zeros(self._cache.max_rows, self.num_speculative_tokens + 1, like.shape[-1])
+        return like.new_zeros(self._cache.max_rows, self._room, like.shape[-1])
 
     def _read(self, taps: Tensor | None, last_hidden: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """What the family reads of the two."""
@@ -103,19 +118,64 @@ class HeadProposer(Proposer):
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
         counts = [min(limit, self.num_speculative_tokens) for limit in limits]
-        rows, first = len(requests), self._drafter.first_token
-        waiting = [len(r.token_ids) - first - seen for r, seen in zip(requests, self._seen)]
-        width, depth = max(waiting), max(counts)
-        taps = None if self._taps is None else self._taps[:rows, :width]
-        last_hidden = None if self._last_hidden is None else self._last_hidden[:rows, :width]
-        if not self._probabilistic or all(request.params.greedy for request in requests):
-            token_ids = self._draft(0, requests, waiting, taps, last_hidden, depth, self._best)
-            q = None
-        else:
+        rows, depth = len(requests), max(counts)
+        if not depth:
+            if max(self._waiting(requests)) + self.num_speculative_tokens + 1 > self._room:
+                self._append(requests)
+            return Proposal.empty(rows, self._device)
+        chain = None
+        if self._probabilistic and not all(request.params.greedy for request in requests):
             chain = _SampledChain(requests, counts, depth, self._draft_to_target, self._device)
-            token_ids = self._draft(0, requests, waiting, taps, last_hidden, depth, chain)
-            q = scatter_to_target(chain.distributions(), self._draft_to_target, self._vocab_size)
-        return Proposal(token_ids, counts, q)
+        sample = chain or self._best
+        if self.go_on is None:
+            token_ids, confidence = self._append(requests, depth, sample), None
+        else:
+            token_ids, confidence = self._append_asking(requests, depth, sample, self.go_on)
+        width = token_ids.shape[1]
+        if not width:
+            return Proposal.empty(rows, self._device)
+        q = chain and scatter_to_target(chain.distributions(), self._draft_to_target, self._vocab_size)
+        return Proposal(token_ids, [min(count, width) for count in counts], q, confidence=confidence)
+
+    def rehearse(self, requests: Sequence[Request], depth: int) -> bool:
+        rows, seen, held = len(requests), list(self._seen), list(self._held)
+        lengths = self._cache.lengths[:rows]
+        self._append(requests, depth).tolist()
+        self._seen, self._held = seen, held
+        self._roll_back(lengths)
+        return True
+
+    def _waiting(self, requests: Sequence[Request]) -> list[int]:
+        """Slots of each row whose token is known and which the drafter does not hold yet."""
+        first = self._drafter.first_token
+        return [len(request.token_ids) - first - seen for request, seen in zip(requests, self._seen)]
+
+    def _append(
+        self, requests: Sequence[Request], depth: int = 0, sample: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """Feeds all that waits and drafts `depth` tokens after it: [b, depth]."""
+        rows, waiting = len(requests), self._waiting(requests)
+        taps = None if self._taps is None else self._taps[:rows, : max(waiting)]
+        last_hidden = None if self._last_hidden is None else self._last_hidden[:rows, : max(waiting)]
+        self._held[:rows] = [0] * rows
+        return self._draft(0, requests, waiting, taps, last_hidden, depth, sample)
+
+    def _append_asking(
+        self, requests: Sequence[Request], depth: int, sample: Callable[[Tensor], Tensor], go_on: GoOn
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same with lengths chosen on the way: [b, up to depth], and the confidences [b, depth] if nobody was asked
+        because the answer would have to wait for the device."""
+        asking = _Asking(sample, go_on if self.asks else None, self._cache, len(requests))
+        try:
+            token_ids = self._append(requests, depth, asking)
+        except _Enough:
+            self._roll_back(asking.lengths)
+            token_ids = torch.stack(asking.drawn, 1) if asking.drawn else torch.zeros(len(requests), 0).long()
+        return token_ids, torch.stack(asking.confidences, 1) if asking.confidences else None
+
+    def _roll_back(self, lengths: Sequence[int]) -> None:
+        for row, length in enumerate(lengths):
+            self._cache.truncate(row, length)
 
     def _draft(
         self,
@@ -148,14 +208,50 @@ class HeadProposer(Proposer):
 
     def reset(self, row: int) -> None:
         self._cache.reset(row)
-        self._seen[row] = 0
+        self._seen[row] = self._held[row] = 0
 
     def move(self, src_row: int, dst_row: int) -> None:
         self._cache.move(src_row, dst_row)
-        self._seen[dst_row], self._seen[src_row] = self._seen[src_row], 0
+        for counts in (self._seen, self._held):
+            counts[dst_row], counts[src_row] = counts[src_row], 0
         for buffer in (self._taps, self._last_hidden):
             if buffer is not None:
                 buffer[dst_row] = buffer[src_row]
+
+
+class _Enough(Exception):
+    """No further draft is wanted: raised through `Drafter.draft`, whose speculative slots are then rolled back here."""
+
+
+class _Asking:
+    """Between the head and the dice: how sure the head is of each draft, and whether it is drawn at all.
+
+    confidences  [b] per depth, the largest probability of the head's own distribution, if there is nobody to ask
+    drawn        [b] per depth, the drafts so far, if there is
+    lengths      of the cache's rows before the speculative slots
+    """
+
+    def __init__(self, sample: Callable[[Tensor], Tensor], go_on: GoOn | None, cache: RaggedCache, rows: int) -> None:
+        self._sample, self._go_on, self._cache, self._rows = sample, go_on, cache, rows
+        self.confidences: list[Tensor] = []
+        self.drawn: list[Tensor] = []
+        self.lengths: list[int] = []
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """[b, V_draft] of the next depth -> [b] target ids."""
+        logits = logits.float()
+        confidence = (logits.amax(-1) - logits.logsumexp(-1)).exp()
+        if self._go_on is None:
+            self.confidences.append(confidence)
+            return self._sample(logits)
+        if not self.drawn:
+            self.lengths = self._cache.lengths[: self._rows]
+        wanted = self._go_on(confidence.tolist())
+        if wanted:
+            self.drawn.append(self._sample(logits))
+        if wanted <= 1:
+            raise _Enough
+        return self.drawn[-1]
 
 
 class _SampledChain:
