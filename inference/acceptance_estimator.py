@@ -180,8 +180,6 @@ class AcceptanceEstimator:
             self._accepted[k] = SHARED * self._accepted[k] + outcome
 
 
-
-
 def sigmoid(logits: Array) -> Array:
     return 1 / (1 + np.exp(-np.clip(logits, -6, 6)))
 

@@ -86,7 +86,7 @@ class MeasuredCosts(RoundCosts):
     def learn(self, rows: int, depth: int, width: int, draft_time: float, verify_time: float) -> None:
         verify, draft = self._tables[rows]
         self._rounds[rows] += 1
-        drift = max(DRIFT, 1 / self._rounds[rows])  # the first round tells what no forward did: sampling, bookkeeping
+        drift = max(DRIFT, 1 / self._rounds[rows])  # the first rounds tell what no forward did: sampling, bookkeeping
         _follow(verify, width, verify_time, drift)
         if depth:
             _follow(draft[1:], depth - 1, draft_time, drift)
@@ -120,9 +120,10 @@ class MeasuredCosts(RoundCosts):
 
 
 def _follow(figures: Array, place: int, found: float, drift: float) -> None:
-    """Moves figures [n], in place, towards what was found at one of them."""
-    known = figures[place]
-    error = np.clip(found - known, -WILD * known, WILD * known) if drift < 1 else found - known
-    figures += drift * error
-    figures[place] += OWN * (1 - drift) * error
-    np.maximum(figures, 0.0, out=figures)
+    """Moves figures [n], in place, by the share that one of them turned out to be off."""
+    if not figures[place]:
+        return
+    most = WILD if drift < 1 else 20.0
+    error = min(max(found / figures[place] - 1, -WILD), most)
+    figures *= 1 + drift * error
+    figures[place] *= 1 + OWN * (1 - drift) * error

@@ -33,8 +33,8 @@ class Proposer:
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
         """Drafts for rows 0..B-1, what follows each request's token_ids: at most limits[b] tokens for row b.
 
-        A limit of 0 is a row that is not drafted for in this round, and may be in a later one. A row's drafts and its use of its generator must not depend on
-        the other rows, but for what `go_on` answers.
+        A limit of 0 is a row that is not drafted for in this round, and may be in a later one. A row's drafts and its
+        use of its generator must not depend on the other rows, but for what `go_on` answers.
         """
         raise NotImplementedError
 
