@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from inference.cache import RaggedCache
+from inference.draft_length import DraftLength
 from inference.kv_memory import KVMemory
 from inference.logits_processors import cut_at_dead_ends, process_logits
 from inference.logprobs import record_logprobs, record_prompt_logprobs
@@ -56,6 +57,7 @@ class Engine:
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 512,
         proposer: Proposer | None = None,
+        draft_length: DraftLength | None = None,
         rule: str = AUTO,
         on_round: OnRound | None = None,
         enable_prefix_caching: bool = True,
@@ -70,6 +72,10 @@ class Engine:
         drafts = proposer.max_places if proposer is not None else 0
         self._cache = RaggedCache(max_num_seqs, max_model_len + drafts, device=target.device)
         self._reuse = PrefixReuse(self._cache, enable_prefix_caching)
+        most = proposer.num_speculative_tokens if proposer is not None else 0
+        self.draft_length = draft_length or DraftLength(most)
+        if proposer is not None:
+            self.draft_length.attach(proposer, self._rehearse)
         self._speculate = True
         self.reset_metrics()
         self._memory = None
@@ -89,6 +95,12 @@ class Engine:
     def reset_metrics(self) -> None:
         self.timers: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.counters = EngineCounters()
+        self._row_rounds = 0
+
+    @property
+    def mean_draft_length(self) -> float:
+        """Drafts verified per row and round since `reset_metrics`, rounds without a draft included."""
+        return self.counters.num_draft_tokens / max(self._row_rounds, 1)
 
     def set_speculation(self, on: bool) -> None:
         """Turns drafting on or off; only while nothing runs, since a drafter must have seen a row from its start."""
@@ -184,7 +196,11 @@ class Engine:
         if proposer is None:
             proposal = Proposal.empty(len(rows), self.target.device)
         else:
-            proposal = proposer.propose(rows, [request.draft_limit for request in rows])
+            limits = self.draft_length.limits(rows)
+            planned = clock()
+            self.timers["schedule"] += planned - t0
+            t0 = planned
+            proposal = self.draft_length.settle(proposer.propose(rows, limits))
         t1 = clock()
         anchors = torch.tensor([[request.token_ids[-1]] for request in rows], device=self.target.device)  # [B, 1]
         inputs = torch.cat([anchors, proposal.token_ids], dim=1) if proposal.width else anchors  # [B, K+1]
@@ -204,6 +220,9 @@ class Engine:
             accepted = min(len(each.places), request.commit(each.tokens))  # what follows the end was not accepted
             request.count_round(drafted, accepted, depth := max(depths[row][:drafted], default=0))
             self.counters.add(drafted, accepted, depth)
+        self._row_rounds += len(rows)
+        if proposer is not None:
+            self.draft_length.learn(proposal.counts, [len(each.places) for each in kept], t1 - t0, t4 - t1)
         if proposer is not None and proposer.reads_features:
             if proposal.parents is not None:
                 taps, last_hidden = (_along(kept, features) for features in (taps, last_hidden))
@@ -296,6 +315,11 @@ class Engine:
         if max(cache.lengths[start:stop]) + T > self.max_model_len:  # padding only: drafts keep to the limit
             position_ids = position_ids.clamp(max=self.max_model_len - 1)
         return self.target(token_ids, position_ids, mask, cache.view(start, stop, T), key_position_ids)
+
+    def _rehearse(self, rows: int, T: int) -> None:
+        """A forward over T tokens of each of the first rows, forgotten: for its time to be taken."""
+        token_ids = torch.zeros(rows, T, dtype=torch.long, device=self.target.device)
+        self.target.logits(self._forward(0, rows, token_ids)[1]).argmax(-1).tolist()
 
     def _decide(self, logits: Tensor, proposal: Proposal, rows: Sequence[Request]) -> list[Kept]:
         """Logits [b, 1+K, V] -> the accepted drafts of each row and one token more."""

@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from inference.detokenizer import Detokenizer
+from inference.draft_length import DraftLength, make_draft_length
 from inference.engine import Engine, OnRound
 from inference.llm_loading import (
     default_device,
@@ -102,6 +103,7 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             proposer=proposer,
+            draft_length=make_draft_length(config),
             rule=config.rejection_sample_method,
             on_round=on_round,
         )
@@ -117,6 +119,7 @@ class LLM:
         drafter: Any = None,
         num_speculative_tokens: int = 4,
         draft_sample_method: str = "probabilistic",
+        draft_length: DraftLength | None = None,
         seed: int = 0,
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
@@ -152,6 +155,7 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             proposer=proposer,
+            draft_length=draft_length,
             rule=rule,
             on_round=on_round,
         )

@@ -27,6 +27,8 @@ class Proposal:
                lists or as a tensor [B, K]
     scaffold   places per row, behind the judged ones, that the target computes but nobody judges: each sees
                the committed text, its ancestors and itself, and leaves nothing behind
+    confidence [B, K] or None: of chains, how sure the proposer was of each draft before it was drawn, for whoever
+               chooses lengths; never read by a rule
     """
 
     token_ids: Tensor
@@ -34,6 +36,7 @@ class Proposal:
     q: Tensor | None = None
     parents: list[list[int]] | None = None
     scaffold: list[int] | None = None
+    confidence: Tensor | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.counts, Tensor):
@@ -132,3 +135,10 @@ class Proposal:
                 depths.append(1 + (depths[parent] if parent >= 0 else 0))
             found.append(depths)
         return found
+
+    def shortened(self, width: int) -> Proposal:
+        """The first `width` drafts of every row."""
+        if width >= self.width:
+            return self
+        counts = [min(count, width) for count in self.counts]
+        return Proposal(self.token_ids[:, :width], counts, None if self.q is None else self.q[:, :width])

@@ -25,6 +25,15 @@ class SpeculativeConfig(BaseModel):
     num_speculative_tokens: int | None = Field(
         None, ge=1, description="K, drafts per row and round (suffix, lookahead: by default what their options allow)"
     )
+    num_speculative_tokens_per_batch_size: list[tuple[int, int, int]] | None = Field(
+        None, description="[[smallest batch size, largest, K], …]: fewer drafts in larger batches; K = 0 is none"
+    )
+    enable_adaptive_verification: bool = Field(
+        False, description="draft and verify as many tokens as pay now, K at most; see docs/adaptive-length.md"
+    )
+    adaptive_verification_costs: dict[str, list[float]] | None = Field(
+        None, description="{verify: [V(1), …, V(K+1)], draft: [D(1), …, D(K)]} in any unit, not measured: reproducible"
+    )
     prompt_lookup_max: int | None = Field(None, ge=1, description="ngram: longest match looked for (default 4)")
     prompt_lookup_min: int | None = Field(None, ge=1, description="ngram: shortest match that counts (default 2)")
     suffix_decoding_max_tree_depth: int = Field(
@@ -152,6 +161,11 @@ class SpeculativeConfig(BaseModel):
         if not self.trained and self.model is not None:
             raise ValueError(f"model {self.model!r} is given, but method {self.method!r} reads none")
         self._check_tree()
+        self._check_schedule()
+        if self.adaptive_verification_costs is not None and not self.enable_adaptive_verification:
+            raise ValueError("adaptive_verification_costs is given, but enable_adaptive_verification is not true")
+        if self.enable_adaptive_verification and (self.tree is not None or self.method == "lookahead"):
+            raise ValueError("enable_adaptive_verification chooses the length of chains, and these drafts are trees")
         shortest, longest = self.lookup_sizes
         if shortest > longest:
             raise ValueError(f"prompt_lookup_min {shortest} is above prompt_lookup_max {longest}")
@@ -162,6 +176,16 @@ class SpeculativeConfig(BaseModel):
             if self.method != owner and any(getattr(self, name) is not None for name in given):
                 raise ValueError(f"{' and '.join(given)} belong to {owner}, not to {self.method!r}")
         return self
+
+    def _check_schedule(self) -> None:
+        before = 0
+        for smallest, largest, tokens in self.num_speculative_tokens_per_batch_size or ():
+            where = f"num_speculative_tokens_per_batch_size: [{smallest}, {largest}, {tokens}]"
+            if not before < smallest <= largest:
+                raise ValueError(f"{where}; expected [smallest, largest, K], ascending, without overlaps, from 1 on")
+            if not 0 <= tokens <= (self.num_speculative_tokens or 0):
+                raise ValueError(f"{where}; expected K from 0 to num_speculative_tokens, {self.num_speculative_tokens}")
+            before = largest
 
 
 def parse_speculative_config(options: dict[str, Any] | SpeculativeConfig | None) -> SpeculativeConfig:

@@ -6,7 +6,7 @@ are compacted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -14,16 +14,24 @@ from inference.cache import RaggedCache
 from inference.proposal import Proposal
 from inference.request import Request
 
+# How sure the proposer is of the next draft of each row, in (0, 1), before it is drawn -> how many more drafts are
+# wanted, this one included. 0: not even this one.
+GoOn = Callable[[Sequence[float]], int]
+
 
 class Proposer:
-    """`num_speculative_tokens`: the most it drafts per row and round. `reads_features`: whether the engine must call
-    `prefill` and `observe`; features are taps [b, T, n·H] (None without taps) and last_hidden [b, T, H].
-    `reads_logits`: whether it must call `see_logits`. `num_scaffold_tokens`: the most places per row that a proposal
-    has besides its drafts."""
+    """`num_speculative_tokens`: the most it drafts per row and round. `num_scaffold_tokens`: the most places per row
+    that a proposal has besides its drafts. `reads_features`: whether the engine must call `prefill` and `observe`;
+    features are taps [b, T, n·H] (None without taps) and last_hidden [b, T, H]. `reads_logits`: whether it must call
+    `see_logits`.
+    `go_on`: set by whoever chooses lengths. A proposer that `asks` calls it before each depth is drawn: one that
+    drafts one depth after the other, where asking needs no waiting for a device. Others tell `Proposal.confidence`."""
 
     reads_features: bool = False
     reads_logits: bool = False
     num_scaffold_tokens: int = 0
+    asks: bool = False
+    go_on: GoOn | None = None
 
     def __init__(self, num_speculative_tokens: int) -> None:
         self.num_speculative_tokens = num_speculative_tokens
@@ -34,9 +42,10 @@ class Proposer:
         return self.num_speculative_tokens + self.num_scaffold_tokens
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
-        """Drafts for rows 0..B-1, what follows each request's token_ids: at most limits[b] >= 1 tokens for row b.
+        """Drafts for rows 0..B-1, what follows each request's token_ids: at most limits[b] tokens for row b.
 
-        A row's drafts and its use of its generator must not depend on the other rows.
+        A limit of 0 is a row that is not drafted for in this round, and may be in a later one. A row's drafts and its
+        use of its generator must not depend on the other rows, but for what `go_on` answers.
         """
         raise NotImplementedError
 
@@ -58,6 +67,10 @@ class Proposer:
     def see_logits(self, requests: Sequence[Request], proposal: Proposal, logits: Tensor) -> None:
         """Of the target [B, 1+K, V] over its own proposal, before anything is judged: entry 0 after the committed text,
         entry 1+k after place k, scaffold included."""
+
+    def rehearse(self, requests: Sequence[Request], depth: int) -> bool:
+        """Drafts `depth` tokens for every row and forgets them, for their time to be taken; False: it takes none."""
+        return False
 
     def reset(self, row: int) -> None:
         """A new request enters the row."""

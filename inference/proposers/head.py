@@ -9,7 +9,7 @@ format.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from inference.cache import RaggedCache
 from inference.logits_processors import along_a_chain
 from inference.proposal import Proposal
-from inference.proposers.base import Proposer
+from inference.proposers.base import GoOn, Proposer
 from inference.request import Request
 from inference.sampler import argmax, batch_probabilities, check_drawn, inverse_cdf, uniforms
 from inference.tree import TreeGrowth
@@ -26,6 +26,9 @@ from speculators.vocab import scatter_to_target, to_target_ids
 
 if TYPE_CHECKING:
     from speculators.drafter import Drafter
+
+
+SPARE = 16  # slots that may wait beyond a round's own while nothing is drafted, so that few forwards are run for them
 
 
 class HeadProposer(Proposer):
@@ -53,11 +56,14 @@ class HeadProposer(Proposer):
         self._drafter, self._vocab_size, self._probabilistic = drafter, vocab_size, probabilistic
         self._draft_to_target, self._tree, self._depth = drafter.draft_to_target, tree, depth
         self._device = torch.device(device)
+        self.asks = self._device.type == "cpu"
         self._seen = [0] * max_rows  # slots of each row that the drafter holds
+        self._held = [0] * max_rows  # features of each row that wait
+        self._room = depth + 1 + SPARE
         longest = self.cache_length(max_model_len + self.max_places)
         self._cache = RaggedCache(max_rows, longest, device=device)
-        self._taps: Tensor | None = None  # [max_rows, depth + 1, n·H], the waiting ones
-        self._last_hidden: Tensor | None = None  # [max_rows, depth + 1, H]
+        self._taps: Tensor | None = None  # [max_rows, room, n·H], the waiting ones
+        self._last_hidden: Tensor | None = None  # [max_rows, room, H]
 
     # ------------------------------------------------------------------ features in
 
@@ -75,30 +81,40 @@ class HeadProposer(Proposer):
             done = self._seen[row]
             known.append(min(count, request.num_prefill_tokens - self._drafter.first_token - done))
             if known[i] < count:  # the last position: its next token is not sampled yet, or is the anchor
-                self._hold(row, row + 1, *(_slots(each, i, known[i]) for each in (taps, last_hidden)))
+                self._hold(row, [1], *(_slots(each, i, known[i]) for each in (taps, last_hidden)))
         if any(known):
             features = [None if f is None else f[:, : max(known)] for f in self._read(taps, last_hidden)]
-            self._draft(first_row, requests, known, *features)
+            stop, token_ids = first_row + len(requests), self._next_tokens(first_row, requests, known)
+            self._drafter.draft(self._cache, first_row, stop, token_ids, *features, known, 0, self._best)
 
     def observe(
         self, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
     ) -> None:
-        self._hold(0, len(requests), taps, last_hidden)
+        self._hold(0, counts, taps, last_hidden)
 
-    def _hold(self, start: int, stop: int, taps: Tensor | None, last_hidden: Tensor | None) -> None:
-        """Keeps features [b, T, ·] of rows [start, stop) until the next round; T is at most depth + 1."""
+    def _hold(self, start: int, counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor | None) -> None:
+        """Keeps the first counts[i] of features [b, T, ·] of row start + i behind those that wait; T is depth + 1 at
+        most, and `propose` leaves room for it."""
         taps, last_hidden = self._read(taps, last_hidden)
+        stop = start + len(counts)
         if self._taps is None and taps is not None:
             self._taps = self._buffer(taps)
         if self._last_hidden is None and last_hidden is not None:
             self._last_hidden = self._buffer(last_hidden)
-        if taps is not None:
-            self._taps[start:stop, : taps.shape[1]] = taps
-        if last_hidden is not None:
-            self._last_hidden[start:stop, : last_hidden.shape[1]] = last_hidden
+        held = self._held[start:stop]
+        for buffer, new in ((self._taps, taps), (self._last_hidden, last_hidden)):
+            if new is None:
+                continue
+            if any(held):
+                first = torch.tensor(held, device=new.device)[:, None]  # [b, 1]
+                rows = torch.arange(start, stop, device=new.device)[:, None]
+                buffer[rows, first + torch.arange(new.shape[1], device=new.device)] = new
+            else:
+                buffer[start:stop, : new.shape[1]] = new
+        self._held[start:stop] = [before + count for before, count in zip(held, counts, strict=True)]
 
     def _buffer(self, like: Tensor) -> Tensor:
-        return like.new_zeros(self._cache.max_rows, self._depth + 1, like.shape[-1])
+        return like.new_zeros(self._cache.max_rows, self._room, like.shape[-1])
 
     def _read(self, taps: Tensor | None, last_hidden: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """What the family reads of the two."""
@@ -108,43 +124,74 @@ class HeadProposer(Proposer):
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
         counts = [min(limit, self._depth) for limit in limits]
-        rows, first = len(requests), self._drafter.first_token
-        waiting = [len(r.token_ids) - first - seen for r, seen in zip(requests, self._seen)]
-        width, depth = max(waiting), max(counts)
-        taps = None if self._taps is None else self._taps[:rows, :width]
-        last_hidden = None if self._last_hidden is None else self._last_hidden[:rows, :width]
+        rows, depth = len(requests), max(counts)
+        if not depth:
+            if max(self._waiting(requests)) + self._depth + 1 > self._room:
+                self._append(requests)
+            return Proposal.empty(rows, self._device)
         vocabularies = self._draft_to_target, self._vocab_size
         if self._tree is not None:
             grow = TreeGrowth(self._tree, requests, counts, *vocabularies, probabilistic=self._probabilistic)
-            token_ids = self._next_tokens(0, requests, waiting)
-            self._drafter.draft_tree(self._cache, 0, rows, token_ids, taps, last_hidden, waiting, grow)
+            self._feed(requests, self._drafter.draft_tree, grow)
             return grow.proposal()
-        if not self._probabilistic or all(request.params.greedy for request in requests):
-            choose = along_a_chain(self._best, requests, *vocabularies)
-            token_ids = self._draft(0, requests, waiting, taps, last_hidden, depth, choose)
-            q = None
-        else:
+        chain = None
+        if self._probabilistic and not all(request.params.greedy for request in requests):
             chain = _SampledChain(requests, counts, depth, self._draft_to_target, self._device)
-            choose = along_a_chain(chain, requests, *vocabularies)
-            token_ids = self._draft(0, requests, waiting, taps, last_hidden, depth, choose)
-            q = scatter_to_target(chain.distributions(), *vocabularies)
-        return Proposal(token_ids, counts, q)
+        sample = chain or self._best
+        if self.go_on is None:
+            token_ids, confidence = self._append(requests, depth, sample), None
+        else:
+            token_ids, confidence = self._append_asking(requests, depth, sample, self.go_on)
+        width = token_ids.shape[1]
+        if not width:
+            return Proposal.empty(rows, self._device)
+        q = chain and scatter_to_target(chain.distributions(), *vocabularies)
+        return Proposal(token_ids, [min(count, width) for count in counts], q, confidence=confidence)
 
-    def _draft(
-        self,
-        first_row: int,
-        requests: Sequence[Request],
-        counts: list[int],
-        taps: Tensor | None,
-        last_hidden: Tensor | None,
-        depth: int = 0,
-        sample: Callable[[Tensor], Tensor] | None = None,
+    def rehearse(self, requests: Sequence[Request], depth: int) -> bool:
+        rows, seen, held = len(requests), list(self._seen), list(self._held)
+        lengths = self._cache.lengths[:rows]
+        self._append(requests, depth).tolist()
+        self._seen, self._held = seen, held
+        self._roll_back(lengths)
+        return True
+
+    def _waiting(self, requests: Sequence[Request]) -> list[int]:
+        """Slots of each row whose token is known and which the drafter does not hold yet."""
+        first = self._drafter.first_token
+        return [len(request.token_ids) - first - seen for request, seen in zip(requests, self._seen)]
+
+    def _append(
+        self, requests: Sequence[Request], depth: int = 0, sample: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """Appends counts[i] slots to row first_row + i and drafts `depth` tokens after them: [b, depth]."""
-        stop, token_ids = first_row + len(requests), self._next_tokens(first_row, requests, counts)
-        return self._drafter.draft(
-            self._cache, first_row, stop, token_ids, taps, last_hidden, counts, depth, sample or self._best
-        )
+        """Feeds all that waits and drafts `depth` tokens after it: [b, depth]."""
+        choose = along_a_chain(sample or self._best, requests, self._draft_to_target, self._vocab_size)
+        return self._feed(requests, self._drafter.draft, depth, choose)
+
+    def _feed(self, requests: Sequence[Request], draft: Callable[..., Any], *how: Any) -> Any:
+        """Hands all that waits to one of the drafter's ways to draft, and what it wants to know after that."""
+        rows, waiting = len(requests), self._waiting(requests)
+        taps = None if self._taps is None else self._taps[:rows, : max(waiting)]
+        last_hidden = None if self._last_hidden is None else self._last_hidden[:rows, : max(waiting)]
+        self._held[:rows] = [0] * rows
+        return draft(self._cache, 0, rows, self._next_tokens(0, requests, waiting), taps, last_hidden, waiting, *how)
+
+    def _append_asking(
+        self, requests: Sequence[Request], depth: int, sample: Callable[[Tensor], Tensor], go_on: GoOn
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same with lengths chosen on the way: [b, up to depth], and the confidences [b, depth] if nobody was asked
+        because the answer would have to wait for the device."""
+        asking = _Asking(sample, go_on if self.asks else None, self._cache, len(requests))
+        try:
+            token_ids = self._append(requests, depth, asking)
+        except _Enough:
+            self._roll_back(asking.lengths)
+            token_ids = torch.stack(asking.drawn, 1) if asking.drawn else torch.zeros(len(requests), 0).long()
+        return token_ids, torch.stack(asking.confidences, 1) if asking.confidences else None
+
+    def _roll_back(self, lengths: Sequence[int]) -> None:
+        for row, length in enumerate(lengths):
+            self._cache.truncate(row, length)
 
     def _next_tokens(self, first_row: int, requests: Sequence[Request], counts: Sequence[int]) -> Tensor:
         """Of the next counts[i] slots of row first_row + i, which count as seen from now on: [b, M]."""
@@ -164,11 +211,12 @@ class HeadProposer(Proposer):
 
     def reset(self, row: int) -> None:
         self._cache.reset(row)
-        self._seen[row] = 0
+        self._seen[row] = self._held[row] = 0
 
     def move(self, src_row: int, dst_row: int) -> None:
         self._cache.swap(src_row, dst_row)
-        self._seen[dst_row], self._seen[src_row] = self._seen[src_row], self._seen[dst_row]
+        for counts in (self._seen, self._held):
+            counts[dst_row], counts[src_row] = counts[src_row], counts[dst_row]
         for buffer in (self._taps, self._last_hidden):
             if buffer is not None:
                 buffer[dst_row] = buffer[src_row]
@@ -179,7 +227,7 @@ class HeadProposer(Proposer):
         first = self._drafter.first_token
         slots = max(0, min(len(prefix) - first, self._seen[src_row]))
         self._cache.copy_prefix(src_row, dst_row, self._drafter.cache_positions(prefix[first : first + slots]))
-        self._seen[dst_row] = slots
+        self._seen[dst_row], self._held[dst_row] = slots, 0
         return slots
 
     @property
@@ -187,9 +235,44 @@ class HeadProposer(Proposer):
         return self._cache
 
     def cache_length(self, positions: int) -> int:
-        # a round writes at most depth + 1 padded true slots, and the speculative ones, behind the text
+        # a round writes at most `room` padded true slots, and the speculative ones, behind the text
         speculative = self._depth if self._tree is None else self._tree.speculative_slots
-        return self._drafter.cache_length(positions + 1 + max(0, self._depth + speculative - self.max_places))
+        return self._drafter.cache_length(positions + self._room + max(0, speculative - self.max_places))
+
+
+class _Enough(Exception):
+    """No further draft is wanted: raised through `Drafter.draft`, whose speculative slots are then rolled back here."""
+
+
+class _Asking:
+    """Between the head and the dice: how sure the head is of each draft, and whether it is drawn at all.
+
+    confidences  [b] per depth, the largest probability of the head's own distribution, if there is nobody to ask
+    drawn        [b] per depth, the drafts so far, if there is
+    lengths      of the cache's rows before the speculative slots
+    """
+
+    def __init__(self, sample: Callable[[Tensor], Tensor], go_on: GoOn | None, cache: RaggedCache, rows: int) -> None:
+        self._sample, self._go_on, self._cache, self._rows = sample, go_on, cache, rows
+        self.confidences: list[Tensor] = []
+        self.drawn: list[Tensor] = []
+        self.lengths: list[int] = []
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """[b, V_draft] of the next depth -> [b] target ids."""
+        logits = logits.float()
+        confidence = (logits.amax(-1) - logits.logsumexp(-1)).exp()
+        if self._go_on is None:
+            self.confidences.append(confidence)
+            return self._sample(logits)
+        if not self.drawn:
+            self.lengths = self._cache.lengths[: self._rows]
+        wanted = self._go_on(confidence.tolist())
+        if wanted:
+            self.drawn.append(self._sample(logits))
+        if wanted <= 1:
+            raise _Enough
+        return self.drawn[-1]
 
 
 class _SampledChain:

@@ -24,6 +24,7 @@ class NgramIndex:
         self._sizes = range(max_n, min_n - 1, -1)
         self._follower: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after its last occurrence
         self._indexed = 0  # n-grams followed by tokens before this index are known
+        self.matched = 0  # tokens of the match that was found last
 
     def lookup(self, token_ids: list[int], count: int) -> list[int]:
         """`count` tokens to follow the text, or [] without a match. Between calls the text only grows."""
@@ -38,6 +39,7 @@ class NgramIndex:
             if n < length:
                 at = follower.get(tuple(token_ids[length - n :]))
                 if at is not None:
+                    self.matched = n
                     return _continued(token_ids, at, count)
         return []
 
@@ -65,7 +67,10 @@ class NgramProposer(Proposer):
             self._indices[row].lookup(request.token_ids, min(limits[row], self.num_speculative_tokens))
             for row, request in enumerate(requests)
         ]
-        return Proposal.deterministic(drafts, self._device)
+        proposal = Proposal.deterministic(drafts, self._device)
+        matched = [self._indices[row].matched for row in range(len(drafts))]
+        proposal.confidence = torch.tensor([[n / (n + 1)] * proposal.width for n in matched], dtype=torch.float64)
+        return proposal
 
     def reset(self, row: int) -> None:
         self._indices[row] = NgramIndex(self._min_n, self._max_n)
