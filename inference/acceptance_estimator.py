@@ -14,6 +14,7 @@ Knows no costs and no lengths.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,7 +24,10 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 LONG, SHORT = 0.95, 0.6  # per outcome: what remains of a request's earlier outcomes
+IDLE = 0.99  # per round without outcomes: what remains of the long memory
 SHARED = 0.998  # the same of every request's, per depth
+PRIOR, WEIGHT = 0.7, 4.0  # acceptance before any outcome, and how many outcomes it takes to halve its say
+EVERY = 24  # outcomes that make a refit worth its time
 FADING = 0.7 ** np.arange(256)  # what a confidence says of the drafts 1, 2, … after it
 SCENARIOS = np.array([-1.5, -0.7, 0.0, 0.5, 1.0])  # a skewed distribution in five points: most drafts are sure ones
 FEATURES = 5  # one, the depth's own rate, departure over the long and the short memory, confidence one draft before
@@ -62,6 +66,11 @@ class RequestHistory:
         self.long, self.long_weight = LONG * self.long + surprise, LONG * self.long_weight + 1
         self.short, self.short_weight = SHORT * self.short + surprise, SHORT * self.short_weight + 1
 
+    def idle(self) -> None:
+        """A round without outcomes: what is long ago says less."""
+        self.long, self.long_weight = IDLE * self.long, IDLE * self.long_weight
+        self.short, self.short_weight = SHORT * self.short, SHORT * self.short_weight
+
     @property
     def departures(self) -> tuple[float, float]:
         """Mean surprise over the long and the short memory, as if four and one outcomes had brought none."""
@@ -86,18 +95,20 @@ class AcceptanceEstimator:
     """Shared by all requests of one proposer. `depth`: drafts per round at most."""
 
     def __init__(self, depth: int) -> None:
-        self._accepted = 1.4 * np.ones(depth)  # as if two of every depth had been seen
-        self._tried = 2.0 * np.ones(depth)
+        self._accepted = [0.0] * depth
+        self._tried = [0.0] * depth
         self._before = OnlineLogistic([0, 1, 1, 0.3, 0.2], [2, 4, 4, 4, 4])
         self._after = OnlineLogistic([0, 1, 1, 0.3, 0, 0.5], [2, 4, 4, 4, 4, 4])
-        self._usual = np.zeros(depth)  # mean confidence of each depth, in logits
-        self._told = np.zeros(depth)  # how many confidences it is the mean of
-        self._spread = np.zeros(depth)  # mean square departure from it
+        self._usual = [0.0] * depth  # mean confidence of each depth, in logits
+        self._told = [0] * depth  # how many rounds it is the mean of
+        self._spread = [0.0] * depth  # mean square departure from it
+        self._waiting: list[tuple[Array, Array, bool]] = []  # features, outcomes, whether confidences were known
+        self._learnt = 0
 
     def outlook(self, histories: Sequence[RequestHistory], depth: int) -> Outlook:
         """Of up to `depth` drafts, before anything is drafted."""
         features = np.ones((len(histories), depth, FEATURES - 1))
-        features[:, :, 1] = logit(self._accepted / self._tried)[:depth]
+        features[:, :, 1] = self._rates_in_logits()[:depth]
         features[:, :, 2:] = np.array([history.departures for history in histories])[:, None]
         common = FEATURES - 1
         return Outlook(features @ self._before.weights[:common], features @ self._after.weights[:common], features)
@@ -111,17 +122,18 @@ class AcceptanceEstimator:
         if confidence is None:
             outlook.centred.append(np.zeros(outlook.before.shape[0]))
             return sigmoid(outlook.before[:, k])
-        told = logit(np.array(confidence))
+        told = np.array([logit(each) for each in confidence])
         if not self._told[k]:
-            self._usual[k] = told.mean()
+            self._usual[k] = float(told.sum()) / len(told)
         centred = told - self._usual[k]
         outlook.centred.append(centred)
         self._told[k] = min(self._told[k] + 1, 300)
-        self._usual[k] += centred.mean() / self._told[k]
-        self._spread[k] += ((centred**2).mean() - self._spread[k]) / self._told[k]
-        weights = self._after.weights
-        logits = outlook.after[:, k] + weights[-1] * centred
-        return sigmoid(logits + weights[-2] * outlook.centred[k - 1] if k else logits)
+        share = 1 / (self._told[k] * len(told))
+        self._usual[k] += float(centred.sum()) * share
+        self._spread[k] += float(centred @ centred) * share - self._spread[k] / self._told[k]
+        *_, of_last, of_this = self._after.weights.tolist()
+        logits = outlook.after[:, k] + of_this * centred
+        return sigmoid(logits + of_last * outlook.centred[k - 1] if k else logits)
 
     def ahead(self, outlook: Outlook) -> Array:
         """a_i [B, K-k] of the drafts after the k whose confidence was seen; `before`'s weight on the last one's fades
@@ -161,30 +173,55 @@ class AcceptanceEstimator:
                 rows.append(b)
                 depths.append(k)
                 outcomes.append(float(k < kept))
+        for history, count in zip(histories, verified, strict=True):
+            if not count:
+                history.idle()
         if not rows:
             return
-        usual = self._accepted / self._tried
-        y = np.array(outcomes)
+        usual = self._rates()
         x = np.zeros((len(rows), FEATURES + 1))
         x[:, : FEATURES - 1] = outlook.features[rows, depths]
         if told:
-            seen = np.stack(outlook.centred, axis=1)  # [B, depths seen]
-            d = np.array(depths)
-            x[:, -1] = seen[rows, depths]
-            x[:, -2] = np.where(d > 0, seen[rows, np.maximum(d - 1, 0)], 0.0)
-            self._after.learn(x, y)
-        self._before.learn(x[:, :FEATURES], y)
+            for i, (b, k) in enumerate(zip(rows, depths, strict=True)):
+                x[i, -1] = outlook.centred[k][b]
+                x[i, -2] = outlook.centred[k - 1][b] if k else 0.0
+        self._waiting.append((x, np.array(outcomes), told))
         for b, k, outcome in zip(rows, depths, outcomes, strict=True):
             histories[b].add(outcome - usual[k])
             self._tried[k] = SHARED * self._tried[k] + 1
             self._accepted[k] = SHARED * self._accepted[k] + outcome
+        self._fit()
+
+    def _fit(self) -> None:
+        """Fits the models to the outcomes that wait, once they are worth it: few in the beginning, more later on."""
+        new = sum(len(y) for _, y, _ in self._waiting)
+        if new < min(EVERY, self._learnt / 4):
+            return
+        self._learnt += new
+        x, y = (np.concatenate([each[i] for each in self._waiting]) for i in (0, 1))
+        told = np.repeat([each[2] for each in self._waiting], [len(each[1]) for each in self._waiting])
+        self._waiting.clear()
+        self._before.learn(x[:, :FEATURES], y)
+        if told.any():
+            self._after.learn(x[told], y[told])
+
+    def _rates(self) -> list[float]:
+        """a_k of each depth over all requests; of a depth little tried, much as that of the one before."""
+        rates, before = [], PRIOR
+        for accepted, tried in zip(self._accepted, self._tried, strict=True):
+            before = (accepted + WEIGHT * before) / (tried + WEIGHT)
+            rates.append(before)
+        return rates
+
+    def _rates_in_logits(self) -> list[float]:
+        return [logit(rate) for rate in self._rates()]
 
 
 def sigmoid(logits: Array) -> Array:
-    return 1 / (1 + np.exp(-np.clip(logits, -6, 6)))
+    return 1 / (1 + np.exp(-np.maximum(logits, -30)))
 
 
-def logit(p: Array) -> Array:
-    """Of probabilities, kept to ±6."""
-    p = np.clip(p, 0.0025, 0.9975)
-    return np.log(p / (1 - p))
+def logit(p: float) -> float:
+    """Of a probability, kept to ±6."""
+    p = min(max(p, 0.0025), 0.9975)
+    return math.log(p / (1 - p))

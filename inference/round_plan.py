@@ -46,7 +46,7 @@ class RoundPlan:
         self.told = False  # whether it said how sure it was
         self._forced = 0
         self._pending = self._alive  # what _alive is if the depth seen last is settled
-        cost = self._verify + self._draft
+        cost = self._cost = self._verify + self._draft
         gains = (np.cumprod(estimator.ahead(self.outlook), 1) * self._may).sum(0)
         tokens = len(room) + np.concatenate([[0.0], gains.cumsum()])
         self._rate = (tokens / cost).max()  # ρ
@@ -71,6 +71,13 @@ class RoundPlan:
         this, rest = self._estimator.scenarios(self.outlook)  # [Q, B], [Q, B, K-k-1]
         net = self._net(self._alive * this * self._may[:, k], rest, drafted=False)  # [Q, K-k]
         return bool(np.maximum(net.max(-1), 0).mean() > self._rate * (self._draft[k + 1] - self._draft[k]))
+
+    def worth_drafting(self) -> int:
+        """Drafts worth their drafting at the start, as those that are not sure enough may be dropped afterwards."""
+        this, rest = self._estimator.scenarios(self.outlook)
+        verified = np.maximum.accumulate(self._net(self._alive * this * self._may[:, 0], rest, drafted=True), -1)
+        net = np.maximum(verified, 0).mean(0) - self._rate * self._draft[1:]  # [K]
+        return 1 + int(net.argmax()) if net.max() > 0 else 0
 
     def force(self, drafts: int) -> int:
         """That many drafts in all, whatever they are worth, though the first was not wanted; returns it."""
@@ -108,6 +115,9 @@ class RoundPlan:
         """
         k = self.settled
         later = (this[..., None] * rest * self._may[:, k + 1 :]).sum(-2)
-        gains = np.concatenate([this.sum(-1)[..., None], later], -1).cumsum(-1)
-        cost = self._verify[k + 1 :] - self._verify[k]
-        return gains - self._rate * (cost if drafted else cost + self._draft[k + 1 :] - self._draft[k + 1])
+        gains = np.empty((*later.shape[:-1], later.shape[-1] + 1))
+        gains[..., 0] = this.sum(-1)
+        gains[..., 1:] = later
+        cost = self._verify if drafted else self._cost
+        start = self._verify[k] if drafted else self._verify[k] + self._draft[k + 1]
+        return gains.cumsum(-1) - self._rate * (cost[k + 1 :] - start)
