@@ -33,7 +33,7 @@ class RoundCosts:
     """The same at every batch size: `verify` V(1) … V(K+1), `draft` D(1) … D(K), in any one unit."""
 
     def __init__(self, verify: Sequence[float], draft: Sequence[float]) -> None:
-        self._verify, self._draft = np.array(verify, dtype=np.float64), np.array([0.0, *draft])
+        self._verify, self._draft = [float(cost) for cost in verify], [0.0, *map(float, draft)]
 
     @classmethod
     def given(cls, costs: Mapping[str, Sequence[float]], num_speculative_tokens: int) -> RoundCosts:
@@ -52,7 +52,7 @@ class RoundCosts:
     def attach(self, proposer: Proposer, forward: Forward) -> None:
         """What could be measured with."""
 
-    def of(self, rows: Sequence[Request]) -> tuple[Array, Array]:
+    def of(self, rows: Sequence[Request]) -> tuple[list[float], list[float]]:
         """(V(w + 1), D(w)) [K+1] each, for w = 0 … K drafts of these rows."""
         return self._verify, self._draft
 
@@ -71,7 +71,7 @@ class MeasuredCosts(RoundCosts):
     def attach(self, proposer: Proposer, forward: Forward) -> None:
         self._proposer, self._forward = proposer, forward
 
-    def of(self, rows: Sequence[Request]) -> tuple[Array, Array]:
+    def of(self, rows: Sequence[Request]) -> tuple[list[float], list[float]]:
         size = len(rows)
         if size not in self._tables:
             near = min(self._tables, key=lambda other: max(other / size, size / other), default=0)
@@ -81,7 +81,8 @@ class MeasuredCosts(RoundCosts):
             else:
                 self._tables[size] = self._measure(rows)
             self._rounds[size] = 0
-        return self._tables[size]
+        verify, draft = self._tables[size]
+        return verify.tolist(), draft.tolist()
 
     def learn(self, rows: int, depth: int, width: int, draft_time: float, verify_time: float) -> None:
         verify, draft = self._tables[rows]
