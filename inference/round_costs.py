@@ -9,6 +9,7 @@ makes draft lengths a function of the text alone. Must not know what the costs a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
 from time import perf_counter
 
@@ -96,10 +97,10 @@ class MeasuredCosts(RoundCosts):
         most = self._depth
         widths = sorted({0, 1, 2, 3, most // 2, (3 * most) // 4, most} & set(range(most + 1)))
         parts: dict[tuple[str, int], Callable[[], object]] = {
-            ("verify", w): lambda w=w: self._forward(len(rows), w + 1) for w in widths
+            ("verify", w): partial(self._forward, len(rows), w + 1) for w in widths
         }
         if self._proposer.rehearse(rows, most):
-            parts |= {("draft", k): lambda k=k: self._proposer.rehearse(rows, k) for k in sorted({1, most})}
+            parts |= {("draft", k): partial(self._proposer.rehearse, rows, k) for k in sorted({1, most})}
         times: dict[tuple[str, int], list[float]] = {part: [] for part in parts}
         deadline = perf_counter() + BUDGET
         for repeat in range(-1, REPEATS):  # the first one warms up

@@ -56,7 +56,7 @@ def engines(target: str, drafter: str, most: int, rows: int) -> dict[str, LLM]:
     head = read_drafter_config(drafter)
     shared = load_target(target, head.tap_layers)
     loaded = load_drafter(drafter, shared)
-    lengths: dict[str, DraftLength] = {f"K = {k}": DraftLength(k) for k in range(1, most + 1)}
+    lengths: dict[str, DraftLength] = {f"K={k}": DraftLength(k) for k in range(1, most + 1)}
     lengths[ADAPTIVE] = AdaptiveDraftLength(most, MeasuredCosts(most))
     return {
         name: LLM._assemble(
@@ -140,7 +140,7 @@ def played(
     for workload, responses in texts.items():
         rates[workload] = {}
         for k in range(most + 1):
-            rates[workload][f"K = {k}"] = _play(responses, verify, draft, lambda right, sure, k=k: (k, k))
+            rates[workload][f"K={k}"] = _play(responses, verify, draft, lambda right, sure, k=k: (k, k))
         length = AdaptiveDraftLength(most, costs)
         length.attach(SimpleNamespace(asks=asks), lambda rows, tokens: None)  # type: ignore[arg-type]
         rates[workload][ADAPTIVE] = _play(responses, verify, draft, _Choosing(length, asks))
@@ -197,7 +197,7 @@ def _play(responses: Sequence[Sequence[Chain]], verify, draft, choose) -> float:
 def show(rates: Mapping[str, Mapping[str, float]], title: str, console: Console) -> None:
     """A row per workload: each length against the best fixed one."""
     names = list(next(iter(rates.values())))
-    table = Table("workload", *names, "best fixed", title=title)
+    table = Table("workload", *names, "best", title=title)
     for workload, found in rates.items():
         fixed = {name: rate for name, rate in found.items() if name != ADAPTIVE}
         best = max(fixed, key=lambda name: fixed[name])

@@ -134,7 +134,9 @@ class HeadProposer(Proposer):
         width = token_ids.shape[1]
         if not width:
             return Proposal.empty(rows, self._device)
-        q = chain and scatter_to_target(chain.distributions(), self._draft_to_target, self._vocab_size)
+        q = None
+        if chain is not None:
+            q = scatter_to_target(chain.distributions(), self._draft_to_target, self._vocab_size)
         return Proposal(token_ids, [min(count, width) for count in counts], q, confidence=confidence)
 
     def rehearse(self, requests: Sequence[Request], depth: int) -> bool:
