@@ -14,7 +14,8 @@ Knows no costs and no lengths.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,10 +24,12 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 LONG, SHORT = 0.95, 0.6  # per outcome: what remains of a request's earlier outcomes
+IDLE = 0.99  # per round without outcomes: what remains of the long memory
 SHARED = 0.998  # the same of every request's, per depth
-FADING = 0.7 ** np.arange(256)  # what a confidence says of the drafts 1, 2, … after it
-SCENARIOS = np.array([-1.5, -0.7, 0.0, 0.5, 1.0])  # a skewed distribution in five points: most drafts are sure ones
-FEATURES = 5  # one, the depth's own rate, departure over the long and the short memory, confidence one draft before
+PRIOR, WEIGHT = 0.7, 4.0  # acceptance before any outcome, and how many outcomes it takes to halve its say
+EVERY = 24  # outcomes that make a refit worth its time
+FADING = 0.7  # what a confidence says of the draft after next is this share of what it says of the next
+SCENARIOS = (-1.5, -0.7, 0.0, 0.5, 1.0)  # a skewed distribution in five points: most drafts are sure ones
 
 
 class OnlineLogistic:
@@ -36,17 +39,19 @@ class OnlineLogistic:
     """
 
     def __init__(self, start: Sequence[float], precision: Sequence[float], memory: float = 0.9995) -> None:
-        self.weights: Array = np.array(start, dtype=np.float64)
+        self._weights: Array = np.array(start, dtype=np.float64)
+        self.numbers: list[float] = self._weights.tolist()  # the weights
         self._prior, self._memory = np.diag(np.array(precision, dtype=np.float64)), memory
         self._precision = self._prior.copy()
 
     def learn(self, features: Array, outcomes: Array) -> None:
         """features [n, d], outcomes [n] of 0 and 1."""
-        p = sigmoid(features @ self.weights)
+        p = 1 / (1 + np.exp(-np.maximum(features @ self._weights, -30)))
         kept = self._memory ** len(outcomes)
         curvature = (features * (p * (1 - p))[:, None]).T @ features
         self._precision = kept * self._precision + (1 - kept) * self._prior + curvature
-        self.weights = self.weights + np.linalg.solve(self._precision, features.T @ (outcomes - p))
+        self._weights += np.linalg.solve(self._precision, features.T @ (outcomes - p))
+        self.numbers = self._weights.tolist()
 
 
 @dataclass
@@ -62,6 +67,11 @@ class RequestHistory:
         self.long, self.long_weight = LONG * self.long + surprise, LONG * self.long_weight + 1
         self.short, self.short_weight = SHORT * self.short + surprise, SHORT * self.short_weight + 1
 
+    def idle(self) -> None:
+        """A round without outcomes: what is long ago says less."""
+        self.long, self.long_weight = IDLE * self.long, IDLE * self.long_weight
+        self.short, self.short_weight = SHORT * self.short, SHORT * self.short_weight
+
     @property
     def departures(self) -> tuple[float, float]:
         """Mean surprise over the long and the short memory, as if four and one outcomes had brought none."""
@@ -70,81 +80,98 @@ class RequestHistory:
 
 @dataclass
 class Outlook:
-    """What the estimator says of B rows in one round: logits [B, K] of their drafts, confidences apart.
+    """What is known of B rows in one round, as it becomes known.
 
-    before, after    of a draft whose confidence is unknown, and known
-    features         [B, K, 4]: those that do not depend on confidence
+    shared     [K] logits of a_k over all requests
+    rows       [B] departures of each request, over the long and the short memory
+    centred    per depth seen: [B] confidences in logits, less the usual of that depth
     """
 
-    before: Array
-    after: Array
-    features: Array
-    centred: list[Array] = field(default_factory=list)  # [B] per depth seen: confidence in logits, less the usual
+    shared: list[float]
+    rows: list[tuple[float, float]]
+    centred: list[list[float]] = field(default_factory=list)
 
 
 class AcceptanceEstimator:
-    """Shared by all requests of one proposer. `depth`: drafts per round at most."""
+    """Shared by all requests of one proposer. `depth`: drafts per round at most. Plain numbers, not tensors: what is
+    asked for within a round is a dozen of them."""
 
     def __init__(self, depth: int) -> None:
-        self._accepted = 1.4 * np.ones(depth)  # as if two of every depth had been seen
-        self._tried = 2.0 * np.ones(depth)
+        self._accepted = [0.0] * depth
+        self._tried = [0.0] * depth
         self._before = OnlineLogistic([0, 1, 1, 0.3, 0.2], [2, 4, 4, 4, 4])
         self._after = OnlineLogistic([0, 1, 1, 0.3, 0, 0.5], [2, 4, 4, 4, 4, 4])
-        self._usual = np.zeros(depth)  # mean confidence of each depth, in logits
-        self._told = np.zeros(depth)  # how many confidences it is the mean of
-        self._spread = np.zeros(depth)  # mean square departure from it
+        self._usual = [0.0] * depth  # mean confidence of each depth, in logits
+        self._told = [0] * depth  # how many rounds it is the mean of
+        self._spread = [0.0] * depth  # mean square departure from it
+        self._waiting: list[tuple[list[list[float]], list[float], bool]] = []  # features, outcomes, confidence known
+        self._learnt = 0
 
     def outlook(self, histories: Sequence[RequestHistory], depth: int) -> Outlook:
         """Of up to `depth` drafts, before anything is drafted."""
-        features = np.ones((len(histories), depth, FEATURES - 1))
-        features[:, :, 1] = logit(self._accepted / self._tried)[:depth]
-        features[:, :, 2:] = np.array([history.departures for history in histories])[:, None]
-        common = FEATURES - 1
-        return Outlook(features @ self._before.weights[:common], features @ self._after.weights[:common], features)
+        shared = [logit(rate) for rate in self._rates()[:depth]]
+        return Outlook(shared, [history.departures for history in histories])
 
-    def see(self, outlook: Outlook, confidence: Sequence[float] | None) -> Array:
+    def see(self, outlook: Outlook, confidence: Sequence[float] | None) -> list[float]:
         """The next draft's confidence [B], known before it is drawn -> a_k [B] of that draft.
 
         None: the proposer does not say, and the estimate is the one before.
         """
-        k = len(outlook.centred)
+        k, rows = len(outlook.centred), len(outlook.rows)
         if confidence is None:
-            outlook.centred.append(np.zeros(outlook.before.shape[0]))
-            return sigmoid(outlook.before[:, k])
-        told = logit(np.array(confidence))
+            estimates = [row[0] for row in self.ahead(outlook, 1)]
+            outlook.centred.append([0.0] * rows)
+            return estimates
+        told = [logit(each) for each in confidence]
         if not self._told[k]:
-            self._usual[k] = told.mean()
-        centred = told - self._usual[k]
-        outlook.centred.append(centred)
+            self._usual[k] = sum(told) / rows
+        centred = [each - self._usual[k] for each in told]
         self._told[k] = min(self._told[k] + 1, 300)
-        self._usual[k] += centred.mean() / self._told[k]
-        self._spread[k] += ((centred**2).mean() - self._spread[k]) / self._told[k]
-        weights = self._after.weights
-        logits = outlook.after[:, k] + weights[-1] * centred
-        return sigmoid(logits + weights[-2] * outlook.centred[k - 1] if k else logits)
+        self._usual[k] += sum(centred) / (rows * self._told[k])
+        self._spread[k] += (sum(c * c for c in centred) / rows - self._spread[k]) / self._told[k]
+        estimates = self._seen(outlook, centred)
+        outlook.centred.append(centred)
+        return estimates
 
-    def ahead(self, outlook: Outlook) -> Array:
-        """a_i [B, K-k] of the drafts after the k whose confidence was seen; `before`'s weight on the last one's fades
-        with the distance."""
-        k = len(outlook.centred)
-        logits = outlook.before[:, k:]
-        if k:
-            fading = self._before.weights[-1] * FADING[: logits.shape[1]]
-            logits = logits + outlook.centred[-1][:, None] * fading
-        return sigmoid(logits)
+    def ahead(self, outlook: Outlook, most: int | None = None, shift: float = 0.0, skip: int = 0) -> list[list[float]]:
+        """a_i [B, K-k] of the drafts after the k whose confidence was seen, `most` of them, without the first `skip`.
 
-    def scenarios(self, outlook: Outlook) -> tuple[Array, Array]:
-        """What `see` and then `ahead` may come to say: a_k [Q, B] of the next draft for Q equally likely confidences,
-        and the products of those after it [Q, B, K-k-1]. The rows of a batch even each other out."""
+        What the last confidence says fades with the distance. `shift` [B]: is it instead, of the draft that is skipped.
+        """
         k = len(outlook.centred)
-        rows = outlook.before.shape[0]
-        centred = SCENARIOS[:, None] * (self._spread[k] / rows) ** 0.5  # [Q, 1]
-        logits = outlook.after[:, k] + self._after.weights[-1] * centred
-        if k:
-            logits = logits + self._after.weights[-2] * outlook.centred[k - 1]
-        later = outlook.before[:, k + 1 :]
-        fading = self._before.weights[-1] * FADING[: later.shape[1]]
-        return sigmoid(logits), np.cumprod(sigmoid(later + centred[..., None] * fading), -1)
+        one, shared, long, short, fading = self._before.numbers
+        depths = outlook.shared[k + skip :][:most]
+        last = outlook.centred[-1] if k and not skip else [shift] * len(outlook.rows)
+        estimates = []
+        for (u, r), c in zip(outlook.rows, last, strict=True):
+            own, said, row = one + long * u + short * r, fading * c, []
+            for depth in depths:
+                row.append(sigmoid(own + shared * depth + said))
+                said *= FADING
+            estimates.append(row)
+        return estimates
+
+    def scenarios(self, outlook: Outlook) -> Iterator[tuple[list[float], list[list[float]]]]:
+        """What `see` and then `ahead` may come to say, for equally likely confidences of the next draft: [B] and
+        [B, K-k-1]. The rows of a batch even each other out."""
+        rows = len(outlook.rows)
+        spread = (self._spread[len(outlook.centred)] / rows) ** 0.5
+        for scenario in SCENARIOS if spread else (0.0,):
+            centred = scenario * spread
+            yield self._seen(outlook, [centred] * rows), self.ahead(outlook, shift=centred, skip=1)
+
+    def _seen(self, outlook: Outlook, centred: Sequence[float]) -> list[float]:
+        """a_k [B] of the next draft, its confidence being `centred` [B]."""
+        k = len(outlook.centred)
+        one, shared, long, short, before, this = self._after.numbers
+        common = one + shared * outlook.shared[k]
+        last = outlook.centred[-1] if k else [0.0] * len(centred)
+        return [
+            sigmoid(common + long * u + short * r + before * b + this * c)
+            for (u, r), b, c in zip(outlook.rows, last, centred, strict=True)
+        ]
+
+    # ------------------------------------------------------------------ learning
 
     def learn(
         self,
@@ -155,36 +182,51 @@ class AcceptanceEstimator:
         told: bool,
     ) -> None:
         """What became of a round: drafts verified and accepted per row. `told`: confidences were known."""
-        rows, depths, outcomes = [], [], []
-        for b, (count, kept) in enumerate(zip(verified, accepted, strict=True)):
+        features, outcomes, usual = [], [], self._rates()
+        for b, (history, count, kept) in enumerate(zip(histories, verified, accepted, strict=True)):
+            if not count:
+                history.idle()
             for k in range(min(kept + 1, count)):
-                rows.append(b)
-                depths.append(k)
-                outcomes.append(float(k < kept))
-        if not rows:
+                outcome = float(k < kept)
+                before = outlook.centred[k - 1][b] if told and k else 0.0
+                this = outlook.centred[k][b] if told else 0.0
+                features.append([1.0, outlook.shared[k], *outlook.rows[b], before, this])
+                outcomes.append(outcome)
+                history.add(outcome - usual[k])
+                self._tried[k] = SHARED * self._tried[k] + 1
+                self._accepted[k] = SHARED * self._accepted[k] + outcome
+        if outcomes:
+            self._waiting.append((features, outcomes, told))
+            self._fit()
+
+    def _fit(self) -> None:
+        """Fits the models to the outcomes that wait, once they are worth it: few in the beginning, more later on."""
+        new = sum(len(outcomes) for _, outcomes, _ in self._waiting)
+        if new < min(EVERY, self._learnt / 4):
             return
-        usual = self._accepted / self._tried
-        y = np.array(outcomes)
-        x = np.zeros((len(rows), FEATURES + 1))
-        x[:, : FEATURES - 1] = outlook.features[rows, depths]
-        if told:
-            seen = np.stack(outlook.centred, axis=1)  # [B, depths seen]
-            d = np.array(depths)
-            x[:, -1] = seen[rows, depths]
-            x[:, -2] = np.where(d > 0, seen[rows, np.maximum(d - 1, 0)], 0.0)
-            self._after.learn(x, y)
-        self._before.learn(x[:, :FEATURES], y)
-        for b, k, outcome in zip(rows, depths, outcomes, strict=True):
-            histories[b].add(outcome - usual[k])
-            self._tried[k] = SHARED * self._tried[k] + 1
-            self._accepted[k] = SHARED * self._accepted[k] + outcome
+        self._learnt += new
+        x = np.array([row for features, _, _ in self._waiting for row in features])
+        y = np.array([outcome for _, outcomes, _ in self._waiting for outcome in outcomes])
+        told = np.array([told for _, outcomes, told in self._waiting for _ in outcomes])
+        self._waiting.clear()
+        self._before.learn(x[:, :-1], y)
+        if told.any():
+            self._after.learn(x[told], y[told])
+
+    def _rates(self) -> list[float]:
+        """a_k of each depth over all requests; of a depth little tried, much as that of the one before."""
+        rates, before = [], PRIOR
+        for accepted, tried in zip(self._accepted, self._tried, strict=True):
+            before = (accepted + WEIGHT * before) / (tried + WEIGHT)
+            rates.append(before)
+        return rates
 
 
-def sigmoid(logits: Array) -> Array:
-    return 1 / (1 + np.exp(-np.clip(logits, -6, 6)))
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x > -30 else 0.0
 
 
-def logit(p: Array) -> Array:
-    """Of probabilities, kept to ±6."""
-    p = np.clip(p, 0.0025, 0.9975)
-    return np.log(p / (1 - p))
+def logit(p: float) -> float:
+    """Of a probability, kept to ±6."""
+    p = min(max(p, 0.0025), 0.9975)
+    return math.log(p / (1 - p))

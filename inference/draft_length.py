@@ -82,7 +82,7 @@ class AdaptiveDraftLength(DraftLength):
         elif self._asks and (plan.planned or plan.worth_looking()):
             depth = max(room)  # the proposer is stopped on the way
         else:
-            depth = plan.planned or self._probe(plan)
+            depth = (0 if self._asks else plan.worth_drafting()) or self._probe(plan)
         self._limits = [min(limit, depth) for limit in room]
         return self._limits
 

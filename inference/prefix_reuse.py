@@ -48,9 +48,10 @@ class PrefixReuse:
         if self.enabled and request.may_reuse:
             wanted = request.token_ids[: request.num_prefill_tokens]
             for row in range(self._cache.rows):
-                shared = common_prefix(wanted, self.text(row))
-                if shared > longest:
-                    found, longest = row, shared
+                if begin_alike(wanted, self._texts[row]):
+                    shared = common_prefix(wanted, self.text(row))
+                    if shared > longest:
+                        found, longest = row, shared
         return (found, longest) if longest >= WORTH_COPYING else (-1, 0)
 
     def wave(self, requests: Sequence[Request]) -> list[Request]:
@@ -62,7 +63,9 @@ class PrefixReuse:
             if held:
                 self._used[source] = next(self._clock)  # not to be overwritten by the others
             if not (self.enabled and request.may_reuse) or all(
-                common_prefix(request.token_ids, other.token_ids) < held + WORTH_COPYING for other in chosen
+                not begin_alike(request.token_ids, other.token_ids)
+                or common_prefix(request.token_ids, other.token_ids) < held + WORTH_COPYING
+                for other in chosen
             ):
                 chosen.append(request)
                 left.append(request.num_prefill_tokens - held)
@@ -109,6 +112,12 @@ class PrefixReuse:
             proposer.copy_prefix(row, victim, text)
         self._cache.copy_prefix(row, victim, len(text))
         self._texts[victim], self._used[victim] = text, self._used[row]
+
+
+def begin_alike(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two texts may share a prefix worth copying: most do not, and this is quickly seen."""
+    last = WORTH_COPYING - 1
+    return len(one) > last and len(other) > last and one[0] == other[0] and one[last] == other[last]
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:

@@ -9,6 +9,7 @@ makes draft lengths a function of the text alone. Must not know what the costs a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
 from time import perf_counter
 
@@ -33,7 +34,7 @@ class RoundCosts:
     """The same at every batch size: `verify` V(1) … V(K+1), `draft` D(1) … D(K), in any one unit."""
 
     def __init__(self, verify: Sequence[float], draft: Sequence[float]) -> None:
-        self._verify, self._draft = np.array(verify, dtype=np.float64), np.array([0.0, *draft])
+        self._verify, self._draft = [float(cost) for cost in verify], [0.0, *map(float, draft)]
 
     @classmethod
     def given(cls, costs: Mapping[str, Sequence[float]], num_speculative_tokens: int) -> RoundCosts:
@@ -52,7 +53,7 @@ class RoundCosts:
     def attach(self, proposer: Proposer, forward: Forward) -> None:
         """What could be measured with."""
 
-    def of(self, rows: Sequence[Request]) -> tuple[Array, Array]:
+    def of(self, rows: Sequence[Request]) -> tuple[list[float], list[float]]:
         """(V(w + 1), D(w)) [K+1] each, for w = 0 … K drafts of these rows."""
         return self._verify, self._draft
 
@@ -71,7 +72,7 @@ class MeasuredCosts(RoundCosts):
     def attach(self, proposer: Proposer, forward: Forward) -> None:
         self._proposer, self._forward = proposer, forward
 
-    def of(self, rows: Sequence[Request]) -> tuple[Array, Array]:
+    def of(self, rows: Sequence[Request]) -> tuple[list[float], list[float]]:
         size = len(rows)
         if size not in self._tables:
             near = min(self._tables, key=lambda other: max(other / size, size / other), default=0)
@@ -81,7 +82,8 @@ class MeasuredCosts(RoundCosts):
             else:
                 self._tables[size] = self._measure(rows)
             self._rounds[size] = 0
-        return self._tables[size]
+        verify, draft = self._tables[size]
+        return verify.tolist(), draft.tolist()
 
     def learn(self, rows: int, depth: int, width: int, draft_time: float, verify_time: float) -> None:
         verify, draft = self._tables[rows]
@@ -95,10 +97,10 @@ class MeasuredCosts(RoundCosts):
         most = self._depth
         widths = sorted({0, 1, 2, 3, most // 2, (3 * most) // 4, most} & set(range(most + 1)))
         parts: dict[tuple[str, int], Callable[[], object]] = {
-            ("verify", w): lambda w=w: self._forward(len(rows), w + 1) for w in widths
+            ("verify", w): partial(self._forward, len(rows), w + 1) for w in widths
         }
         if self._proposer.rehearse(rows, most):
-            parts |= {("draft", k): lambda k=k: self._proposer.rehearse(rows, k) for k in sorted({1, most})}
+            parts |= {("draft", k): partial(self._proposer.rehearse, rows, k) for k in sorted({1, most})}
         times: dict[tuple[str, int], list[float]] = {part: [] for part in parts}
         deadline = perf_counter() + BUDGET
         for repeat in range(-1, REPEATS):  # the first one warms up

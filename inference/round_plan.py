@@ -19,65 +19,75 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from inference.acceptance_estimator import AcceptanceEstimator, Array, RequestHistory
+from inference.acceptance_estimator import AcceptanceEstimator, RequestHistory
 
 
 class RoundPlan:
-    """room [B]: drafts that each row may have, not all 0; verify, draft: V(w + 1) and D(w) for w = 0 … K."""
+    """room [B]: drafts that each row may have, not all 0; verify, draft: V(w + 1) and D(w) for w = 0 … K.
+
+    planned      drafts worth having if nothing more were learnt on the way
+    least_bad    the same, if there must be some
+    settled      drafts that will be verified, of every row that has as many
+    seen         depths whose confidence was shown
+    told         whether the proposer says how sure it is
+    """
 
     def __init__(
         self,
         estimator: AcceptanceEstimator,
         histories: Sequence[RequestHistory],
         room: Sequence[int],
-        verify: Array,
-        draft: Array,
+        verify: Sequence[float],
+        draft: Sequence[float],
     ) -> None:
         most = max(room)
-        self._estimator, self.histories, self.room = estimator, histories, list(room)
-        self._verify, self._draft = verify[: most + 1], draft[: most + 1]
+        self._estimator, self.histories, self._room = estimator, histories, list(room)
+        self._verify, self._draft = list(verify[: most + 1]), list(draft[: most + 1])
+        self._cost = [v + d for v, d in zip(self._verify, self._draft, strict=True)]
         self.outlook = estimator.outlook(histories, most)
-        self._may = (np.arange(most) < np.array(room)[:, None]).astype(np.float64)  # [B, K]
-        self._alive = np.ones(len(room))  # [B] probability that the drafts settled so far are all accepted
-        self.settled = 0  # drafts per row that will be verified
-        self.seen = 0  # depths that the proposer has drafted or is about to draw
-        self.told = False  # whether it said how sure it was
-        self._forced = 0
-        self._pending = self._alive  # what _alive is if the depth seen last is settled
-        cost = self._verify + self._draft
-        gains = (np.cumprod(estimator.ahead(self.outlook), 1) * self._may).sum(0)
-        tokens = len(room) + np.concatenate([[0.0], gains.cumsum()])
-        self._rate = (tokens / cost).max()  # ρ
-        net = tokens - self._rate * cost
-        self.planned = int(net.argmax())  # drafts worth having if nothing more were learnt on the way
-        self.least_bad = 1 + int(net[1:].argmax())  # the same, if there must be some
+        self._alive = [1.0] * len(room)  # [B] probability that the drafts settled so far are all accepted
+        self._pending = self._alive  # what _alive is once the depth seen last is settled
+        self.settled = self.seen = self._forced = 0
+        self.told = False
+        ahead = estimator.ahead(self.outlook)
+        first = [row[0] if limit else 0.0 for row, limit in zip(ahead, room, strict=True)]
+        tokens = [float(len(room)), *self._gains(first, [row[1:] for row in ahead])]
+        for w in range(1, most + 1):
+            tokens[w] += tokens[w - 1]
+        self._rate = max(t / cost for t, cost in zip(tokens, self._cost, strict=True))  # ρ
+        net = [t - self._rate * cost for t, cost in zip(tokens, self._cost, strict=True)]
+        self.planned = _best(net)
+        self.least_bad = 1 + _best(net[1:])
 
     @property
     def free(self) -> bool:
         """Whether drafting takes next to no time, so that deciding can wait until the drafts are there."""
-        return bool(self._draft[-1] < 0.01 * self._verify[0])
+        return self._draft[-1] < 0.01 * self._verify[0]
 
     def time(self, depth: int, width: int) -> float:
         """Of a round that drafts to `depth` and verifies `width`, in rounds without drafts."""
-        return float((self._verify[width] + self._draft[depth]) / self._verify[0])
+        return (self._verify[width] + self._draft[depth]) / self._verify[0]
 
     def worth_looking(self) -> bool:
         """Whether the next draft is worth its drafting, as it may be dropped once its confidence is known."""
         k = self.settled
         if k == len(self._draft) - 1:
             return False
-        this, rest = self._estimator.scenarios(self.outlook)  # [Q, B], [Q, B, K-k-1]
-        net = self._net(self._alive * this * self._may[:, k], rest, drafted=False)  # [Q, K-k]
-        return bool(np.maximum(net.max(-1), 0).mean() > self._rate * (self._draft[k + 1] - self._draft[k]))
+        found = [max(0.0, *net) for net in self._scenarios(drafted=False)]
+        return sum(found) > len(found) * self._rate * (self._draft[k + 1] - self._draft[k])
 
-    def force(self, drafts: int) -> int:
-        """That many drafts in all, whatever they are worth, though the first was not wanted; returns it."""
-        self._forced = drafts
-        if self.seen > self.settled:
-            self._alive, self.settled = self._pending, self.seen
-        return drafts
+    def worth_drafting(self) -> int:
+        """Drafts worth their drafting at the start, as those that are not sure enough may be dropped afterwards."""
+        found = list(self._scenarios(drafted=True))
+        net = [0.0]
+        for depth in range(1, len(self._draft)):
+            gain = sum(max(0.0, *each[:depth]) for each in found) / len(found)
+            net.append(gain - self._rate * self._draft[depth])
+        return _best(net)
+
+    def limit(self, counts: Sequence[int]) -> None:
+        """Drafts that the rows turned out to have."""
+        self._room = [min(limit, count) for limit, count in zip(self._room, counts, strict=True)]
 
     def show(self, confidence: Sequence[float] | None, *, drafted: bool) -> int:
         """The next depth's confidence [B] -> how many drafts are wanted from it on, this one included; 0 is final
@@ -86,28 +96,64 @@ class RoundPlan:
         None: the proposer does not say. `drafted`: the rest of the chain is drafted already, and costs nothing more.
         """
         k = self.settled
-        this = self._pending = self._alive * self._estimator.see(self.outlook, confidence) * self._may[:, k]
+        this = self._pending = self._next(self._estimator.see(self.outlook, confidence))
         self.seen, self.told = k + 1, confidence is not None
-        net = self._net(this, np.cumprod(self._estimator.ahead(self.outlook), 1), drafted)
-        self.least_bad = 1 + int(net.argmax())
-        wanted = max(self.least_bad if net.max() > 0 else 0, self._forced - k)
+        net = self._net(this, self._estimator.ahead(self.outlook), drafted)
+        best = _best(net)
+        self.least_bad = 1 + best
+        wanted = max(self.least_bad if net[best] > 0 else 0, self._forced - k)
         if wanted:
             self._alive, self.settled = this, k + 1
         if wanted == 1 and not drafted and self.worth_looking():
             return 2
         return wanted
 
-    def limit(self, counts: Sequence[int]) -> None:
-        """Drafts that the rows turned out to have."""
-        self._may = self._may * (np.arange(self._may.shape[1]) < np.array(counts)[:, None])
+    def force(self, drafts: int) -> int:
+        """That many drafts in all, whatever they are worth, though the first was not wanted; returns it."""
+        self._forced = drafts
+        if self.seen > self.settled:
+            self._alive, self.settled = self._pending, self.seen
+        return drafts
 
-    def _net(self, this: Array, rest: Array, drafted: bool) -> Array:
-        """Tokens gained less ρ times the time, of verifying 1 … K-k drafts more: [..., K-k].
+    # ------------------------------------------------------------------ sums
 
-        this [..., B]: survival of the next draft; rest [..., B, K-k-1]: of those after it, given that.
+    def _next(self, estimates: Sequence[float]) -> list[float]:
+        """a_k [B] of the next draft -> its survival, 0 in rows that have no such draft."""
+        k = self.settled
+        return [s * a if k < limit else 0.0 for s, a, limit in zip(self._alive, estimates, self._room, strict=True)]
+
+    def _gains(self, this: Sequence[float], ahead: Sequence[Sequence[float]]) -> list[float]:
+        """Expected accepted tokens of each of the K-k next depths, all rows together.
+
+        this [B]: survival of the next draft; ahead [B, K-k-1]: a of those after it, given that.
         """
         k = self.settled
-        later = (this[..., None] * rest * self._may[:, k + 1 :]).sum(-2)
-        gains = np.concatenate([this.sum(-1)[..., None], later], -1).cumsum(-1)
-        cost = self._verify[k + 1 :] - self._verify[k]
-        return gains - self._rate * (cost if drafted else cost + self._draft[k + 1 :] - self._draft[k + 1])
+        gains = [0.0] * (len(self._draft) - 1 - k)
+        for survival, row, limit in zip(this, ahead, self._room, strict=True):
+            if not survival:
+                continue
+            gains[0] += survival
+            for place, a in enumerate(row[: limit - k - 1], 1):
+                survival *= a
+                gains[place] += survival
+        return gains
+
+    def _net(self, this: Sequence[float], ahead: Sequence[Sequence[float]], drafted: bool) -> list[float]:
+        """Tokens gained less ρ times the time, of verifying 1 … K-k drafts more."""
+        k, net, gained = self.settled, [], 0.0
+        cost = self._verify if drafted else self._cost
+        start = self._verify[k] if drafted else self._verify[k] + self._draft[k + 1]
+        for place, gain in enumerate(self._gains(this, ahead), k + 1):
+            gained += gain
+            net.append(gained - self._rate * (cost[place] - start))
+        return net
+
+    def _scenarios(self, drafted: bool) -> list[list[float]]:
+        """`_net` for each of the estimator's scenarios of the next confidence."""
+        scenarios = self._estimator.scenarios(self.outlook)
+        return [self._net(self._next(this), ahead, drafted) for this, ahead in scenarios]
+
+
+def _best(values: Sequence[float]) -> int:
+    """The place of the largest, the first of equals."""
+    return max(range(len(values)), key=values.__getitem__)

@@ -145,7 +145,9 @@ class HeadProposer(Proposer):
         width = token_ids.shape[1]
         if not width:
             return Proposal.empty(rows, self._device)
-        q = chain and scatter_to_target(chain.distributions(), *vocabularies)
+        q = None
+        if chain is not None:
+            q = scatter_to_target(chain.distributions(), *vocabularies)
         return Proposal(token_ids, [min(count, width) for count in counts], q, confidence=confidence)
 
     def rehearse(self, requests: Sequence[Request], depth: int) -> bool:

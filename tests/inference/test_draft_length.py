@@ -427,8 +427,8 @@ def test_measuring_a_batch_size_stays_within_its_budget(make_llm):  # noqa: F811
     llm.generate(token_prompts("plain"), SamplingParams(temperature=0, max_tokens=3), False)
     assert perf_counter() - started < 2
     verify, draft = llm.engine.draft_length._costs.of([SimpleRequest()])
-    assert verify.min() > 0
-    assert draft[1:].min() > 0
+    assert min(verify) > 0
+    assert min(draft[1:]) > 0
     assert draft[0] == 0
 
 
