@@ -99,12 +99,12 @@ class DynamicTree:
     def draws(self, depth: int) -> int:
         """Tokens sampled at `depth` (from 0). What is drawn must be verified, so a sampled tree is not pruned but has
         its budget dealt out to the levels before anything is drawn."""
-        dealt = [self.budget // self.depth + (d < self.budget % self.depth) for d in range(self.depth)]
-        for d in range(self.depth - 1):  # the first level has one parent
-            most = self.topk if d == 0 else self.topk**2
-            dealt[d + 1] += max(0, dealt[d] - most)
-            dealt[d] = min(dealt[d], most)
-        return min(dealt[depth], self.topk**2)
+        left = self.budget
+        for level in range(depth + 1):
+            most = self.topk if level == 0 else self.topk**2  # the first level has one parent
+            dealt = min(-(-left // (self.depth - level)), most)
+            left -= dealt
+        return dealt
 
 
 TreeShape = StaticTree | DynamicTree

@@ -227,7 +227,7 @@ def small(tiny_model):
 
 
 SMALL_PROMPT = [3, 4, 5, 3, 4, 5, 6, 3]
-WRITTEN, SAMPLES, ALPHA = 4, 2000, 1e-6
+WRITTEN, SAMPLES, ALPHA = 4, 3000, 1e-6
 
 
 def exact_joint(model, params) -> torch.Tensor:
