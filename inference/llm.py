@@ -11,6 +11,7 @@ It owns the tokenizer, checks every prompt before any is run, and turns requests
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ from inference.metrics import EngineCounters
 from inference.outputs import RequestOutput
 from inference.proposers.base import Proposer
 from inference.proposers.head import HeadProposer
-from inference.rejection_sampler import AUTO
+from inference.rejection_sampler import AUTO, is_lossless
 from inference.request import Request
 from inference.response import Response
 from inference.sampler import make_generator
@@ -88,6 +89,12 @@ class LLM:
     ) -> None:
         source: dict[str, Any] = dict(trust_remote_code=trust_remote_code, revision=revision)
         config = parse_speculative_config(complete(read_options(others, speculative_config), model, **source))
+        if not is_lossless(config.rejection_sample_method):
+            warnings.warn(
+                f"rejection_sample_method={config.rejection_sample_method!r} does not preserve the target's "
+                f"distribution above temperature 0; {AUTO!r} does",
+                stacklevel=2,
+            )
         sizes = {"tensor_parallel_size": tensor_parallel_size} | {n: others[n] for n in PARALLEL_SIZES if n in others}
         keep_on_one_device(model, sizes, device=default_device(device), dtype=dtype, **source)
         target = load_target(model, dtype=dtype, device=default_device(device), **source)
