@@ -138,9 +138,12 @@ def _ours(model: Any, head: Path, k: int) -> tuple[list[list[int]], list[list[li
     prompts = [{"prompt_token_ids": p} for p in PROMPTS]
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=WRITTEN), use_tqdm=False)
     further = SamplingParams(temperature=0, max_tokens=WRITTEN + k + 1)
+    counters = SpecDecodeCounters()
+    for output in outputs:
+        counters.merge(output.outputs[0].spec_decode_metrics)
     texts = [o.outputs[0].token_ids for o in llm.generate(prompts, further, use_tqdm=False, speculate=False)]
     assert [text[:WRITTEN] for text in texts] == [o.outputs[0].token_ids for o in outputs]
-    return texts, [drafts[str(i)] for i in range(len(PROMPTS))], llm.get_metrics()
+    return texts, [drafts[str(i)] for i in range(len(PROMPTS))], counters
 
 
 def _count(drafts: list[list[list[int]]], texts: list[list[int]]) -> SpecDecodeCounters:
