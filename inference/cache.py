@@ -243,6 +243,7 @@ class RaggedView(Cache):
         self._cache, self._start, self._stop = cache, start, stop
         self._lengths, self._past, self._T = lengths, max(lengths), num_new_tokens
         self._end = self._past + num_new_tokens  # S
+        self.capacity = cache.capacity
         self._equal = min(lengths) == self._past
         self._flat_index: dict[tuple[int, int], Tensor] = {}  # (kv_heads, capacity) -> [b·kv_heads·T], all layers share
 

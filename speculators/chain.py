@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from speculators.attention import unrolled_attention
+from speculators.cached_attention import cached_attends
 from speculators.decoder import Attend, Rotary, RotaryTable
 from speculators.drafter import Drafter, DraftStep, Grow, term_paths
 from speculators.target import TargetFeatures
@@ -197,27 +198,7 @@ class ChainDrafter(Drafter):
         `placed`: their positions [b, M] and what they see, bool [b, 1, M, S], where they are no text."""
         M = token_ids.shape[1]
         position_ids, mask = placed or (cache.position_ids(start, stop, M), cache.mask(start, stop, M))
-        causal = M > 1
-        view = cache.view(start, stop, M)
-
-        def attend(layer: int) -> Callable:
-            def inner(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-                k, v = view.update(k, v, layer)
-                if not q.shape[2]:
-                    return q
-                return nn.functional.scaled_dot_product_attention(
-                    q,
-                    k,
-                    v,
-                    attn_mask=mask,
-                    is_causal=mask is None and causal,
-                    scale=scale,
-                    enable_gqa=q.shape[1] != k.shape[1],
-                )
-
-            return inner
-
-        attends = [attend(i) for i in range(self.attention_layers)]
+        attends = cached_attends(cache.view(start, stop, M), mask, M, self.attention_layers)
         rotary = self.rotary(position_ids, state, cache.capacity)
         return self.run(self.embed(token_ids, position_ids), state, rotary, attends, asking)
 

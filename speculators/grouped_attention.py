@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from transformers.masking_utils import sdpa_mask
 
 NAME = "draftsmith_grouped"
 MOST_QUERIES = 16  # tokens; with more, the repetition is paid for
+_repeated: ContextVar[dict[int, Tensor] | None] = ContextVar("repeated", default=None)  # masks of the forward, by id
 PLAIN = {"is_causal", "position_ids", "cache_position", "use_cache", "sliding_window", "output_attentions"}  # no maths
 
 
@@ -33,21 +35,37 @@ def grouped_attention(
     **others,
 ) -> tuple[Tensor, None]:
     """query [B, h, T, d], key and value [B, g, S, d], additive mask [B or 1, 1, T, S] -> [B, T, h, d]."""
-    B, h, T, d = query.shape
-    groups = key.shape[1]
+    h, T, groups = query.shape[1], query.shape[2], key.shape[1]
     changing = {name for name, given in others.items() if given is not None} - PLAIN
     whole = (T == 1 and attention_mask is None) or (attention_mask is not None and attention_mask.dim() == 4)
     if T > MOST_QUERIES or groups == h or not whole or dropout or changing:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
         )
-    repeat = h // groups
+    mask = None
     if attention_mask is not None:
-        attention_mask = attention_mask[..., : key.shape[2]].repeat(1, 1, repeat, 1)  # [B, 1, r·T, S]
-    attended = nn.functional.scaled_dot_product_attention(
-        query.reshape(B, groups, repeat * T, d), key, value, attn_mask=attention_mask, scale=scaling
-    )
-    return attended.view(B, h, T, d).transpose(1, 2), None
+        kept = _repeated.get()
+        mask = None if kept is None else kept.get(id(attention_mask))
+        if mask is None:
+            mask = repeat_mask(attention_mask[..., : key.shape[2]], h // groups)
+            if kept is not None:
+                kept[id(attention_mask)] = mask
+    return attend_grouped(query, key, value, mask, scaling).transpose(1, 2), None
+
+
+def attend_grouped(
+    query: Tensor, key: Tensor, value: Tensor, repeated_mask: Tensor | None, scale: float | None
+) -> Tensor:
+    """query [B, h, T, d], key and value [B, g, S, d], a mask of `repeat_mask` -> [B, h, T, d]. None: no mask at all."""
+    B, h, T, d = query.shape
+    side_by_side = query.reshape(B, key.shape[1], h // key.shape[1] * T, d)
+    attended = nn.functional.scaled_dot_product_attention(side_by_side, key, value, repeated_mask, scale=scale)
+    return attended.view(B, h, T, d)
+
+
+def repeat_mask(mask: Tensor, repeat: int) -> Tensor:
+    """[B, 1, T, S] -> [B, 1, r·T, S]."""
+    return mask.repeat(1, 1, repeat, 1)
 
 
 @contextmanager
@@ -58,9 +76,11 @@ def decoding(config: PretrainedConfig, wanted: bool) -> Iterator[None]:
         yield
         return
     config._attn_implementation = NAME
+    token = _repeated.set({})
     try:
         yield
     finally:
+        _repeated.reset(token)
         config._attn_implementation = before
 
 

@@ -137,6 +137,11 @@ class FrozenTarget(nn.Module):
         return self._device
 
     @property
+    def has_window(self) -> bool:
+        """Whether some layers attend to the latest positions only."""
+        return self._has_sliding
+
+    @property
     def embed_tokens(self) -> nn.Module:
         """The input embedding as the architecture has it, with its scale where the module applies one (Gemma)."""
         return self._parts.embed_tokens

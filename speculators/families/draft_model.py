@@ -21,6 +21,7 @@ from speculators.config import DrafterConfig
 from speculators.drafter import Drafter, DraftStep, Grow, term_paths
 from speculators.errors import ConfigError
 from speculators.options import Count, DrafterOptions, PositiveInt
+from speculators.plain_decoder import PlainDecoder, plain_decoder
 from speculators.student import build_model, config_of, copy_layers, cut_fields, cut_layers, plain_fields
 from speculators.surfaces import same_vocabulary
 from speculators.target import FrozenTarget, TargetFeatures
@@ -167,6 +168,7 @@ class DraftModel(Drafter):
         self.token_map: TokenMap | None = None
         self.tokenizer: Any = None  # goes into the export, which is a model like any other
         self._runners: list[FrozenTarget] = []  # in a list, so that nn.Module does not register it
+        self._plain: PlainDecoder | None = None  # the same in fewer calls, while frozen
         self._shared: Tensor | None = None
 
     # -------------------------------------------------------------- the model
@@ -184,7 +186,7 @@ class DraftModel(Drafter):
 
     def take_model(self, model: Any) -> None:
         """Another one of the same configuration in its place."""
-        self._runners, self.model = [], model.eval()
+        self._runners, self._plain, self.model = [], None, model.eval()
 
     def state_of_model(self) -> dict[str, Tensor]:
         """The tensors of the model, with an adapter's merged."""
@@ -288,10 +290,12 @@ class DraftModel(Drafter):
     def freeze(self) -> Drafter:
         if self.adapter is not None:
             self.adapter.merge()
+        self._plain = plain_decoder(self.runner)
         return super().freeze()
 
     def thaw(self) -> None:
         super().thaw()
+        self._plain = None
         if self.adapter is not None:
             self.adapter.unmerge()
 
@@ -401,7 +405,7 @@ class DraftModel(Drafter):
             depths = torch.cat([depths, depths.new_full((len(base), width), depth)], dim=1)  # of all drafts so far
             keys = first + torch.where(index < 0, index, depths.gather(1, index.clamp(0, spread - 1)))
             positions, view = self._positions(first + depth), cache.view(start, stop, width)
-            states = self.runner(self._known(level.token_ids), positions.expand(-1, width), mask, view, keys)[1]
+            states = self._run(self._known(level.token_ids), positions.expand(-1, width), mask, view, keys)[1]
             for row in range(start, stop):
                 cache.advance(row, width)
             depth += 1
@@ -429,10 +433,14 @@ class DraftModel(Drafter):
         M = token_ids.shape[1]
         positions, mask = self._positions(cache.position_ids(start, stop, M)), cache.mask(start, stop, M)
         view = cache.view(start, stop, M)
-        states = self.runner(token_ids, positions, mask, view)[1]
+        states = self._run(token_ids, positions, mask, view)[1]
         if self.token_map is not None:  # a target token may be spelt by nothing: the state before it is asked for then
             view.update(states[:, None], states[:, None, :, :1], self.runner.num_layers)
         return states
+
+    @property
+    def _run(self) -> PlainDecoder | FrozenTarget:
+        return self.runner if self._plain is None else self._plain
 
     def _newest(self, cache, start: int, stop: int, states: Tensor, counts: Sequence[int]) -> Tensor:
         """The state after the last token of each row [b, D]."""
