@@ -1,33 +1,31 @@
 """What a round costs: V(n), a forward of the target over n tokens per row, and D(k), drafting k tokens per row.
 
 Measured where they are spent: the first round of a batch size runs forwards of several widths over the rows as they
-are, at the context they have, rolls them back by not counting them, and takes medians of interleaved repeats. From then
-on every round corrects the figures, since contexts grow and machines slow down. Or given, and then never changed, which
+are, at the context they have, rolls them back by not counting them, and takes the best of interleaved repeats (what
+disturbs a forward only ever makes it longer). From then on every round corrects the figures (inference/cost_curve.py),
+since contexts grow and machines slow down. Or given, and then never changed, which
 makes draft lengths a function of the text alone. Must not know what the costs are used for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
-from statistics import median
 from time import perf_counter
 
 import numpy as np
-from numpy.typing import NDArray
 
+from inference.cost_curve import Array, CostCurve
 from inference.proposers.base import Proposer
 from inference.request import Request
 from speculators.errors import ConfigError
 
-Array = NDArray[np.float64]
 Forward = Callable[[int, int], None]  # (rows, tokens per row): one forward over rows as they are, and waits for it
 
-BUDGET = 0.3  # seconds that measuring one batch size may take, where two repeats of each part take less
-REPEATS = 7
+BUDGET = 0.5  # seconds that measuring one batch size may take, where three repeats of each part take less
+LEAST_REPEATS, REPEATS = 3, 9
 ALIKE = 1.5  # batch sizes within this ratio share what was measured
-DRIFT, OWN = 0.02, 0.1  # how fast all figures, and the one of the width at hand, follow a round's time
-WILD = 0.5  # a round further off than this share of its figure counts as that far: a pause of the machine is no cost
 
 
 class RoundCosts:
@@ -66,66 +64,53 @@ class MeasuredCosts(RoundCosts):
 
     def __init__(self, num_speculative_tokens: int) -> None:
         self._depth = num_speculative_tokens
-        self._tables: dict[int, tuple[Array, Array]] = {}  # by batch size
-        self._rounds: dict[int, int] = {}
+        self._curves: dict[int, tuple[CostCurve, CostCurve | None]] = {}  # by batch size: V, and D where it takes time
 
     def attach(self, proposer: Proposer, forward: Forward) -> None:
         self._proposer, self._forward = proposer, forward
 
     def of(self, rows: Sequence[Request]) -> tuple[list[float], list[float]]:
         size = len(rows)
-        if size not in self._tables:
-            near = min(self._tables, key=lambda other: max(other / size, size / other), default=0)
+        if size not in self._curves:
+            near = min(self._curves, key=lambda other: max(other / size, size / other), default=0)
             if near and max(near / size, size / near) <= ALIKE:
-                verify, draft = self._tables[near]
-                self._tables[size] = verify.copy(), draft.copy()
+                self._curves[size] = deepcopy(self._curves[near])
             else:
-                self._tables[size] = self._measure(rows)
-            self._rounds[size] = 0
-        verify, draft = self._tables[size]
-        return verify.tolist(), draft.tolist()
+                self._curves[size] = self._measure(rows)
+        verify, draft = self._curves[size]
+        return verify.figures(), [0.0] * (self._depth + 1) if draft is None else [0.0, *draft.figures()]
 
     def learn(self, rows: int, depth: int, width: int, draft_time: float, verify_time: float) -> None:
-        verify, draft = self._tables[rows]
-        self._rounds[rows] += 1
-        drift = max(DRIFT, 1 / self._rounds[rows])  # the first rounds tell what no forward did: sampling, bookkeeping
-        _follow(verify, width, verify_time, drift)
-        if depth:
-            _follow(draft[1:], depth - 1, draft_time, drift)
+        verify, draft = self._curves[rows]
+        verify.learn(width, verify_time)
+        if depth and draft is not None:
+            draft.learn(depth - 1, draft_time)
 
-    def _measure(self, rows: Sequence[Request]) -> tuple[Array, Array]:
+    def _measure(self, rows: Sequence[Request]) -> tuple[CostCurve, CostCurve | None]:
         most = self._depth
         widths = sorted({0, 1, 2, 3, most // 2, (3 * most) // 4, most} & set(range(most + 1)))
         parts: dict[tuple[str, int], Callable[[], object]] = {
             ("verify", w): partial(self._forward, len(rows), w + 1) for w in widths
         }
-        if self._proposer.rehearse(rows, most):
-            parts |= {("draft", k): partial(self._proposer.rehearse, rows, k) for k in sorted({1, most})}
-        times: dict[tuple[str, int], list[float]] = {part: [] for part in parts}
+        drafts = sorted({1, most})
+        if rehearses := self._proposer.rehearse(rows, most):
+            parts |= {("draft", k): partial(self._proposer.rehearse, rows, k) for k in drafts}
+        best = dict.fromkeys(parts, np.inf)
         deadline = perf_counter() + BUDGET
         for repeat in range(-1, REPEATS):  # the first one warms up
             for part, run in parts.items():
                 started = perf_counter()
                 run()
                 if repeat >= 0:
-                    times[part].append(perf_counter() - started)
-            if repeat >= 1 and perf_counter() > deadline:
+                    best[part] = min(best[part], perf_counter() - started)
+            if repeat >= LEAST_REPEATS - 1 and perf_counter() > deadline:
                 break
-        medians = {part: median(values) for part, values in times.items()}
-        every = np.arange(most + 1)
-        verify = np.interp(every, widths, [medians["verify", w] for w in widths])
-        draft = np.zeros(most + 1)
-        if ("draft", 1) in medians:
-            first, last = medians["draft", 1], max(medians["draft", most], medians["draft", 1])
-            draft[1:] = np.linspace(first, last, most)
-        return np.maximum.accumulate(verify), draft
+        verify = _between(range(most + 1), widths, [best["verify", w] for w in widths])
+        if not rehearses:
+            return CostCurve(verify), None
+        return CostCurve(verify), CostCurve(_between(range(1, most + 1), drafts, [best["draft", k] for k in drafts]))
 
 
-def _follow(figures: Array, place: int, found: float, drift: float) -> None:
-    """Moves figures [n], in place, by the share that one of them turned out to be off."""
-    if not figures[place]:
-        return
-    most = WILD if drift < 1 else 20.0
-    error = min(max(found / figures[place] - 1, -WILD), most)
-    figures *= 1 + drift * error
-    figures[place] *= 1 + OWN * (1 - drift) * error
+def _between(places: Sequence[int], known: Sequence[int], figures: Sequence[float]) -> Array:
+    """Figures of all places, from those that are known, never falling."""
+    return np.maximum.accumulate(np.interp(np.array(places), known, np.maximum.accumulate(figures)))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Annotated
 
@@ -73,7 +74,8 @@ def engines(target: str, drafter: str, most: int, rows: int) -> dict[str, LLM]:
 def timed(
     llms: Mapping[str, LLM], prompts: Prompts, params: SamplingParams, repeats: int, console: Console
 ) -> dict[str, dict[str, float]]:
-    """Workload -> length -> tokens per second, over all repeats."""
+    """Workload -> length -> tokens per second, by the median of the repeats' times; "all": of all workloads' medians
+    added."""
     device = next(iter(llms.values())).engine.target.device
     runs: dict[str, dict[str, list[TimedRun]]] = {w: {name: [] for name in llms} for w in prompts}
 
@@ -88,12 +90,10 @@ def timed(
                 if turn >= 0:
                     runs[workload][name].append(run)
         console.print(f"pass {turn + 2} of {repeats + 1}")
-    rates = {
-        workload: {name: sum(r.tokens for r in each) / sum(r.seconds for r in each) for name, each in found.items()}
-        for workload, found in runs.items()
-    }
-    everything = {name: [run for found in runs.values() for run in found[name]] for name in llms}
-    rates["all"] = {n: sum(r.tokens for r in each) / sum(r.seconds for r in each) for n, each in everything.items()}
+    tokens = {w: {name: each[0].tokens for name, each in found.items()} for w, found in runs.items()}
+    seconds = {w: {name: median(r.seconds for r in each) for name, each in found.items()} for w, found in runs.items()}
+    rates = {w: {name: tokens[w][name] / seconds[w][name] for name in llms} for w in prompts}
+    rates["all"] = {n: sum(tokens[w][n] for w in prompts) / sum(seconds[w][n] for w in prompts) for n in llms}
     return rates
 
 

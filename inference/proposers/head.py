@@ -263,7 +263,7 @@ class _Asking:
     def __call__(self, logits: Tensor) -> Tensor:
         """[b, V_draft] of the next depth -> [b] target ids."""
         logits = logits.float()
-        confidence = (logits.amax(-1) - logits.logsumexp(-1)).exp()
+        confidence = logits.softmax(-1).amax(-1)
         if self._go_on is None:
             self.confidences.append(confidence)
             return self._sample(logits)
