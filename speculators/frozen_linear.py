@@ -22,13 +22,17 @@ class FrozenLinear:
         self.packed = _pack(self.weight) if _packs(self.weight) else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, -2)  # two dimensions: a strided batch of one would go through bmm, at four times the price
-        packed = self.packed is not None and rows.dtype == torch.bfloat16 and len(rows) > 0
-        if packed and not torch.is_grad_enabled():
-            out = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
+        shape = x.shape  # two dimensions: a strided batch of one would go through bmm, at four times the price
+        rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
+        if self.packed is not None and x.dtype == torch.bfloat16 and not torch.is_grad_enabled() and x.numel():
+            out = _linear(rows, self.packed, self.bias, "none", [], "")
         else:
             out = nn.functional.linear(rows, self.weight, self.bias)
-        return out.unflatten(0, x.shape[:-1]) if x.dim() != 2 else out
+        return out if len(shape) == 2 else out.view(*shape[:-1], -1 if len(rows) else self.weight.shape[0])
+
+
+def _linear(*arguments):
+    return torch.ops.mkldnn._linear_pointwise(*arguments)
 
 
 def freeze_linears(module: nn.Module) -> None:

@@ -63,29 +63,35 @@ class SuffixProposer(Proposer):
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
         for row in [row for row in self._rows if row >= len(requests)]:
             self.reset(row)
-        drafts = []
+        drafts, confidence = [], []
         for row, request in enumerate(requests):
             if row not in self._rows:
                 self._rows[row] = _Row(request, self._depth)
             self._rows[row].catch_up()
-            drafts.append(self._draft(self._rows[row], min(limits[row], self.num_speculative_tokens)))
-        return Proposal.deterministic(drafts, self._device)
+            tokens, sure = self._draft(self._rows[row], min(limits[row], self.num_speculative_tokens))
+            drafts.append(tokens)
+            confidence.append(sure)
+        proposal = Proposal.deterministic(drafts, self._device)
+        padded = [sure + [0.5] * (proposal.width - len(sure)) for sure in confidence]
+        proposal.confidence = torch.tensor(padded, dtype=torch.float64).view(len(drafts), proposal.width)
+        return proposal
 
-    def _draft(self, row: _Row, most: int) -> list[int]:
+    def _draft(self, row: _Row, most: int) -> tuple[list[int], list[float]]:
         """Of all matches the draft of the highest score; of equals the request's own, then the longest match's."""
         earlier = self._store.counts
         matches = earlier.matches(row.request.token_ids[1 - self._depth :])
         found = [(row.counts, row.counts.endings()), (earlier, matches)]
         drafted: list[int] = []
+        confidence: list[float] = []
         best = 0.0
         for counts, matches in found:
             for state, shortest, longest in matches:
                 # a state's patterns have one continuation: the length among them that allows the longest draft
                 budget = self._budget[min(max(self._ample, shortest), longest)]
-                tokens, score = counts.follow(state, min(most, budget), self._least_probability)
+                tokens, score, sure = counts.follow(state, min(most, budget), self._least_probability)
                 if score > best:
-                    drafted, best = tokens, score
-        return drafted
+                    drafted, best, confidence = tokens, score, sure
+        return drafted, confidence
 
     def reset(self, row: int) -> None:
         """Forgets the row; a response that was finished there is remembered."""

@@ -103,12 +103,14 @@ class SuffixCounts:
                 v, matched = u, matched + 1
         return self._shorter(v, matched)
 
-    def follow(self, state: int, most: int, least_probability: float) -> tuple[list[int], float]:
+    def follow(self, state: int, most: int, least_probability: float) -> tuple[list[int], float, list[float]]:
         """The most frequent continuation of a state's patterns, `most` tokens at most, as long as its estimated
-        probability, the product of the counts' ratios, is not below `least_probability`; and the sum of these
-        probabilities, the number of tokens expected to be right."""
+        probability, the product of the counts' ratios, is not below `least_probability`; the sum of these
+        probabilities, the number of tokens expected to be right; and how sure each token is once those before it were
+        right, which is surer the more often the pattern was seen."""
         count, best, follower = self._count, self._token, self._next
         tokens: list[int] = []
+        sure: list[float] = []
         probability, score = 1.0, 0.0
         while len(tokens) < most and best[state] >= 0:
             after = follower[state]
@@ -116,9 +118,10 @@ class SuffixCounts:
             if probability < least_probability or not count[after]:
                 break
             tokens.append(best[state])
+            sure.append(count[after] / (count[state] + 1))
             score += probability
             state = after
-        return tokens, score
+        return tokens, score, sure
 
     def _step(self, state: int, token: int) -> int:
         """The state of the patterns followed by the token, or -1."""

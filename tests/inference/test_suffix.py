@@ -35,7 +35,7 @@ def check_counts(counts: SuffixCounts, texts, vocabulary: int) -> None:
         state, shortest, longest = counts.matches(pattern)[0]
         assert shortest <= longest == len(pattern) and counts._count[state] == count, pattern
         following = {token: expected[(*pattern, token)] for token in range(vocabulary)}
-        tokens, score = counts.follow(state, 1, 0.0)
+        tokens, score, _ = counts.follow(state, 1, 0.0)
         if max(following.values()) == 0:
             assert tokens == []
         else:
@@ -186,3 +186,15 @@ def test_nothing_is_remembered_with_no_cached_requests():
 def test_depth_is_checked():
     with pytest.raises(ConfigError, match="suffix_decoding_max_tree_depth=1"):
         SuffixProposer(8, **OPTIONS | {"max_tree_depth": 1})
+
+
+def test_confidence_grows_with_what_was_seen():
+    """Of each draft, in (0, 1): surer after three times the same than after once, unsure where the counts differ."""
+    proposer = SuffixProposer(8, **OPTIONS | {"max_cached_requests": 0, "min_token_prob": 0.0})
+    told = []
+    for text in ([1, 2, 3, 9, 1, 2], [1, 2, 3, 9] * 3 + [1, 2], [9, 1, 2, 3, 9, 1, 2, 4, 9, 1, 2]):
+        proposer.reset(0)
+        proposal = proposer.propose([request(text)], [1])
+        assert proposal.token_ids.shape == proposal.confidence.shape == (1, 1)
+        told.append(float(proposal.confidence))
+    assert 0 < told[2] < told[0] < told[1] < 1
