@@ -65,37 +65,39 @@ def cached_folder(path_or_id: str, revision: str | None = None) -> Path:
 
 def hub_trouble(error: BaseException) -> str | None:
     """What the Hub's client means by an exception, or by what it came from, and what to do; None: it is not its."""
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     seen = list(_chain(error))
-
-    def some(*kinds: type[BaseException]) -> bool:
-        return any(isinstance(each, kinds) for each in seen)
-
-    if some(errors.OfflineModeIsEnabled) or (some(errors.LocalEntryNotFoundError) and _offline()):
+    absent = any(isinstance(each, errors.LocalEntryNotFoundError) for each in seen)
+    if any(isinstance(each, errors.OfflineModeIsEnabled) for each in seen) or (absent and constants.HF_HUB_OFFLINE):
         return "not in the cache, and HF_HUB_OFFLINE forbids asking the Hub; unset it, or fetch it with `hf download`"
-    if some(errors.HFValidationError):
+    if words := next((words for each in seen if (words := _words_for(each))), None):
+        return words
+    return "the Hub could not be reached; try again later" if absent or is_network_error(error) else None
+
+
+def _words_for(error: BaseException) -> str | None:
+    """Of one exception of the client's."""
+    from huggingface_hub import errors
+
+    status = http_status(error)
+    if isinstance(error, errors.HFValidationError):
         return "no such folder, and not the id of a repository, which is org/name"
-    if some(errors.GatedRepoError):
+    if isinstance(error, errors.GatedRepoError):
         return f"access is granted on its page, to the account whose token is used ({TOKEN_HINT})"
-    if some(errors.RevisionNotFoundError):
-        return "the repository has no such revision"
-    status = next((code for each in seen if (code := http_status(each))), None)
-    if status == 401 and not _missing(seen):
-        return f"the Hub does not accept the token; renew it ({TOKEN_HINT})"
-    if some(errors.RepositoryNotFoundError):
+    if isinstance(error, errors.RepositoryNotFoundError):
         return f"the Hub has no such repository, or it is private and not for this token ({TOKEN_HINT})"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "the repository has no such revision"
+    if isinstance(error, errors.RemoteEntryNotFoundError):
+        return "the repository lacks a file that is needed"
+    if status == 401:
+        return f"the Hub does not accept the token; renew it ({TOKEN_HINT})"
     if status == 403:
         return f"the token is not allowed to do this; use one with the permission ({TOKEN_HINT})"
-    if some(errors.EntryNotFoundError) and not some(errors.LocalEntryNotFoundError):
-        return "the repository lacks a file that is needed"
     if status in TRANSIENT:
         return f"the Hub answered with status {status}; try again later"
-    if status is not None:
-        return f"the Hub answered with status {status}: {' '.join(str(error).split())}"
-    if some(errors.LocalEntryNotFoundError) or is_network_error(error):
-        return "the Hub could not be reached; try again, or fetch it beforehand"
-    return None
+    return None if status is None else f"the Hub answered with status {status}: {' '.join(str(error).split())}"
 
 
 TRANSIENT = (408, 429, 500, 502, 503, 504)
@@ -122,19 +124,6 @@ def http_status(error: BaseException) -> int | None:
     return getattr(getattr(error, "response", None), "status_code", None)
 
 
-def _missing(errors: list[BaseException]) -> bool:
-    """Whether a status of 401 stands for a repository that is not there: how the Hub answers without a token."""
-    return any(
-        getattr(getattr(each, "response", None), "headers", {}).get("X-Error-Code") == "RepoNotFound" for each in errors
-    )
-
-
-def _offline() -> bool:
-    from huggingface_hub import constants
-
-    return constants.HF_HUB_OFFLINE
-
-
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """The exception and those that it came from."""
     seen: set[int] = set()
@@ -142,4 +131,4 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     while current is not None and id(current) not in seen:
         seen.add(id(current))
         yield current
-        current = current.__cause__ or current.__context__
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)

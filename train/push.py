@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import yaml
+from safetensors import SafetensorError
 
 from inference.model_card import CardFacts, model_card
 from inference.provenance import weights_sha256
@@ -169,7 +170,7 @@ def _check(found: Found, options: PushOptions) -> None:
                 "can load; export the merged model (drafter.peft_export: merged), or train on a repository id"
             )
         load_weights(family_class(found.config.family)(found.config), found.export)
-    except DraftsmithError as error:
+    except (DraftsmithError, SafetensorError) as error:
         if not options.force:
             raise CheckpointError(f"push: nothing was sent: {error} (--force sends it all the same)") from error
         found.notes.append(f"sent although it is broken: {error}")

@@ -7,7 +7,7 @@ Knows nothing of drafters.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,14 +45,7 @@ class Pushed:
         return f"{repository} ({'private' if self.private else 'public'}): {said}"
 
 
-def upload(
-    folder: Path,
-    to: Destination,
-    message: str,
-    *,
-    own: tuple[str, ...] = (),
-    wait: Callable[[float], None] = time.sleep,
-) -> Pushed:
+def upload(folder: Path, to: Destination, message: str, *, own: tuple[str, ...] = ()) -> Pushed:
     """Makes the repository hold what `folder` holds. `own`: files that are removed there if `folder` lacks them.
 
     ConfigError before anything is sent if the repository is public and `to` is private, or if it holds other weights;
@@ -80,7 +73,7 @@ def upload(
         except _Transient:
             if attempt == ATTEMPTS or to.create_pr:  # which would open another one
                 raise
-            wait(2.0**attempt)
+            time.sleep(2.0**attempt)
     return Pushed(commit.pr_url or commit.commit_url, bool(found.private), commit.oid != found.sha)
 
 
@@ -110,15 +103,9 @@ class _Transient(HubError):
 
 def _prepare(api: Any, to: Destination, folder: Path) -> Any:
     """The repository's state before, on the branch that is written; made if it is not there."""
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    try:
-        whole = api.model_info(to.repository)
-    except RepositoryNotFoundError:
-        if to.create_pr:
-            raise
+    if not api.repo_exists(to.repository) and not to.create_pr:
         api.create_repo(to.repository, private=to.private, exist_ok=True)
-        whole = api.model_info(to.repository)
+    whole = api.model_info(to.repository)
     if to.private and whole.private is False:
         raise ConfigError(
             f"push to {to.repository}: it is public already, and a push is private unless told otherwise; pass "
