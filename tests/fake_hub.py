@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -113,6 +114,12 @@ class FakeHub:
     def fail(self, method: str, pattern: str, error: Callable[[Request], Exception], times: int = 1) -> None:
         """The next `times` requests whose path matches get this."""
         self.failures += [(method, pattern, error)] * times
+
+    def hold(self, name: str, folder: Path, revision: str = "main", *, private: bool = False) -> None:
+        """Puts a folder there, as if it had been pushed."""
+        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        repository = self.repositories.setdefault(name, Repository(private))
+        repository.commit(revision, {path: File(content, path.endswith(BINARY)) for path, content in files.items()}, "")
 
     def asked(self, method: str, pattern: str) -> list[Request]:
         return [each for each in self.requests if each.method == method and re.search(pattern, each.path)]
