@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 from safetensors import SafetensorError
@@ -25,6 +26,7 @@ from speculators.errors import CheckpointError, ConfigError, DraftsmithError
 from speculators.export import load_weights, read_drafter_config, read_fields
 from speculators.export.upload import Destination, Pushed, upload
 from speculators.hub import is_repository_id, repository_id
+from speculators.token_map import FILE as TOKEN_MAP
 from train.acceptance import EXPORT, PAGE, REPORT
 from train.push_files import Renaming, link_files, local_paths, renamed, renamed_in_page
 from train.recipe import Recipe
@@ -77,13 +79,13 @@ def stage(folder: str | Path, repository: str, out: Path, options: PushOptions, 
     if target.base_model == repository:
         raise ConfigError(f"push: {repository} is the target itself; name a repository for the drafter")
     out.mkdir(parents=True, exist_ok=True)
-    left_out = link_files(found.export, out, (*WRITTEN, CARD))
-    paths = _paths(found)
+    paths = _paths(found, target)
+    left_out = link_files(found.export, out, paths, (*WRITTEN, CARD))
     if found.report is not None:
         save_report(_without(found.report, paths), out / REPORT)
     if found.report is not None and found.page is not None:
         (out / PAGE).write_text(renamed_in_page(found.page.read_text(encoding="utf-8"), paths), encoding="utf-8")
-    recipe = None if found.recipe is None else _recipe_text(found.recipe)
+    recipe = None if found.recipe is None else _recipe_text(found.recipe, paths)
     if recipe is not None:
         (out / RECIPE).write_text(recipe, encoding="utf-8")
     if (found.export / CARD).is_file():
@@ -169,7 +171,12 @@ def _check(found: Found, options: PushOptions) -> None:
                 f"drafter {found.export}: an adapter of {Path(base).name}, a folder of this machine, which nobody else "
                 "can load; export the merged model (drafter.peft_export: merged), or train on a repository id"
             )
-        load_weights(family_class(found.config.family)(found.config), found.export)
+        config = found.config
+        if getattr(config, "other_tokenizer", False):  # its map can be read only beside the target
+            if not (found.export / TOKEN_MAP).is_file():
+                raise CheckpointError(f"drafter {found.export}: {TOKEN_MAP} is missing; export it again")
+            config = config.model_copy(update={"other_tokenizer": False})
+        load_weights(family_class(config.family)(config), found.export)
     except (DraftsmithError, SafetensorError) as error:
         if not options.force:
             raise CheckpointError(f"push: nothing was sent: {error} (--force sends it all the same)") from error
@@ -192,25 +199,32 @@ def _of_another(report: AcceptanceReport, export: Path) -> str | None:
 
 @dataclass(frozen=True)
 class _Target:
-    """The target as the public may know it."""
+    """The target as others may know it."""
 
     name: str
     base_model: str | None
+    given: tuple[str, ...]  # what it is called here: in the recipe, the report, config.json
 
     @classmethod
     def of(cls, found: Found, options: PushOptions) -> _Target:
-        named = found.recipe.target.model if found.recipe is not None else None
-        if named is None and found.report is not None:
-            named = found.report.provenance.target_name
-        if options.base_model is not None:
-            if not is_repository_id(options.base_model):
-                raise ConfigError(f"--base-model {options.base_model}: expected the id of a repository, org/name")
-            return cls(options.base_model, options.base_model)
-        base = None if named is None else repository_id(named)
+        recipe = found.recipe
+        given = [] if recipe is None else [recipe.target.model]
+        if found.report is not None and (recipe is None or recipe.joint is None):
+            given.append(found.report.provenance.target_name)
+        fields = read_fields(found.export)
+        places = (
+            (fields.get("draftsmith") or {}).get("target"),
+            (fields.get("speculators_config") or {}).get("verifier"),
+        )
+        given += [str(place["name_or_path"]) for place in places if place and place.get("name_or_path")]
+        if options.base_model is not None and not is_repository_id(options.base_model):
+            raise ConfigError(f"--base-model {options.base_model}: expected the id of a repository, org/name")
+        base = options.base_model or (recipe.export.hub_base_model if recipe is not None else None)
+        base = base or (repository_id(given[0]) if given else None)
         if base is None:
-            what = "the target is not known" if named is None else f"the target is a folder here ({Path(named).name})"
+            what = f"the target is a folder here ({Path(given[0]).name})" if given else "the target is not known"
             found.notes.append(f"{what}, so the card names no base_model; give its id with --base-model")
-        return cls(base or ("TARGET" if named is None else Path(named).name), base)
+        return cls(base or (Path(given[0]).name if given else "TARGET"), base, tuple(given))
 
 
 # --------------------------------------------------------------------------------------------- what is written
@@ -248,10 +262,14 @@ def _facts(
     )
 
 
-def _paths(found: Found) -> Renaming:
-    """Paths of this machine in report and recipe."""
-    trees = [] if found.recipe is None else [found.recipe.model_dump(mode="json")]
-    return local_paths(*trees, *([] if found.report is None else [found.report.provenance.model_dump()]))
+def _paths(found: Found, target: _Target) -> Renaming:
+    """Paths of this machine in configuration, report and recipe; the target is called what the card calls it."""
+    trees: list[Any] = [read_fields(found.export)]
+    trees += [] if found.recipe is None else [found.recipe.model_dump(mode="json")]
+    trees += [] if found.report is None else [found.report.provenance.model_dump()]
+    paths = [name for name in target.given if len(Path(name).parts) > 1]  # a single word may mean other things as well
+    own = {name: target.name for name in paths if target.base_model or local_paths(name)}
+    return dict(sorted({**local_paths(*trees), **own}.items(), key=lambda item: -len(item[0])))
 
 
 def _without(report: AcceptanceReport, paths: Renaming) -> AcceptanceReport:
@@ -260,7 +278,7 @@ def _without(report: AcceptanceReport, paths: Renaming) -> AcceptanceReport:
     return report.model_copy(update={"provenance": provenance})
 
 
-def _recipe_text(recipe: Recipe) -> str:
-    """The resolved recipe, with names in place of absolute paths."""
-    tree = recipe.model_dump(mode="json")
-    return yaml.safe_dump(renamed(tree, local_paths(tree)), sort_keys=False, allow_unicode=True, width=100)
+def _recipe_text(recipe: Recipe, paths: Renaming) -> str:
+    """The resolved recipe, with names in place of paths."""
+    tree = renamed(recipe.model_dump(mode="json"), paths)
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=100)

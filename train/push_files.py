@@ -19,13 +19,15 @@ SENT = (
     "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt",
     "tokenizer.model", "*.jinja", "LICENSE*", "NOTICE*",
 )  # fmt: skip
-NAMES = ("_name_or_path", "name_or_path", "base_model_name_or_path")  # keys of such files that may hold a path
+NAMING = ("config.json", "adapter_config.json", "generation_config.json", "tokenizer_config.json")
+NAMES = ("_name_or_path", "name_or_path", "base_model_name_or_path")  # keys of these that may hold a path
 
-Renaming = Mapping[str, str]  # absolute path -> its last part
+Renaming = Mapping[str, str]  # what names something on this machine -> what others know it by
 
 
-def link_files(export: Path, out: Path, kept: Iterable[str]) -> list[str]:
-    """Links what is sent into `out`; returns the names of what is neither sent nor `kept`."""
+def link_files(export: Path, out: Path, paths: Renaming, kept: Iterable[str]) -> list[str]:
+    """Links what is sent into `out`, or copies it with names in place of `paths`; returns what is neither sent nor
+    `kept`."""
     left_out = []
     for path in sorted(export.rglob("*")):
         name = path.relative_to(export)
@@ -33,19 +35,19 @@ def link_files(export: Path, out: Path, kept: Iterable[str]) -> list[str]:
             continue
         if any(fnmatch(path.name, pattern) for pattern in SENT):
             (out / name).parent.mkdir(parents=True, exist_ok=True)
-            _place(path, out / name)
+            _place(path, out / name, paths)
         elif name.as_posix() not in kept:
             left_out.append(name.as_posix())
     return left_out
 
 
-def _place(path: Path, there: Path) -> None:
-    """A link, or a copy where a name would tell a path or the file system has no links."""
-    if path.name.endswith("config.json"):
+def _place(path: Path, there: Path, paths: Renaming) -> None:
+    """A link, or a copy where names stand for paths or the file system has no links."""
+    if path.name in NAMING:
         fields = json.loads(path.read_text(encoding="utf-8"))
-        named = {key: fields[key] for key in NAMES if isinstance(fields.get(key), str)}
-        if paths := local_paths(named):
-            there.write_text(json.dumps(renamed(fields, paths), indent=2) + "\n", encoding="utf-8")
+        public = renamed(fields, {**local_paths({key: fields.get(key) for key in NAMES}), **paths})
+        if public != fields:
+            there.write_text(json.dumps(public, indent=2) + "\n", encoding="utf-8")
             return
     try:
         os.symlink(path.resolve(), there)

@@ -21,8 +21,8 @@ class TargetSection(Section):
     """The frozen model whose distribution is preserved."""
 
     model: Text = Field(
-        description="directory or Hugging Face id (org/name, org/name@revision) of the target; a relative path starts "
-        "at the working directory"
+        description="directory or Hugging Face id of the target; a relative path starts at the working directory, and "
+        "org/name@revision is revision as well"
     )
     dtype: Dtype = Field(
         "auto",

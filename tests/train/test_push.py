@@ -16,6 +16,7 @@ import yaml
 from huggingface_hub import ModelCard
 from typer.testing import CliRunner
 
+from inference import LLM, SamplingParams
 from inference.report import load_report
 from speculators.config import config_for_target
 from speculators.errors import CheckpointError, ConfigError, HubError
@@ -24,6 +25,7 @@ from speculators.export.upload import Destination, account
 from speculators.families.eagle3 import Eagle3
 from speculators.target import FrozenTarget
 from tests.fake_hub import READER, WRITER, CutOff, File, Refused
+from tests.families.test_draft_model_vocabulary import draft_folder, drafting, target_folder  # noqa: F401 (fixtures)
 from tests.train.test_acceptance import byte_tokenizer
 from train.acceptance import accept
 from train.cli import app
@@ -47,7 +49,8 @@ def run(tiny_model, tmp_path_factory) -> Path:
     target = FrozenTarget(model, [1, 2, 3])
     torch.manual_seed(1)
     drafter = Eagle3(config_for_target(target, "eagle3", tap_layers=[1, 2, 3])).attach(target).initialise_from(target)
-    export_drafter(drafter, root / "export", dtype=torch.float32, provenance={"recipe": "tiny", "step": 3})
+    made = {"recipe": "tiny", "step": 3, "target": {"name_or_path": str(folder)}}
+    export_drafter(drafter, root / "export", dtype=torch.float32, provenance=made)
     turns = [[{"role": "user", "content": f"sums {i}"}, {"role": "assistant", "content": "x"}] for i in range(4)]
     rows = [{"workload": "sums", "messages": messages} for messages in turns]
     (root.parent / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -151,7 +154,10 @@ def test_no_path_of_this_machine_is_sent(run, tmp_path):
 
 def test_the_card_states_the_report_and_nothing_else(run, tmp_path):
     options = PushOptions(base_model="org/target", license="apache-2.0")
-    card = sent(stage(run, REPO, tmp_path / "staged", options, say=lambda _: None))["README.md"]
+    staged = sent(stage(run, REPO, tmp_path / "staged", options, say=lambda _: None))
+    card, fields = staged["README.md"], json.loads(staged["config.json"])
+    assert fields["draftsmith"]["target"]["name_or_path"] == "org/target"
+    assert yaml.safe_load(staged["recipe.yaml"])["target"]["model"] == "org/target"
     data, report = metadata(card), load_report(run / "acceptance.json")
     assert data["base_model"] == "org/target" and data["license"] == "apache-2.0"
     assert data["datasets"] == ["org/conversations"] and data["pipeline_tag"] == "text-generation"
@@ -289,6 +295,33 @@ def test_no_token_in_what_is_printed(hub, run, monkeypatch, capfd, caplog, given
     printed = output + "".join(capfd.readouterr()) + caplog.text
     assert code == 2 and "error: push to org/head" in printed, printed
     assert SECRET not in printed and "Traceback" not in printed
+
+
+def test_a_draft_model_with_its_own_tokenizer(hub, target_folder, draft_folder, tmp_path):  # noqa: F811
+    """Its map and its tokenizer travel with it, and it drafts the same by its id."""
+    llm = LLM(target_folder, speculative_config=drafting(draft_folder, use_heterogeneous_vocab=True))
+    folder = export_drafter(llm.engine.proposer._drafter, tmp_path / "draft", dtype=torch.float32)
+    push(folder, to(private=False), PushOptions(), say=lambda _: None)
+    files = hub.repositories[REPO].files()
+    assert {"token_map/model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= set(files)
+    assert b'"use_heterogeneous_vocab": true' in files["README.md"]
+    by_id = LLM(target_folder, speculative_config=drafting(REPO))
+    params = SamplingParams(temperature=0, max_tokens=8)
+    assert len({tuple(each.generate(["ab"], params, False)[0].outputs[0].token_ids) for each in (llm, by_id)}) == 1
+    assert by_id.get_metrics() == llm.get_metrics()
+    (folder / "token_map" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"token_map/model.safetensors is missing"):
+        push(folder, to(), PushOptions())
+
+
+def test_an_adapter_of_a_folder_here_is_of_no_use_elsewhere(hub, draft_folder, tmp_path):  # noqa: F811
+    folder = Path(shutil.copytree(draft_folder, tmp_path / "adapter"))
+    fields = json.loads((folder / "config.json").read_text())
+    own = {"family": "draft_model", "num_target_layers": 2, "adapter_of": draft_folder}
+    (folder / "config.json").write_text(json.dumps(fields | {"draftsmith": own}))
+    with pytest.raises(CheckpointError, match="nobody else can load.*merged"):
+        push(folder, to(), PushOptions())
+    assert hub.requests == []
 
 
 # ------------------------------------------------------------------------------------------------ failures
