@@ -67,7 +67,7 @@ def model_card(facts: CardFacts, report: AcceptanceReport | None) -> str:
 
 
 def _engines(snippets: Sequence[tuple[str, str, str]]) -> list[str]:
-    return [engine.lower() for engine, _, _ in snippets if engine != "Draftsmith"]
+    return [engine.partition(",")[0].lower() for engine, _, _ in snippets if engine != "Draftsmith"]
 
 
 def evaluation_results(report: AcceptanceReport) -> list[EvalResult]:
@@ -104,10 +104,13 @@ def serving(facts: CardFacts) -> list[tuple[str, str, str]]:
     options = speculative_config(config.family, facts.repository, k, **others)
     found = [("Draftsmith", "python", draftsmith_snippet(target, options))]
     if getattr(config, "adapter_of", None) is None:  # other engines load whole draft models
-        found.insert(0, ("vLLM", "bash", vllm_command(target, options, getattr(config, "layout", None))))
+        layout = getattr(config, "layout", None)
+        if layout in (None, "mimo"):  # vLLM looks for modules of other layouts in the target's own checkpoint
+            name = "vLLM, with Draftsmith's plugin" if config.family == "mlp" else "vLLM"
+            found.insert(0, (name, "bash", vllm_command(target, options, layout)))
         command = sglang_command(target, facts.repository, config.family, k, facts.fields)
         if command and not others:
-            found.insert(1, ("SGLang", "bash", command))
+            found.insert(-1, ("SGLang", "bash", command))
     return found
 
 

@@ -73,6 +73,8 @@ def hub_trouble(error: BaseException) -> str | None:
         return "not in the cache, and HF_HUB_OFFLINE forbids asking the Hub; unset it, or fetch it with `hf download`"
     if words := next((words for each in seen if (words := _words_for(each))), None):
         return words
+    if status := next((status for each in seen if (status := http_status(each))), None):
+        return f"the Hub answered with status {status}: {' '.join(str(error).split())}"
     return "the Hub could not be reached; try again later" if absent or is_network_error(error) else None
 
 
@@ -97,7 +99,7 @@ def _words_for(error: BaseException) -> str | None:
         return f"the token is not allowed to do this; use one with the permission ({TOKEN_HINT})"
     if status in TRANSIENT:
         return f"the Hub answered with status {status}; try again later"
-    return None if status is None else f"the Hub answered with status {status}: {' '.join(str(error).split())}"
+    return None
 
 
 TRANSIENT = (408, 429, 500, 502, 503, 504)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
 from typer.testing import CliRunner
 
 from inference import LLM, SamplingParams
@@ -121,6 +121,8 @@ def test_the_hub_has_what_was_staged_and_a_second_push_adds_nothing(hub, run, tm
     assert (len(repository.commits), hub.objects) == (commits, stored)
     assert len(hub.asked("PUT", "^/lfs/")) == 1
     assert sent(run) == before
+    # xet was asked for, is not spoken there, and is left as it was
+    assert hub.asked("GET", "xet-write-token") and constants.HF_HUB_DISABLE_XET is False
 
 
 def test_dry_run_contacts_nobody(hub, run, tmp_path):
@@ -176,6 +178,7 @@ def test_the_card_states_the_report_and_nothing_else(run, tmp_path):
     text = card.decode()
     assert "vllm serve org/target" in text and '"model": "org/head"' in text
     assert f"{report.cell('all', 0.0).acceptance_length:.2f}" in text and "prompts.jsonl" in text
+    assert "\n\n\n" not in text
     assert "Not measured:" in text and f"Other hardware, other dtypes than {report.provenance.dtype}" in text
     # an eagle3 head whose config.json does not name its taps in SGLang's field would be served with others
     assert "sglang" not in text.lower().replace("vllm and sglang: the figures", "")
@@ -266,9 +269,13 @@ def test_a_repository_that_is_not_there(hub, run):
         push(run, to(create_pr=True), PushOptions(), say=lambda _: None)
 
 
-def test_offline_mode_is_named(hub, run, monkeypatch):
-    from huggingface_hub import constants
+def test_what_the_hub_says_of_a_card_is_passed_on(hub, run):
+    hub.fail("POST", "validate-yaml", lambda _: Refused(400, "no such license"))
+    with pytest.raises(HubError, match=r"status 400: Invalid metadata in README\.md"):
+        push(run, to(), PushOptions(license="nonsense"), say=lambda _: None)
 
+
+def test_offline_mode_is_named(hub, run, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(HubError, match="HF_HUB_OFFLINE"):
         push(run, to(), PushOptions(), say=lambda _: None)
