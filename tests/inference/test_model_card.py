@@ -3,6 +3,8 @@ not measured."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from huggingface_hub import ModelCard
 
@@ -10,7 +12,6 @@ from inference.model_card import CardFacts, evaluation_results, model_card, serv
 from inference.report import AcceptanceReport
 from speculators.config import config_for_target
 from speculators.drafter import family_class
-from speculators.export import LAYOUTS
 from speculators.target import FrozenTarget
 from tests.families.conftest import CASES
 from tests.inference.test_report import bare_report, report  # noqa: F401 (a fixture)
@@ -22,8 +23,7 @@ def facts_of(tiny_model, name: str, **changes) -> CardFacts:
     options = family_class(case.family).options.model_validate(case.options)
     shape = options.shape(family_class(case.family).config_class.model_fields, target) | case.shape
     config = config_for_target(target, case.family, **{"tap_layers": case.taps, **shape} if case.taps else shape)
-    fields = LAYOUTS[case.family].to_config(config)
-    return CardFacts("org/head", config, fields, 3, "the-target", **changes)
+    return CardFacts("org/head", config, {}, 3, "the-target", **changes)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -41,7 +41,7 @@ def test_every_family_has_a_card(tiny_model, name):
 def test_sglang_is_named_where_it_reads_the_same_taps(tiny_model):
     facts = facts_of(tiny_model, "eagle3")
     assert "SGLang" not in [engine for engine, _, _ in serving(facts)]
-    named = facts.__class__(**{**vars(facts), "fields": {**facts.fields, "eagle_config": {}}})
+    named = replace(facts, fields={"eagle_config": {}})
     assert [engine for engine, _, _ in serving(named)] == ["vLLM", "SGLang", "Draftsmith"]
 
 
@@ -59,7 +59,7 @@ def test_the_index_has_what_was_measured_and_no_more(tiny_model, report: Accepta
         )
     text = model_card(facts, report)
     assert len(ModelCard(text).data.eval_results) == len(found)
-    assert "2 of 3" not in text and "3 bounds" in text and "2 are met" in text
+    assert "3 bounds" in text and "2 are met" in text
 
 
 def test_what_a_bare_report_lacks_is_named(tiny_model):
