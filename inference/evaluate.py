@@ -107,6 +107,7 @@ def evaluate(
         num_speculative_tokens=run.settings.num_speculative_tokens,
         max_num_seqs=run.settings.batch_size,
         seeds=[run.settings.seed],
+        revision=run.options.get("revision"),
         **(provenance or {}),
     )
     return build_report(measurements, facts, gates)

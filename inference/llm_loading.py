@@ -15,6 +15,7 @@ from inference.proposers.ngram import NgramProposer
 from inference.proposers.suffix import SuffixProposer
 from inference.speculative_config import SpeculativeConfig
 from speculators.errors import CheckpointError, ConfigError
+from speculators.hub import hub_trouble, split_revision
 from speculators.target import FrozenTarget
 
 if TYPE_CHECKING:
@@ -32,10 +33,13 @@ def target_config(
     """The configuration of the target's language model, without its weights."""
     if isinstance(model, (FrozenTarget, PreTrainedModel)):
         return model.config.get_text_config()
+    name, revision = split_revision(str(model), revision)
     try:
-        config = AutoConfig.from_pretrained(str(model), trust_remote_code=trust_remote_code, revision=revision)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, revision=revision)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"target {model}: its config.json could not be read: {error}") from error
+        raise CheckpointError(
+            f"target {model}: its config.json could not be read: {hub_trouble(error) or error}"
+        ) from error
     return config.get_text_config()
 
 
@@ -98,7 +102,7 @@ def make_proposer(
 
 
 def load_tokenizer(model: Any, tokenizer: Any, *, trust_remote_code: bool = False, revision: str | None = None) -> Any:
-    """A tokenizer object as it is; otherwise loaded from `tokenizer`, or from where the model came from.
+    """A tokenizer object as it is; otherwise loaded from `tokenizer`, or from where the model came from, in `revision`.
 
     None for a model object that came without one: prompts are then token ids, and texts are empty.
     """
@@ -107,11 +111,13 @@ def load_tokenizer(model: Any, tokenizer: Any, *, trust_remote_code: bool = Fals
     source = tokenizer or (None if loaded(model) else model)
     if source is None:
         return None
+    name, revision = split_revision(str(source), None if tokenizer else revision)
     try:
-        return AutoTokenizer.from_pretrained(str(source), trust_remote_code=trust_remote_code, revision=revision)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, revision=revision)
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"tokenizer {source}: could not be loaded: {error}; pass LLM(tokenizer=folder, repository id or object)"
+            f"tokenizer {source}: could not be loaded: {hub_trouble(error) or error}; pass LLM(tokenizer=folder, "
+            "repository id or object)"
         ) from error
 
 

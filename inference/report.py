@@ -90,6 +90,9 @@ class Provenance(Record):
         default=None, description="Exported drafter that was loaded; null if training-free."
     )
     drafter_config: dict[str, Any] = Field(description="The drafter's own config.json, or its options.")
+    drafter_weights_sha256: str | None = Field(
+        default=None, description="Hash over the drafter's weight files, in name order; null if training-free."
+    )
     num_speculative_tokens: int = Field(ge=1, description="K: tokens drafted per round at most.")
     max_num_seqs: int | None = Field(default=None, description="Rows the runtime decodes at once.")
     created_at: str = Field(description="When the report was made: UTC, ISO 8601.")

@@ -9,7 +9,6 @@ is given).
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from pydantic import BaseModel, ConfigDict
 from inference import report_charts as charts
 from inference.report import AcceptanceReport
 from inference.report_cell import ALL_WORKLOADS, PHASES, Cell
+from speculators.export.serving_commands import draftsmith_snippet, vllm_command
 
 PHASE_NAMES = {phase: phase for phase in PHASES} | {"other": "other (no phase claimed it)"}
 
@@ -227,11 +227,4 @@ def serving_snippets(report: AcceptanceReport) -> list[tuple[str, str]]:
         options = {"method": p.drafter_method, "model": p.drafter_path} | options
     else:
         options |= p.drafter_config
-    vllm = f"vllm serve {p.target_name} \\\n  --speculative-config '{json.dumps(options)}'"
-    here = (
-        "from inference import LLM, SamplingParams\n\n"
-        f"llm = LLM({p.target_name!r}, speculative_config={options!r})\n"
-        'for output in llm.generate(["Hello"], SamplingParams(max_tokens=64)):\n'
-        "    print(output.outputs[0].text)"
-    )
-    return [("vLLM", vllm), ("Draftsmith", here)]
+    return [("vLLM", vllm_command(p.target_name, options)), ("Draftsmith", draftsmith_snippet(p.target_name, options))]

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from inference.llm_loading import loaded, target_config
 from inference.speculative_config import TRAINING_FREE
 from speculators.export import read_drafter_config, read_fields
+from speculators.hub import with_revision
 from speculators.target import FrozenTarget
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ def complete(options: Any, model: str | FrozenTarget | PreTrainedModel, **source
         return options
     options = dict(options)
     if options.get("method") == "mtp" and options.get("model") is None and not loaded(model):
-        options["model"] = str(model)  # a module that the target came with
+        options["model"] = with_revision(str(model), source.get("revision"))  # a module that the target came with
     drafter = options.get("model")
     if not isinstance(drafter, str):
         return options

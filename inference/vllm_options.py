@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from inference.llm_loading import loaded, target_config
 from inference.speculative_config import SpeculativeConfig
 from speculators.errors import ConfigError
+from speculators.hub import with_revision
 from speculators.target import FrozenTarget
 
 logger = logging.getLogger(__name__)
@@ -185,9 +186,12 @@ def keep_on_one_device(
 
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
-    """Methods under this runtime's names."""
+    """Methods under this runtime's names, and a revision beside its repository."""
     if options.get("model") in NGRAM:
         options = {"method": "ngram"} | {name: value for name, value in options.items() if name != "model"}
+    if options.get("model") and options.get("revision"):
+        options = options | {"model": with_revision(options["model"], options["revision"])}
+    options = {name: value for name, value in options.items() if name != "revision"}
     if options.get("method") in METHODS:
         options = options | {"method": METHODS[options["method"]]}
     if options.get("rejection_sample_method") in RULES:

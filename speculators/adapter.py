@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from speculators.errors import CheckpointError, ConfigError
+from speculators.hub import split_revision
 
 CONFIG = "adapter_config.json"
 _WRAPPER = re.compile(r"(?<=\.)(base_layer|modules_to_save\.default)\.")  # what peft puts around a module it changes
@@ -60,6 +61,8 @@ class Adapter:
             self.peft = get_peft_model(model, config)
         except (ValueError, RuntimeError) as error:
             raise ConfigError(f"peft: this adapter does not fit a {model.config.model_type} model: {error}") from error
+        if base is not None:
+            base, config.revision = split_revision(base)
         config.base_model_name_or_path = base
         self.merged = False
 

@@ -19,3 +19,7 @@ class CheckpointError(DraftsmithError):
 
 class UnsupportedTarget(DraftsmithError):
     """The target's architecture cannot be used, and silently working around it would change its output."""
+
+
+class HubError(DraftsmithError):
+    """The Hub could not be reached, or did not do what it was asked."""

@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache
 
 from speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
 from speculators.grouped_attention import decoding, worthwhile
+from speculators.hub import hub_trouble, split_revision
 from speculators.packed_mask import packed_mask
 from speculators.target_probe import (
     ATTENTION,
@@ -102,9 +103,10 @@ class FrozenTarget(nn.Module):
                 f"target: attn_implementation={attn_implementation!r}; expected auto, sdpa or eager: "
                 "the others cannot honour the masks of rows with different lengths"
             )
+        name, revision = split_revision(path_or_id, revision)
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
-                path_or_id,
+                name,
                 dtype=dtype,
                 attn_implementation=None if attn_implementation == "auto" else attn_implementation,
                 trust_remote_code=trust_remote_code,
@@ -114,7 +116,9 @@ class FrozenTarget(nn.Module):
                 output_loading_info=True,
             )
         except (OSError, RuntimeError) as error:
-            raise CheckpointError(f"target {path_or_id}: the weights could not be loaded: {error}") from error
+            raise CheckpointError(
+                f"target {path_or_id}: the weights could not be loaded: {hub_trouble(error) or error}"
+            ) from error
         except (ValueError, KeyError, ImportError) as error:
             raise UnsupportedTarget(f"target {path_or_id}: transformers cannot build it: {error}") from error
         refuse_incomplete(info, path_or_id)

@@ -98,3 +98,30 @@ def _accelerate_afresh():
 
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A Hub on loopback (tests/fake_hub.py) that the real client talks to, with an empty cache and no token."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import _http
+
+    from tests.fake_hub import FakeHub
+
+    made = FakeHub()
+    template = made.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    for name, value in {
+        "ENDPOINT": made.endpoint,
+        "HUGGINGFACE_CO_URL_TEMPLATE": template,
+        "HUGGINGFACE_CO_URL_HOME": made.endpoint + "/",
+        "HF_HUB_CACHE": str(tmp_path / "hub-cache"),
+        "HF_TOKEN_PATH": str(tmp_path / "no-token"),
+        "HF_HUB_OFFLINE": False,
+        "HF_HUB_DISABLE_XET": False,
+    }.items():
+        monkeypatch.setattr(constants, name, value)
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(_http.time, "sleep", lambda _: None)  # between the client's own attempts
+    yield made
+    made.close()

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer
-
 from inference.evaluate import EvaluationSettings, evaluate
+from inference.llm_loading import load_tokenizer, target_config
 from inference.report import AcceptanceReport, Bound, save_report
 from inference.report_build import check_gates
 from inference.report_html import write_html
@@ -117,10 +116,8 @@ def workloads(recipe: Recipe, settings: EvaluationSettings) -> dict[str, list[li
     """
     target, seed = recipe.target, recipe.evaluation.seed
     options = {"revision": target.revision, "trust_remote_code": target.trust_remote_code}
-    tokenizer = conversation_tokenizer(recipe.data, AutoTokenizer.from_pretrained(target.model, **options))
-    limit = getattr(
-        AutoConfig.from_pretrained(target.model, **options).get_text_config(), "max_position_embeddings", None
-    )
+    tokenizer = conversation_tokenizer(recipe.data, load_tokenizer(target.model, None, **options))
+    limit = getattr(target_config(target.model, **options), "max_position_embeddings", None)
     found: dict[str, list[list[int]]] = {}
     for example in load_sources(recipe.evaluation.prompts or recipe.data.validation, seed=seed):
         found.setdefault(example.workload, []).append(tokenizer.prompt_ids(example))

@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 
 from inference.console import print_error
 from speculators.errors import ConfigError, DraftsmithError
+from train.push_command import push
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,6 +44,8 @@ app = typer.Typer(
     cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     help="Train drafters for speculative decoding, and prove that they help.",
 )  # fmt: skip
+
+app.command()(push)
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe: a YAML file, such as those in recipes/.")]
 Overrides = Annotated[

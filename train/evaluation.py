@@ -56,11 +56,12 @@ def evaluate_folders(
     stages, settings = Stages(1), settings_of(recipe)
     with stages.stage("acceptance", 100) as advance:
         report = evaluate(
-            model,
+            recipe.target.model,
             drafter,
             workloads(recipe, settings),
             settings,
             provenance={"target_name": model},
+            llm_options={"revision": recipe.target.revision},
             progress=lambda share, note: advance(round(100 * share, 1), note),
         )
     out.mkdir(parents=True, exist_ok=True)

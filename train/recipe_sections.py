@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from speculators.errors import ConfigError
+from speculators.hub import is_repository_id, split_revision
 from speculators.options import Count, PositiveInt, Section, Share, Text
 from train.recipe_data import Dtype, Source
 
@@ -19,7 +21,8 @@ class TargetSection(Section):
     """The frozen model whose distribution is preserved."""
 
     model: Text = Field(
-        description="directory or Hugging Face id of the target; a relative path starts at the working directory"
+        description="directory or Hugging Face id of the target; a relative path starts at the working directory, and "
+        "org/name@revision is revision as well"
     )
     dtype: Dtype = Field(
         "auto",
@@ -32,6 +35,17 @@ class TargetSection(Section):
     attn_implementation: Literal["sdpa", "eager"] = Field(
         "sdpa", description="attention kernel of the target; packed rows need one that takes a mask"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _revision_beside(cls, value: Any) -> Any:
+        if isinstance(value, dict) and isinstance(value.get("model"), str):
+            try:
+                name, revision = split_revision(value["model"], value.get("revision"))
+            except ConfigError as error:
+                raise ValueError(str(error)) from None
+            value = {**value, "model": name, "revision": revision}
+        return value
 
 
 BUDGETS = ("steps", "epochs", "max_minutes")  # of training; one of them at least
@@ -140,7 +154,36 @@ class ExportSection(Section):
 
     formats: list[Literal["vllm"]] = Field(default=["vllm"], min_length=1, description="layouts to write")
     dtype: Dtype = Field("auto", description="precision of the exported weights; auto: the target's")
-    push_to_hub: Text | None = Field(None, description="repository id to upload to; null: nothing leaves this machine")
+    push_to_hub: bool = Field(
+        False, description="upload once the gates are passed, card included; a repository id is hub_model_id as well"
+    )
+    hub_model_id: Text | None = Field(None, description="org/name of the repository to upload to")
+    hub_private_repo: bool = Field(True, description="make that repository private, if it is not there yet")
+    hub_revision: Text | None = Field(None, description="branch to upload to; null: the default branch")
+    hub_license: Text | None = Field(None, description="license the card states, such as apache-2.0; null: none")
+    hub_base_model: Text | None = Field(
+        None, description="the target's id on the card; null: target.model, if that is an id"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _id_alone(cls, value: Any) -> Any:
+        """`push_to_hub: org/name`; null is false."""
+        if isinstance(value, dict) and isinstance(value.get("push_to_hub", ""), str | None):
+            given = value.get("push_to_hub")
+            own = {"hub_model_id": given} if given else {}
+            value = {**value, "push_to_hub": bool(given), **own}
+        return value
+
+    @model_validator(mode="after")
+    def _somewhere(self) -> ExportSection:
+        for name in ("hub_model_id", "hub_base_model"):
+            given = getattr(self, name)
+            if given is not None and not is_repository_id(given):
+                raise ValueError(f"{name}: expected the id of a repository, org/name, got {given!r}")
+        if self.push_to_hub and self.hub_model_id is None:
+            raise ValueError("push_to_hub: true, but hub_model_id does not say where to; give org/name")
+        return self
 
 
 class EvaluationSection(Section):

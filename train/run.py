@@ -26,6 +26,7 @@ from speculators.config import DrafterConfig, config_for_target
 from speculators.drafter import Drafter, family_class
 from speculators.errors import ConfigError, DraftsmithError
 from speculators.export import export_drafter, load_weights, read_drafter_config, resolve
+from speculators.export.upload import account
 from speculators.target import FrozenTarget, TargetFeatures
 from speculators.vocab import choose_draft_vocabulary, coverage
 from train import checkpoint
@@ -80,6 +81,8 @@ def run(
 
         describe(recipe)
         return 0
+    if recipe.export.push_to_hub:
+        account()  # a token that is of no use is noticed now, and not after the training
     accelerator = make_accelerator(recipe)
     set_seed(recipe.training.seed)
     folder = Path(recipe.output_dir)
@@ -98,8 +101,19 @@ def run(
         from train.acceptance import accept
 
         code = accept(recipe, stages=stages, history=trained.state.history)
+        if recipe.export.push_to_hub:
+            _push(recipe, stages, code)
     accelerator.end_training()
     return code
+
+
+def _push(recipe: Recipe, stages: Stages, code: int) -> None:
+    from train.push import push_run
+
+    if code:
+        stages.say(f"not pushed to {recipe.export.hub_model_id}: a gate is missed")
+    else:
+        stages.say(push_run(recipe, stages.say).describe(str(recipe.export.hub_model_id)))
 
 
 def make_accelerator(recipe: Recipe) -> Accelerator:
@@ -265,15 +279,13 @@ class Trained:
 
 def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
     """Every stage of the training, one after the other."""
-    from transformers import AutoTokenizer
-
     probe = load_target(recipe, accelerator, ())
     config = drafter_config(recipe, probe)
     sketch_drafter(recipe, config)  # what cannot be drafted is refused before anything is generated
     target = FrozenTarget(probe.model, config.tap_layers)
     probe.close()
-    tokenizer = AutoTokenizer.from_pretrained(
-        recipe.target.model, revision=recipe.target.revision, trust_remote_code=recipe.target.trust_remote_code
+    tokenizer = load_tokenizer(
+        recipe.target.model, None, revision=recipe.target.revision, trust_remote_code=recipe.target.trust_remote_code
     )
     drafter, history, before = None, [], ""
     for name, part in recipe.training_stages():

@@ -14,8 +14,8 @@ from accelerate import Accelerator
 
 from inference import LLM
 from inference.provenance import text_sha256, weights_sha256
-from inference.report_provenance import local_folder
 from speculators.errors import DataError
+from speculators.hub import cached_folder
 from speculators.target import FrozenTarget
 from train.data import PackedRow, conversation_tokenizer, fit_rows, pack, prepare_rows
 from train.progress import Stages
@@ -32,9 +32,8 @@ class RunData:
     ) -> None:
         self.recipe, self.target, self.tokenizer = recipe, target, conversation_tokenizer(recipe.data, tokenizer)
         self.accelerator, self.stages = accelerator, stages
-        self.target_hash = hashlib.sha256(
-            (weights_sha256(local_folder(recipe.target.model)) + text_sha256(tokenizer.chat_template or "")).encode()
-        ).hexdigest()
+        weights = weights_sha256(cached_folder(recipe.target.model, recipe.target.revision))
+        self.target_hash = hashlib.sha256((weights + text_sha256(tokenizer.chat_template or "")).encode()).hexdigest()
         self.responses_folder = Path(recipe.regenerate.cache_dir or Path(recipe.output_dir) / "responses")
         batch = recipe.regenerate.batch_size
         self.llm = LLM(target, tokenizer, max_num_seqs=batch, max_num_batched_tokens=max(512, 32 * batch))

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from speculators.errors import CheckpointError, UnsupportedTarget
+from speculators.hub import hub_trouble
 from train.recipe_sections import TargetSection
 
 
@@ -35,7 +36,7 @@ def sketch_target(section: TargetSection) -> TargetSketch:
             section.model, revision=section.revision, trust_remote_code=section.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().partition("\n")[0]
+        first = hub_trouble(error) or str(error).strip().partition("\n")[0]
         raise CheckpointError(
             f"target.model: {section.model} has no config.json that transformers can read ({first}); give a folder "
             "that holds a causal language model, or a repository id"

@@ -27,6 +27,7 @@ from speculators.export.layout import Layout
 from speculators.export.medusa_layout import MedusaLayout
 from speculators.export.mlp_layout import MLPLayout
 from speculators.export.mtp_layout import MtpLayout
+from speculators.hub import hub_trouble, split_revision
 from speculators.target import FrozenTarget
 
 # One line a family; a folder that does not name its family belongs to the first that recognises it.
@@ -83,18 +84,19 @@ def replace_folder(fresh: Path, folder: Path) -> None:
 
 
 def resolve(path_or_id: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
-    """A local folder as it is; anything else is asked of the Hub (JSON only, and safetensors)."""
+    """A local folder as it is; anything else is asked of the Hub (JSON only, and safetensors): `org/name`, or
+    `org/name@revision`."""
     if Path(path_or_id).is_dir():
         return Path(path_or_id)
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    name, revision = split_revision(str(path_or_id), revision)
     patterns = ["*.json", "*.safetensors"] if weights else ["config.json"]
     try:
-        return Path(snapshot_download(str(path_or_id), revision=revision, allow_patterns=patterns))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except (ValueError, OSError) as error:  # an id that is none; the Hub's errors, and those of files
         raise CheckpointError(
-            f"drafter {path_or_id}: no such folder, and the Hub did not give it ({type(error).__name__}); "
+            f"drafter {path_or_id}: no such folder, and the Hub did not give it: {hub_trouble(error) or error}; "
             "give the folder that an export wrote, or a repository id"
         ) from error
 

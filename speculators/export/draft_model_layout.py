@@ -20,6 +20,7 @@ from speculators.drafter import Drafter
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export.layout import Layout, dtype_of, own_fields, refuse
 from speculators.families.draft_model import DraftModel, DraftModelConfig, sizes_of
+from speculators.hub import hub_trouble, split_revision
 from speculators.student import plain_fields
 from speculators.target_probe import needs_eager
 from speculators.token_map import TokenMap
@@ -92,16 +93,18 @@ class DraftModelLayout(Layout):
 def _load(path: str | Path) -> Any:
     """The causal LM of a folder or repository id in float32. CheckpointError names every tensor that is not its own."""
     loaded: Any
+    name, revision = split_revision(str(path))
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
-            path,
+            name,
+            revision=revision,
             dtype=torch.float32,
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # refused below, by name
             output_loading_info=True,
         )
     except (OSError, RuntimeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"drafter {path}: transformers cannot load it: {error}") from error
+        raise CheckpointError(f"drafter {path}: transformers cannot load it: {hub_trouble(error) or error}") from error
     model, info = loaded
     faults = [f"{name} is missing" for name in sorted(info.get("missing_keys") or ())]
     faults += [f"{name} is unexpected" for name in sorted(info.get("unexpected_keys") or ())]

@@ -99,7 +99,7 @@ def test_starts_without_torch():
 def test_help_names_every_command():
     code, output = call("--help")
     assert code == 0
-    for command in ("schema", "train", "prepare", "export", "inspect", "generate", "evaluate"):
+    for command in ("schema", "train", "prepare", "export", "inspect", "generate", "evaluate", "push"):
         assert f" {command} " in output
 
 

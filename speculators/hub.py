@@ -1,0 +1,136 @@
+"""Repositories of the Hub: told from folders, named with a revision, found in the cache; its errors in words.
+
+Knows ids, folders and exceptions; not what a repository holds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from speculators.errors import ConfigError
+
+_PART = r"[A-Za-z0-9][\w.-]*"
+_REPOSITORY = re.compile(rf"^{_PART}/{_PART}$")
+_WITH_REVISION = re.compile(rf"^(?P<repository>{_PART}(?:/{_PART})?)@(?P<revision>\w[\w./-]*)$")
+_CACHED = re.compile(r"(?:^|[\\/])models--(?P<owner>[^\\/]+?)--(?P<name>[^\\/]+)[\\/]snapshots[\\/]")
+TOKEN_HINT = "HF_TOKEN, or `hf auth login`"
+
+
+def split_revision(path_or_id: str, revision: str | None = None) -> tuple[str, str | None]:
+    """`org/name@revision` -> both; anything else, and a folder that is called so, as it is with `revision`.
+
+    ConfigError if both name one, and not the same.
+    """
+    match = _WITH_REVISION.match(path_or_id)
+    if match is None or Path(path_or_id).exists():
+        return path_or_id, revision
+    if revision not in (None, match["revision"]):
+        raise ConfigError(f"{path_or_id}: the revision {revision!r} is given as well; give one of them")
+    return match["repository"], match["revision"]
+
+
+def with_revision(path_or_id: str, revision: str | None) -> str:
+    """Undoes `split_revision`; a folder has none."""
+    return path_or_id if revision is None or Path(path_or_id).exists() else f"{path_or_id}@{revision}"
+
+
+def is_repository_id(text: str) -> bool:
+    """Whether it reads org/name, whatever there is on the disk."""
+    return _REPOSITORY.match(text) is not None
+
+
+def repository_id(path_or_id: str) -> str | None:
+    """`org/name` of an id, with or without a revision, or of a folder in the Hub's own cache; None for other folders
+    and for what could be one."""
+    if cached := _CACHED.search(path_or_id):
+        return f"{cached['owner']}/{cached['name']}"
+    name, _ = split_revision(path_or_id)
+    return name if is_repository_id(name) and not Path(name).exists() else None
+
+
+def cached_folder(path_or_id: str, revision: str | None = None) -> Path:
+    """The folder itself, or the cache's of an id whose config.json was loaded before. Asks nobody."""
+    from huggingface_hub import try_to_load_from_cache
+
+    name, revision = split_revision(path_or_id, revision)
+    if Path(name).is_dir():
+        return Path(name)
+    found = try_to_load_from_cache(name, "config.json", revision=revision)
+    if not isinstance(found, str):
+        raise ConfigError(f"{path_or_id}: neither a folder nor in the Hub's cache; load it first")
+    return Path(found).parent
+
+
+def hub_trouble(error: BaseException) -> str | None:
+    """What the Hub's client means by an exception, or by what it came from, and what to do; None: it is not its."""
+    from huggingface_hub import constants, errors
+
+    seen = list(_chain(error))
+    absent = any(isinstance(each, errors.LocalEntryNotFoundError) for each in seen)
+    if any(isinstance(each, errors.OfflineModeIsEnabled) for each in seen) or (absent and constants.HF_HUB_OFFLINE):
+        return "not in the cache, and HF_HUB_OFFLINE forbids asking the Hub; unset it, or fetch it with `hf download`"
+    if words := next((words for each in seen if (words := _words_for(each))), None):
+        return words
+    if status := next((status for each in seen if (status := http_status(each))), None):
+        return f"the Hub answered with status {status}: {' '.join(str(error).split())}"
+    return "the Hub could not be reached; try again later" if absent or is_network_error(error) else None
+
+
+def _words_for(error: BaseException) -> str | None:
+    """Of one exception of the client's."""
+    from huggingface_hub import errors
+
+    status = http_status(error)
+    if isinstance(error, errors.HFValidationError):
+        return "no such folder, and not the id of a repository, which is org/name"
+    if isinstance(error, errors.GatedRepoError):
+        return f"access is granted on its page, to the account whose token is used ({TOKEN_HINT})"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"the Hub has no such repository, or it is private and not for this token ({TOKEN_HINT})"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "the repository has no such revision"
+    if isinstance(error, errors.RemoteEntryNotFoundError):
+        return "the repository lacks a file that is needed"
+    if status == 401:
+        return f"the Hub does not accept the token; renew it ({TOKEN_HINT})"
+    if status == 403:
+        return f"the token is not allowed to do this; use one with the permission ({TOKEN_HINT})"
+    if status in TRANSIENT:
+        return f"the Hub answered with status {status}; try again later"
+    return None
+
+
+TRANSIENT = (408, 429, 500, 502, 503, 504)
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether the same request may succeed a little later."""
+    statuses = [code for each in _chain(error) if (code := http_status(each))]
+    return any(code in TRANSIENT for code in statuses) or (not statuses and is_network_error(error))
+
+
+def is_network_error(error: BaseException) -> bool:
+    """Whether a connection failed, rather than a request."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    return any(
+        isinstance(each, (ConnectionError, TimeoutError)) or type(each).__module__.partition(".")[0].startswith("httpx")
+        for each in _chain(error)
+        if not isinstance(each, OfflineModeIsEnabled) and http_status(each) is None
+    )
+
+
+def http_status(error: BaseException) -> int | None:
+    return getattr(getattr(error, "response", None), "status_code", None)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The exception and those that it came from."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)

@@ -1,0 +1,251 @@
+"""Ids of the Hub wherever a folder is taken: with an empty cache, with a revision, and what is said where it fails.
+
+On `main` of the drafter's repository lies another head than on `v1`, so that a revision that is forgotten shows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import constants
+from safetensors.torch import load_file
+
+from inference import LLM, SamplingParams
+from inference.llm_loading import load_tokenizer, target_config
+from inference.report import load_report
+from speculators.config import config_for_target
+from speculators.drafter import family_class
+from speculators.errors import CheckpointError, ConfigError
+from speculators.export import export_drafter, load_drafter, read_drafter_config
+from speculators.hub import cached_folder, repository_id, split_revision, with_revision
+from speculators.target import FrozenTarget
+from tests.fake_hub import WRITER
+from tests.train.test_acceptance import byte_tokenizer
+from tests.train.test_cli import call, drafter_folder, recipe_file, refused, target_folder  # noqa: F401 (fixtures)
+from train.reexport import reexport
+from train.run import run
+
+TARGET, HEAD = "org/target", "org/head"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def filled(hub, target_folder, drafter_folder, tmp_path):  # noqa: F811
+    """The Hub with a target and a head, both on `v1`; on main the head is another, and the target has no weights."""
+    hub.hold(TARGET, target_folder, "v1")
+    hub.hold(HEAD, drafter_folder, "v1")
+    target = FrozenTarget.from_pretrained(str(target_folder))
+    torch.manual_seed(5)
+    other = family_class("eagle3")(config_for_target(target, "eagle3", draft_vocab_size=64)).attach(target)
+    hub.hold(HEAD, export_drafter(other, tmp_path / "other", dtype=torch.float32))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text("{}")
+    hub.hold(TARGET, tmp_path / "empty")
+    return hub
+
+
+def tokens(llm: LLM) -> list[int]:
+    return list(llm.generate(["A word"], SamplingParams(temperature=0, max_tokens=6))[0].outputs[0].token_ids)
+
+
+def refuse(call, kind, *patterns: str) -> None:
+    with pytest.raises(kind) as error:
+        call()
+    for pattern in patterns:
+        assert pattern in str(error.value), str(error.value)
+
+
+# ------------------------------------------------------------------------------------------------ names
+
+
+def test_revisions_are_told_from_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert split_revision("org/name@v1") == ("org/name", "v1")
+    assert split_revision("org/name@refs/pr/1") == ("org/name", "refs/pr/1")
+    assert split_revision("org/name", "v1") == split_revision("org/name@v1", "v1") == ("org/name", "v1")
+    for other in ("org/name", "some/folder/x@y", "./x@y", "/x@y", "x@", "@x"):
+        assert split_revision(other) == (other, None)
+    (tmp_path / "org" / "name@v1").mkdir(parents=True)
+    assert split_revision("org/name@v1") == ("org/name@v1", None)
+    assert with_revision("org/name@v1", "v2") == "org/name@v1"
+    with pytest.raises(ConfigError, match="v2"):
+        split_revision("org/other@v1", "v2")
+
+
+def test_folders_are_no_repositories(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert repository_id("org/name@v1") == repository_id("org/name") == "org/name"
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    for folder in ("org/name", str(tmp_path / "x"), "../a", "~/a", "a/b/c", "a", ""):
+        assert repository_id(folder) is None, folder
+    assert repository_id("/x/hub/models--org--name-1/snapshots/0a1b/") == "org/name-1"
+
+
+# ------------------------------------------------------------------------------------------------ the runtime
+
+
+def test_the_runtime_takes_ids(filled, target_folder, drafter_folder):  # noqa: F811
+    expected = tokens(LLM(str(target_folder)))
+    head = {"method": "eagle3", "num_speculative_tokens": 2}
+    assert tokens(LLM(f"{TARGET}@v1", speculative_config={"model": f"{HEAD}@v1", **head})) == expected
+    llm = LLM(TARGET, revision="v1", speculative_config={"model": HEAD, "revision": "v1", "num_speculative_tokens": 2})
+    assert tokens(llm) == expected
+    by_id, local = (load_drafter(name, llm.engine.target).state_dict() for name in (f"{HEAD}@v1", drafter_folder))
+    assert all(torch.equal(by_id[name], tensor) for name, tensor in local.items())
+    versions = {request.path.split("/")[4] for request in filled.asked("GET", f"^/{HEAD}/resolve/")}
+    assert versions == {filled.repositories[HEAD].branches["v1"]}
+    assert cached_folder(f"{HEAD}@v1") == cached_folder(HEAD, "v1")
+
+
+def test_a_module_of_the_target_is_that_of_its_revision(hub, tiny_model, tmp_path):
+    model = tiny_model("llama", vocab_size=258, eos_token_id=256, pad_token_id=257)
+    byte_tokenizer().save_pretrained(tmp_path / "target")
+    model.save_pretrained(tmp_path / "target")
+    target = FrozenTarget(model)
+    module = family_class("mtp")(config_for_target(target, "mtp")).attach(target)
+    exported = export_drafter(module, tmp_path / "module", dtype=torch.float32)
+    (exported / "model.safetensors").rename(tmp_path / "target" / "model-mtp.safetensors")
+    hub.hold(TARGET, tmp_path / "target", "v1")
+    hub.hold(TARGET, exported)  # main
+    for name, revision in ((TARGET, "v1"), (f"{TARGET}@v1", None)):
+        llm = LLM(name, revision=revision, speculative_config={"method": "mtp", "num_speculative_tokens": 2})
+        assert tokens(llm) == tokens(LLM(target, byte_tokenizer()))
+    main = hub.repositories[TARGET].branches["main"]
+    assert not hub.asked("GET", f"^/{TARGET}/resolve/{main}/")
+
+
+def test_draft_models_and_tokenizers_by_id(filled, target_folder):  # noqa: F811
+    speculative = {"method": "draft_model", "model": f"{TARGET}@v1", "num_speculative_tokens": 2}
+    llm = LLM(str(target_folder), tokenizer=f"{TARGET}@v1", revision="of-the-target", speculative_config=speculative)
+    assert tokens(llm) == tokens(LLM(str(target_folder)))
+    assert read_drafter_config(f"{TARGET}@v1", config_only=True).family == "draft_model"
+
+
+# ------------------------------------------------------------------------------------------------ commands
+
+
+def test_inspect_and_generate(filled, drafter_folder):  # noqa: F811
+    code, output = call("inspect", f"{HEAD}@v1")
+    assert code == 0 and "every tensor is there" in output
+    options = json.dumps({"model": f"{HEAD}@v1", "num_speculative_tokens": 2})
+    code, output = call(
+        "generate", "A word", "--model", f"{TARGET}@v1", "--speculative-config", options, "--max-tokens", "4"
+    )
+    assert code == 0 and "verifications" in output
+
+
+def test_evaluate(filled, tmp_path, drafter_folder):  # noqa: F811
+    """The report names what lies on the Hub, and its weights are those of the revision."""
+    (tmp_path / "prompts.jsonl").write_text(
+        json.dumps({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x"}]}) + "\n"
+    )
+    code, output = call(
+        "evaluate", "--model", f"{TARGET}@v1", "--drafter", f"{HEAD}@v1", "--prompts", tmp_path / "prompts.jsonl",
+        "--out", tmp_path / "report", "--max-tokens", "6", "-k", "2", "--temperature", "0",
+    )  # fmt: skip
+    assert code == 0, output
+    provenance = load_report(tmp_path / "report" / "acceptance.json").provenance
+    assert (provenance.target_name, provenance.drafter_path) == (f"{TARGET}@v1", f"{HEAD}@v1")
+    assert provenance.drafter_config == json.loads((drafter_folder / "config.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_recipe_from_end_to_end(filled, recipe_file, tmp_path, drafter_folder):  # noqa: F811
+    """Target and starting weights by id: planned, looked at, trained, exported again, measured, pushed."""
+    tree = yaml.safe_load(recipe_file.read_text())
+    tree["target"]["model"] = f"{TARGET}@v1"
+    tree["drafter"] = {"init_from": f"{HEAD}@v1", "unroll_steps": 2}
+    tree["regenerate"] = {"max_new_tokens": 6}
+    tree["training"] = {"steps": 1, "batch_size": 1, "learning_rate": 1e-9, "eval_every": 1, "mixed_precision": "no"}
+    tree["evaluation"] = {
+        "prompts": [{"demo": {"split": "test", "count": 1}}], "max_tokens": 6, "num_speculative_tokens": 2,
+        "temperatures": [0.0], "repeats": 1, "baseline_transformers": False,
+    }  # fmt: skip
+    tree["data"]["train"] = [{"demo": {"count": 3}}]
+    tree["data"]["validation"] = [{"demo": {"split": "validation", "count": 1}}]
+    tree["gates"] = {"lossless_mismatches": {"max": 0}}
+    recipe_file.write_text(yaml.safe_dump(tree))
+    for command in (("train", "--dry-run"), ("prepare",)):
+        code, output = call(command[0], recipe_file, *command[1:])
+        assert code == 0, output
+    assert run(recipe_file) == 0
+    trained = load_file(tmp_path / "run" / "export" / "model.safetensors")
+    began = load_file(drafter_folder / "model.safetensors")
+    assert all(torch.allclose(trained[name].float(), began[name].float(), atol=1e-6) for name in began)
+    reexport(tmp_path / "run", tmp_path / "again")
+    assert load_report(tmp_path / "run" / "acceptance.json").provenance.target_name == TARGET
+
+    code, output = call("push", tmp_path / "run", "org/trained", "--token", WRITER)
+    assert code == 0 and "base_model" not in output, output
+    assert b"base_model: org/target" in filled.repositories["org/trained"].files()["README.md"]
+
+
+# ------------------------------------------------------------------------------------------------ failures
+
+
+def test_offline_and_not_cached(filled, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    said = ("not in the cache, and HF_HUB_OFFLINE forbids asking the Hub",)
+    refuse(lambda: read_drafter_config(HEAD), CheckpointError, HEAD, *said)
+    refuse(lambda: target_config(TARGET), CheckpointError, TARGET, *said)
+    refuse(lambda: FrozenTarget.from_pretrained(TARGET), CheckpointError, TARGET, *said)
+    refuse(lambda: load_tokenizer(TARGET, None), CheckpointError, TARGET, *said)
+    assert filled.requests == []
+
+
+def test_offline_and_cached(filled, monkeypatch):
+    speculative = {"model": f"{HEAD}@v1", "num_speculative_tokens": 2}
+    expected = tokens(LLM(f"{TARGET}@v1", speculative_config=speculative))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    filled.requests.clear()
+    assert tokens(LLM(f"{TARGET}@v1", speculative_config=speculative)) == expected
+    assert filled.requests == []
+
+
+def test_what_the_hub_does_not_have(filled, recipe_file):  # noqa: F811
+    missing = "no such repository, or it is private"
+    refuse(lambda: read_drafter_config("org/nothing"), CheckpointError, "org/nothing", missing)
+    refuse(lambda: LLM("org/nothing"), CheckpointError, "org/nothing", missing)
+    refuse(lambda: load_tokenizer("org/nothing", None), CheckpointError, "org/nothing", missing)
+    refuse(lambda: read_drafter_config(f"{HEAD}@v9"), CheckpointError, "no such revision")
+    refuse(lambda: LLM(f"{TARGET}@v9"), CheckpointError, "no such revision")
+    refuse(lambda: LLM(f"{TARGET}@v1", revision="v2"), ConfigError, "'v2'")
+    refuse(lambda: read_drafter_config("no such id!"), CheckpointError, "which is org/name")
+    assert missing in refused("train", recipe_file, "target.model=org/nothing", "--dry-run")
+    assert missing in refused("inspect", "org/nothing")
+
+
+def test_a_hub_that_is_down(filled, monkeypatch):
+    filled.close()
+    refuse(lambda: read_drafter_config(HEAD), CheckpointError, HEAD, "could not be reached")
+    refuse(lambda: LLM(TARGET), CheckpointError, TARGET, "could not be reached")
+
+
+# ------------------------------------------------------------------------------------------------ a process of its own
+
+
+def test_pushed_by_one_process_and_loaded_by_another(filled, drafter_folder, tmp_path):  # noqa: F811
+    """As on a user's machine: the address of the Hub and the token come from the environment."""
+    environment = {
+        **{key: value for key, value in os.environ.items() if not key.startswith("HF_")},
+        "HF_ENDPOINT": filled.endpoint, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+
+    def draftsmith(*arguments: object, **more: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "train.cli", *map(str, arguments)]
+        return subprocess.run(command, env=environment | more, cwd=tmp_path, capture_output=True, text=True)
+
+    done = draftsmith("push", drafter_folder, "org/fresh", HF_TOKEN=WRITER)
+    assert done.returncode == 0 and "org/fresh (private)" in done.stdout, done.stderr
+    assert WRITER not in done.stdout + done.stderr
+    done = draftsmith("inspect", "org/fresh")  # private, and no token
+    assert done.returncode == 2 and "no such repository, or it is private" in done.stderr
+    done = draftsmith("inspect", "org/fresh", HF_TOKEN=WRITER)
+    assert done.returncode == 0 and "every tensor is there" in done.stdout, done.stderr
