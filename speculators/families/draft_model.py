@@ -20,6 +20,7 @@ from speculators.adapter import Adapter, check_adapter
 from speculators.config import DrafterConfig
 from speculators.drafter import Drafter, DraftStep, Grow, term_paths
 from speculators.errors import ConfigError
+from speculators.host_copy import on_device
 from speculators.options import Count, DrafterOptions, PositiveInt
 from speculators.student import build_model, config_of, copy_layers, cut_fields, cut_layers, plain_fields
 from speculators.surfaces import same_vocabulary
@@ -438,7 +439,7 @@ class DraftModel(Drafter):
         """The state after the last token of each row [b, D]."""
         rows = torch.arange(stop - start, device=states.device)
         if self.token_map is None:
-            return states[rows, torch.tensor(counts, device=states.device) - 1]
+            return states[rows, on_device(counts, states.device) - 1]
         kept = cache.keys_of(self.runner.num_layers, start, stop)[:, 0]  # [b, capacity, D]
         lengths = torch.tensor(cache.lengths[start:stop], device=states.device)
         return torch.where(lengths[:, None] > 0, kept[rows, (lengths - 1).clamp(min=0)], 0.0)
