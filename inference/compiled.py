@@ -186,6 +186,11 @@ class CompiledRounds:
         """Steps compiled so far."""
         return len(self.target.compiled) + sum(len(step) for step in self.drafter.steps)
 
+    @property
+    def most_graphs(self) -> int:
+        """More are never compiled: one per shape."""
+        return self.target.buckets.most + self.drafter.most_graphs
+
     def forward(self, start: int, rows: int, token_ids: Tensor, proposal: Proposal | None) -> tuple | None:
         """token_ids [b, T] -> taps and last_hidden as the target gives them; None where it is to be asked itself: for
         prefill, whose shapes are its own, and for trees."""
@@ -205,6 +210,7 @@ class CompiledDrafter:
     def __init__(self, compilation: Compilation) -> None:
         self._compilation = compilation
         self.steps: list[Compiled] = []
+        self.most_graphs = 0
 
     def __call__(self, drafter: Drafter, cache: RaggedCache, depth: int) -> Drafter:
         """`cache`: its keys and values; `depth`: tokens of the longest chain."""
@@ -213,9 +219,11 @@ class CompiledDrafter:
         buckets = Buckets(cache.max_rows, depth + 1, cache.max_len, self._compilation.row_sizes)
         if isinstance(drafter, SlotwiseDrafter):
             twin.step = self._by_rows(name, drafter.step, buckets)  # type: ignore[attr-defined]
+            self.most_graphs = len(buckets.rows) * depth
         elif isinstance(drafter, ChainDrafter) or (isinstance(drafter, DraftModel) and drafter.token_map is None):
             twin._extend = self._extending(name, drafter, cache, buckets)  # type: ignore[union-attr]
             twin.head = self._by_rows(f"the output head of {name}", drafter.head, buckets)  # type: ignore[method-assign]
+            self.most_graphs = buckets.most + len(buckets.rows)
         else:
             why = "its steps have no fixed shape" if isinstance(drafter, DraftModel) else "its steps are not known"
             warnings.warn(f"LLM: {name} is not compiled and runs eager; outputs are the same: {why}", stacklevel=2)

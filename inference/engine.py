@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ from inference.scheduler import Scheduler
 from inference.tree import ancestors
 from speculators.errors import ConfigError, DraftsmithError
 from speculators.target import FrozenTarget
+
+if TYPE_CHECKING:
+    from inference.compiled import CompiledRounds
 
 # What was judged in a round, before it is committed: the requests in their rows, their drafts, the new tokens of each
 # (the accepted drafts and one more; what follows the end of a response among them will be dropped).
@@ -80,12 +84,12 @@ class Engine:
         if proposer is not None:
             self.draft_length.attach(proposer, self._rehearse)
         self._speculate = True
+        self.compiled: CompiledRounds | None = None
         self.reset_metrics()
         self._memory = None
         if kv_cache_memory_bytes is not None:
             self._probe()
             self._memory = KVMemory(kv_cache_memory_bytes, self._cache, proposer, self._cache.max_len - max_model_len)
-        self.compiled = None
         if compilation is not None:
             from inference.compiled import CompiledRounds  # torch's compiler takes seconds to import
 

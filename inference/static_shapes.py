@@ -64,10 +64,10 @@ class Buckets:
 
 
 def padded(x: Tensor, rows: int, width: int | None = None) -> Tensor:
-    """x [b, …] -> [rows, …], or [b, T, …] -> [rows, width, …], filled up with zeros."""
+    """x [b, …] -> [rows, …], or [b, T, …] -> [rows, width, …], filled up with zeros, and dense: strides count too."""
     shape = (rows, *x.shape[1:]) if width is None else (rows, width, *x.shape[2:])
     if x.shape == shape:
-        return x
+        return x.flatten().view(shape)
     full = x.new_zeros(shape)
     (full[: x.shape[0]] if width is None else full[: x.shape[0], : x.shape[1]]).copy_(x)
     return full

@@ -26,7 +26,8 @@ VALUES = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_se
           aten._unique2.default, aten.is_nonzero.default, aten.equal.default}  # fmt: skip
 INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
 HOST = {Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.__bool__, Tensor.__int__, Tensor.__float__,
-        Tensor.__index__, Tensor.nonzero, Tensor.masked_select, torch.nonzero, torch.masked_select, torch.unique}  # fmt: skip
+        Tensor.__index__, Tensor.nonzero, Tensor.masked_select, torch.nonzero, torch.masked_select,
+        torch.unique}  # fmt: skip
 FAMILIES = ["draft_model, cut", "eagle", "eagle3", "medusa", "mlp", "mtp"]
 SAMPLING = {
     "greedy": [dict(temperature=0)] * ROWS,
