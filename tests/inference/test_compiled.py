@@ -108,7 +108,8 @@ def test_generated_code_writes_the_same(model_of):
     model = model_of("eagle3")
     compiled = llm_of("eagle3", model, 1, Compilation())
     assert write(compiled, PROMPTS[:2]) == write(llm_of("eagle3", model, 1, None), PROMPTS[:2])
-    assert compiled.engine.compiled.num_graphs >= 4
+    rounds = compiled.engine.compiled
+    assert all(len(step) for step in (rounds.target.compiled, *rounds.drafter.steps))
 
 
 # ---------------------------------------------------------------------- how many graphs
