@@ -24,7 +24,8 @@ class FrozenLinear:
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)  # two dimensions: a strided batch of one would go through bmm, at four times the price
         packed = self.packed is not None and rows.dtype == torch.bfloat16 and len(rows) > 0
-        if packed and not torch.is_grad_enabled():
+        # a compiler chooses its own layout, and cannot read this one
+        if not torch.compiler.is_compiling() and packed and not torch.is_grad_enabled():
             out = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
         else:
             out = nn.functional.linear(rows, self.weight, self.bias)
