@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from speculators.errors import ConfigError
+from speculators.host_copy import on_device
 
 
 class RaggedCache:
@@ -98,7 +99,7 @@ class RaggedCache:
         self.reserve(start, stop, T)
         if len(lengths) == 1:
             return self._arange[lengths[0] : lengths[0] + T][None]
-        return torch.tensor(lengths, device=self.device)[:, None] + self._arange[:T]
+        return on_device(lengths, self.device)[:, None] + self._arange[:T]
 
     # ------------------------------------------------------------------ what a round decides
 
@@ -156,6 +157,10 @@ class RaggedCache:
         """Memory held now, in bytes: all layers, all rows, the whole capacity."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
 
+    def memory(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of every layer [rows, kv_heads, capacity, head_dim]; none before the first are written."""
+        return [each for each in self._keys if each is not None], [each for each in self._values if each is not None]
+
     def keys_of(self, layer_idx: int, start: int, stop: int) -> Tensor:
         """[b, kv_heads, capacity, head_dim] of rows [start, stop), of which each row's own length is meaningful."""
         keys = self._keys[layer_idx]
@@ -185,7 +190,8 @@ class RaggedCache:
             self._arange = torch.arange(capacity, device=self.device)
 
     def _tensors(self) -> list[Tensor]:
-        return [tensor for tensor in (*self._keys, *self._values) if tensor is not None]
+        keys, values = self.memory()
+        return [*keys, *values]
 
     def _reserve(self, length: int) -> None:
         """Makes room for `length` positions in every row, doubling up to `max_len`."""
@@ -275,7 +281,7 @@ class RaggedView(Cache):
             device = buffer.device
             rows = torch.arange(self._start, self._stop, device=device)[:, None, None]  # [b, 1, 1]
             head = torch.arange(heads, device=device)[None, :, None]  # [1, h, 1]
-            first = torch.tensor(self._lengths, device=device)[:, None, None]  # [b, 1, 1]
+            first = on_device(self._lengths, device)[:, None, None]  # [b, 1, 1]
             position = first + torch.arange(self._T, device=device)  # [b, 1, T]
             index = ((rows * heads + head) * capacity + position).reshape(-1)
             self._flat_index[heads, capacity] = index

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from inference.cache import RaggedCache
+from inference.compilation_config import Compilation
 from inference.draft_length import DraftLength
 from inference.kv_memory import KVMemory
 from inference.logits_processors import cut_at_dead_ends, process_logits
@@ -30,6 +32,9 @@ from inference.tree import ancestors
 from speculators.errors import ConfigError, DraftsmithError
 from speculators.target import FrozenTarget
 
+if TYPE_CHECKING:
+    from inference.compiled import CompiledRounds
+
 # What was judged in a round, before it is committed: the requests in their rows, their drafts, the new tokens of each
 # (the accepted drafts and one more; what follows the end of a response among them will be dropped).
 OnRound = Callable[[Sequence[Request], Proposal, Sequence[Sequence[int]]], None]
@@ -43,6 +48,7 @@ class Engine:
     max_num_batched_tokens  tokens of one prefill forward; admitted prompts are prefilled whole before the next round
     enable_prefix_caching   a request takes over what another row computed for the same first tokens
     kv_cache_memory_bytes   most memory for keys and values (see KVMemory); None: as much as max_num_seqs rows need
+    compilation             how rounds are compiled (docs/runtime.md); None: they run eager
 
     `timers`: seconds per phase since `reset_metrics`. verify is the target's forward, sample the decision what to keep;
     prefill includes the drafter's share of it. On a GPU a phase that only launches work is charged to the next one
@@ -62,6 +68,7 @@ class Engine:
         on_round: OnRound | None = None,
         enable_prefix_caching: bool = True,
         kv_cache_memory_bytes: int | None = None,
+        compilation: Compilation | None = None,
     ) -> None:
         if max_num_batched_tokens < 1:
             raise ConfigError(f"max_num_batched_tokens={max_num_batched_tokens}; expected at least 1")
@@ -77,11 +84,16 @@ class Engine:
         if proposer is not None:
             self.draft_length.attach(proposer, self._rehearse)
         self._speculate = True
+        self.compiled: CompiledRounds | None = None
         self.reset_metrics()
         self._memory = None
         if kv_cache_memory_bytes is not None:
             self._probe()
             self._memory = KVMemory(kv_cache_memory_bytes, self._cache, proposer, self._cache.max_len - max_model_len)
+        if compilation is not None:
+            from inference.compiled import CompiledRounds  # torch's compiler takes seconds to import
+
+            self.compiled = CompiledRounds(compilation, target, self._cache, proposer, max_model_len, self._memory)
 
     @property
     def proposer(self) -> Proposer | None:
@@ -302,6 +314,10 @@ class Engine:
         """token_ids [b, T], written at each row's own length -> taps [b, T, n·H] or None, last_hidden [b, T, H].
         `proposal`: what the tokens after the first are, where it is a tree."""
         T, cache = token_ids.shape[1], self._cache
+        if self.compiled is not None:
+            features = self.compiled.forward(start, stop, token_ids, proposal)
+            if features is not None:
+                return features
         key_position_ids = None
         if proposal is None or proposal.parents is None or T == 1:
             position_ids, mask = cache.position_ids(start, stop, T), cache.mask(start, stop, T)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from inference.compilation_config import Compilation, read_compilation
 from inference.detokenizer import Detokenizer
 from inference.draft_length import DraftLength, make_draft_length
 from inference.engine import Engine, OnRound
@@ -44,7 +45,7 @@ from inference.sampling_params import SamplingParams
 from inference.speculative_config import parse_speculative_config
 from inference.speculative_defaults import complete
 from inference.tree_shape import TreeShape
-from inference.vllm_options import PARALLEL_SIZES, keep_on_one_device, read_options
+from inference.vllm_options import PARALLEL_SIZES, drafts_eagerly, keep_on_one_device, read_options
 from speculators.errors import ConfigError
 from speculators.target import FrozenTarget
 
@@ -62,6 +63,9 @@ class LLM:
     kv_cache_memory_bytes    most memory for keys and values, head's included; None: what max_num_seqs rows need
     seed                     of the requests that bring none: each gets its own from this and its number
     tensor_parallel_size     accepted with a warning if not 1: the target is kept on one device, which changes no output
+    enforce_eager            False: rounds run compiled, at static shapes (docs/runtime.md); None: as compilation_config
+                             says, eager where it says nothing
+    compilation_config       how; see CompilationConfig
     on_round                 called after every verification with what was drafted and kept (see Engine)
 
     `others`: options of vLLM that change no output, and those of its older versions (inference/vllm_options.py).
@@ -84,9 +88,14 @@ class LLM:
         trust_remote_code: bool = False,
         revision: str | None = None,
         tensor_parallel_size: int = 1,
+        enforce_eager: bool | None = None,
+        compilation_config: dict[str, Any] | int | None = None,
         on_round: OnRound | None = None,
         **others: Any,
     ) -> None:
+        compilation = read_compilation(
+            enforce_eager, compilation_config, default_device(device), eager_drafter=drafts_eagerly(speculative_config)
+        )
         source: dict[str, Any] = dict(trust_remote_code=trust_remote_code, revision=revision)
         config = parse_speculative_config(complete(read_options(others, speculative_config), model, **source))
         if not is_lossless(config.rejection_sample_method):
@@ -113,6 +122,7 @@ class LLM:
             draft_length=make_draft_length(config),
             rule=config.rejection_sample_method,
             on_round=on_round,
+            compilation=compilation,
         )
         self._set_up(engine, tokenizer, seed)
 
@@ -136,6 +146,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         kv_cache_memory_bytes: int | None = None,
         on_round: OnRound | None = None,
+        compilation: Compilation | None = None,
     ) -> LLM:
         """From parts made elsewhere: a proposer, or a drafter in memory (attached to the target here). For tests and
         measurements during training; what is reported is always measured on an export."""
@@ -165,6 +176,7 @@ class LLM:
             draft_length=draft_length,
             rule=rule,
             on_round=on_round,
+            compilation=compilation,
         )
         llm._set_up(engine, tokenizer, seed)
         return llm

@@ -74,7 +74,7 @@ def main(
         model, _methods(speculative_model, num_speculative_tokens, ngram_prompt_lookup_max),
         dtype=dtype, device=device, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
         tensor_parallel_size=tensor_parallel_size, gpu_memory_utilization=gpu_memory_utilization,
-        trust_remote_code=trust_remote_code, enforce_eager=enforce_eager,
+        trust_remote_code=trust_remote_code, enforce_eager=enforce_eager or None,
     )  # fmt: skip
     prompts = as_prompts(texts, chats, runtimes.llms[DEFAULT].get_tokenizer(), template)
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)

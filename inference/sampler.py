@@ -15,6 +15,7 @@ from torch import Tensor
 
 from inference.sampling_params import SamplingParams
 from speculators.errors import DraftsmithError
+from speculators.host_copy import on_device
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -50,7 +51,8 @@ def batch_probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Ten
         return probabilities(logits, params[0])
     p = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     for rows in groups.values():
-        p[rows] = probabilities(logits[rows], params[rows[0]])
+        index = on_device(rows, logits.device)
+        p.index_copy_(0, index, probabilities(logits.index_select(0, index), params[rows[0]]))
     return p
 
 

@@ -30,6 +30,11 @@ WARM_UP_TOKENS = 8
 Other = Callable[[Sequence[Sequence[int]], Sequence[SamplingParams]], int]
 
 
+def compiled_name(name: str) -> str:
+    """What a way is called where it runs compiled."""
+    return f"{name}, compiled"
+
+
 @dataclass
 class Measured:
     """One way. `outputs` are the first repeat's (none of another engine); everything else is of all repeats.
@@ -48,7 +53,8 @@ class Measured:
 
 
 class SideBySide:
-    """`methods`: name -> speculative_config. `options`: of LLM, the same for all of them.
+    """`methods`: name -> speculative_config. `options`: of LLM, the same for all of them. `compiled`: every way runs a
+    second time, compiled (docs/runtime.md), under the name `compiled_name` gives it.
 
     The engines: `llms[name]`, with `llms["default"]` first. ConfigError for a method that is called `default`.
     """
@@ -59,6 +65,7 @@ class SideBySide:
         methods: Mapping[str, Mapping[str, Any]],
         *,
         tokenizer: Any = None,
+        compiled: bool = False,
         **options: Any,
     ) -> None:
         if DEFAULT in methods:
@@ -67,10 +74,12 @@ class SideBySide:
         options = {"enable_prefix_caching": False, **options}  # or every repeat but the first would skip the prompts
         first = LLM(model, tokenizer, on_round=self._count, **options)
         self.target, self.llms = first.engine.target, {DEFAULT: first}
+        make = partial(LLM, self.target, first.get_tokenizer(), on_round=self._count)
         for name, config in methods.items():
-            self.llms[name] = LLM(
-                self.target, first.get_tokenizer(), speculative_config=dict(config), on_round=self._count, **options
-            )
+            self.llms[name] = make(speculative_config=dict(config), **options)
+        for name, each in {DEFAULT: None, **methods}.items() if compiled else ():
+            config = None if each is None else dict(each)
+            self.llms[compiled_name(name)] = make(speculative_config=config, **{**options, "enforce_eager": False})
 
     def num_speculative_tokens(self, name: str) -> int:
         proposer = self.llms[name].engine.proposer
@@ -92,6 +101,9 @@ class SideBySide:
         rows = self.llms[DEFAULT].engine.scheduler.max_num_seqs
         for run in self._passes(prompts[:rows], short[:rows], others or {}, {}).values():
             run()
+        for name, llm in self.llms.items():
+            if llm.engine.compiled is not None:  # every shape that the passes will meet
+                self._pass(name, prompts, seeded, Measured())
         measured = {name: Measured() for name in (*self.llms, *(others or {}))}
         for repeat in range(repeats):
             timed = interleaved(self._passes(prompts, seeded, others or {}, measured), repeat, self.target.device)

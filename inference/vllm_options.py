@@ -29,14 +29,12 @@ Accepted = tuple[Any, ...] | None  # the values that mean what is done here anyw
 ENGINE_OPTIONS: dict[str, Accepted] = {
     "async_scheduling": None,
     "block_size": None,
-    "compilation_config": None,
     "cpu_offload_gb": None,
     "disable_custom_all_reduce": None,
     "disable_log_requests": None,
     "disable_log_stats": None,
     "distributed_executor_backend": None,
     "enable_chunked_prefill": None,
-    "enforce_eager": None,
     "gpu_memory_utilization": None,
     "max_parallel_loading_workers": None,
     "max_seq_len_to_capture": None,
@@ -147,6 +145,11 @@ def read_options(
     if ignored or dropped:
         logger.info("accepted without effect here: %s", ", ".join(sorted([*ignored.values(), *dropped.values()])))
     return _renamed({name: value for name, value in speculative_config.items() if name not in dropped})
+
+
+def drafts_eagerly(speculative_config: Any) -> bool:
+    """Whether the drafter alone is to run eager, while the target is compiled."""
+    return isinstance(speculative_config, dict) and speculative_config.get("enforce_eager") is True
 
 
 def keep_on_one_device(

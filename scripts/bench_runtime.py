@@ -5,7 +5,8 @@
 
 A method is `NAME=FOLDER`, `NAME` (training-free), or a speculative_config as JSON, which may have a `name` as well.
 Beside them run drafting off and `transformers.generate` on the same model object: alone, with each draft model as its
-`assistant_model`, and with `prompt_lookup_num_tokens` where n-grams are measured. docs/runtime.md says how to read it.
+`assistant_model`, and with `prompt_lookup_num_tokens` where n-grams are measured; with `--compile` every method and
+drafting off a second time, compiled. docs/runtime.md says how to read it.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def main(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all by default.")] = None,
     dtype: Annotated[str, typer.Option(help="Precision of the target; auto: its own.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; cuda if there is one.")] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="Measure everything of ours compiled, too.")] = False,
     transformers: Annotated[bool, typer.Option(help="Measure transformers.generate too.")] = True,
     json_file: Annotated[Path | None, typer.Option("--json", help="File for all figures.")] = None,
 ) -> None:
@@ -79,7 +81,9 @@ def main(
     console, target, tokenizer = Console(), model, None
     found: list[dict[str, Any]] = []
     for size in sizes:
-        runtimes = SideBySide(target, methods, tokenizer=tokenizer, max_num_seqs=size, dtype=dtype, device=device)
+        runtimes = SideBySide(
+            target, methods, tokenizer=tokenizer, compiled=compiled, max_num_seqs=size, dtype=dtype, device=device
+        )
         target, tokenizer = runtimes.target, runtimes.llms[DEFAULT].get_tokenizer()
         others = other_engines(runtimes, methods, size) if transformers else {}
         for workload in workloads:
@@ -90,7 +94,7 @@ def main(
                 measured = runtimes.run(asked, params, repeats, others, costs.measure)
             for name, one in measured.items():
                 figures = figures_of(name, one, measured[DEFAULT], costs.costs(name, one))
-                if name in methods:
+                if name in runtimes.llms and name != DEFAULT:
                     check = runtimes.compare(asked, measured, name)
                     figures |= {"mismatches": check.mismatches, "ties": check.ties}
                 found.append({"batch_size": size, "workload": workload, "method": name, **figures})

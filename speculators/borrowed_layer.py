@@ -10,9 +10,7 @@ Knows no family, no cache and no loss.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,26 +29,16 @@ _ELSEWHERE = (
     "quantization_config", "num_nextn_predict_layers", "draftsmith", "mtp_hidden_state", "pad_token_id",
     "bos_token_id", "eos_token_id", "output_router_logits", "initializer_range",
 )  # fmt: skip
-_in_force: ContextVar[Attend] = ContextVar("attend")
 
 
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float, **others: Any
 ) -> tuple[Tensor, None]:
-    """query [B, h, T, d], key [B, g, T, d], value [B, g, T, v] -> [B, T, h, v], as the `attend` in force says."""
-    return _in_force.get()(query, key, value, scaling).transpose(1, 2), None
+    """query [B, h, T, d], key [B, g, T, d], value [B, g, T, v] -> [B, T, h, v], as the layer's `attend` says."""
+    return module.attend(query, key, value, scaling).transpose(1, 2), None
 
 
 AttentionInterface.register(NAME, _attention)
-
-
-@contextmanager
-def _attending(attend: Attend) -> Iterator[None]:
-    token = _in_force.set(attend)
-    try:
-        yield
-    finally:
-        _in_force.reset(token)
 
 
 def layer_fields(config: PretrainedConfig | Mapping[str, Any]) -> dict[str, Any]:
@@ -92,8 +80,11 @@ class BorrowedLayer(ExactBuffers):
 
     def forward(self, state: Tensor, rotary: Rotary, attend: Attend, asking: Tensor | None = None) -> Tensor:
         """state [B, T, H] -> the layer's output before any final norm [B, T, H]. Every slot asks."""
-        with _attending(attend):
+        self.block.self_attn.attend = attend
+        try:
             return self.block(state, position_embeddings=rotary, attention_mask=None)
+        finally:
+            self.block.self_attn.attend = None
 
 
 # ---------------------------------------------------------------------- names in files

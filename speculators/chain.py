@@ -18,6 +18,7 @@ from speculators.attention import unrolled_attention
 from speculators.cached_attention import cached_attends
 from speculators.decoder import Attend, Rotary, RotaryTable
 from speculators.drafter import Drafter, DraftStep, Grow, term_paths
+from speculators.host_copy import on_device
 from speculators.target import TargetFeatures
 
 
@@ -181,7 +182,7 @@ class ChainDrafter(Drafter):
             cache.advance(row, count)
         if states.shape[1] <= 1:
             return states
-        last = torch.tensor(counts, device=states.device) - 1
+        last = on_device(counts, states.device) - 1
         return states[torch.arange(len(counts), device=states.device), last][:, None]
 
     def _extend(

@@ -24,7 +24,9 @@ class FrozenLinear:
     def __call__(self, x: Tensor) -> Tensor:
         shape = x.shape  # two dimensions: a strided batch of one would go through bmm, at four times the price
         rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
-        if self.packed is not None and x.dtype == torch.bfloat16 and not torch.is_grad_enabled() and x.numel():
+        packed = self.packed is not None and x.dtype == torch.bfloat16 and x.numel() > 0
+        # a compiler chooses its own layout, and cannot read this one
+        if not torch.compiler.is_compiling() and packed and not torch.is_grad_enabled():
             out = _linear(rows, self.packed, self.bias, "none", [], "")
         else:
             out = nn.functional.linear(rows, self.weight, self.bias)

@@ -44,7 +44,7 @@ def grouped_attention(
         )
     mask = None
     if attention_mask is not None:
-        kept = _repeated.get()
+        kept = None if torch.compiler.is_compiling() else _repeated.get()
         mask = None if kept is None else kept.get(id(attention_mask))
         if mask is None:
             mask = repeat_mask(attention_mask[..., : key.shape[2]], h // groups)
@@ -76,11 +76,12 @@ def decoding(config: PretrainedConfig, wanted: bool) -> Iterator[None]:
         yield
         return
     config._attn_implementation = NAME
-    token = _repeated.set({})
+    token = None if torch.compiler.is_compiling() else _repeated.set({})
     try:
         yield
     finally:
-        _repeated.reset(token)
+        if token is not None:
+            _repeated.reset(token)
         config._attn_implementation = before
 
 

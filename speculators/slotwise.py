@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from speculators.drafter import Drafter, DraftStep, Grow, term_paths
+from speculators.host_copy import on_device
 from speculators.target import TargetFeatures
 
 
@@ -68,6 +69,11 @@ class SlotwiseDrafter(Drafter):
 
     # -------------------------------------------------------------- inference
 
+    def step(self, state: Tensor, token_ids: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """State before `depth` [b, S] and the tokens before it [b] -> its state, and its draft logits [b, V]."""
+        state = self.advance(state, token_ids, depth)
+        return state, self.head(self.read(state, depth), depth)
+
     def draft(
         self,
         cache,
@@ -86,8 +92,8 @@ class SlotwiseDrafter(Drafter):
             return token_ids[:, :0]
         drafted = []
         for depth in range(k):
-            state = self.advance(state, tokens, depth)
-            tokens = sample(self.head(self.read(state, depth), depth))
+            state, logits = self.step(state, tokens, depth)
+            tokens = sample(logits)
             drafted.append(tokens)
         return torch.stack(drafted, dim=1)
 
@@ -124,5 +130,5 @@ class SlotwiseDrafter(Drafter):
         for row, count in enumerate(counts, start):
             cache.advance(row, count)
         rows = torch.arange(len(counts), device=token_ids.device)
-        newest = torch.tensor(counts, device=token_ids.device) - 1
+        newest = on_device(counts, token_ids.device) - 1
         return self.start(last_hidden[rows, newest]), token_ids[rows, newest]

@@ -81,6 +81,7 @@ class FrozenTarget(nn.Module):
             self._head_to_logits, self.vocab_size = confirm_logits(self._parts)
             self._collected: dict[int, Tensor] | None = None  # taps of the forward in progress
             self._handles = [self._hook_tap(tap) for tap in self.tap_layers]
+            self._tapped = bool(self.tap_layers)
             confirm_packing(self._parts, self._probe_packed)
 
     @classmethod
@@ -173,7 +174,7 @@ class FrozenTarget(nn.Module):
         """Removes the hooks; the model is then as it was."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._tapped = [], False
 
     # ------------------------------------------------------------------ what it computes
 
@@ -253,7 +254,7 @@ class FrozenTarget(nn.Module):
                     past_key_values=past_key_values,
                     use_cache=past_key_values is not None,
                 )
-            taps = torch.cat([self._collected[i] for i in self.tap_layers], dim=-1) if self._handles else None
+            taps = torch.cat([self._collected[i] for i in self.tap_layers], dim=-1) if self._tapped else None
         finally:
             self._collected = None
         return taps, output.last_hidden_state

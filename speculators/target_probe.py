@@ -69,9 +69,8 @@ def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def _mask_values(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """The two values of an additive mask, made once: on small models this shows in every step."""
     with torch.inference_mode(False):
-        return torch.zeros((), dtype=dtype, device=device), torch.tensor(
-            torch.finfo(dtype).min, dtype=dtype, device=device
-        )
+        floor = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=device)
+        return torch.zeros_like(floor), floor
 
 
 # ---------------------------------------------------------------------- parts and refusals

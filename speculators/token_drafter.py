@@ -14,6 +14,7 @@ from torch import Tensor
 
 from speculators.drafter import Drafter, Grow
 from speculators.errors import ConfigError
+from speculators.host_copy import on_device
 from speculators.plain_decoder import PlainDecoder, plain_decoder
 from speculators.target import FrozenTarget
 from speculators.token_map import TokenMap
@@ -141,7 +142,7 @@ class TokenDrafter(Drafter):
         """The state after the last token of each row [b, D]."""
         rows = torch.arange(stop - start, device=states.device)
         if self.token_map is None:
-            return states[rows, torch.tensor(counts, device=states.device) - 1]
+            return states[rows, on_device(counts, states.device) - 1]
         kept = cache.keys_of(self.runner.num_layers, start, stop)[:, 0]  # [b, capacity, D]
         lengths = torch.tensor(cache.lengths[start:stop], device=states.device)
         return torch.where(lengths[:, None] > 0, kept[rows, (lengths - 1).clamp(min=0)], 0.0)

@@ -69,6 +69,21 @@ def test_everything_in_one_run(folders, tmp_path):
     assert rows[0]["speedup"] is None
 
 
+@pytest.mark.slow
+def test_compiled_beside_eager(folders, tmp_path):
+    target, _ = folders
+    saved = tmp_path / "out.json"
+    given = [f"--model={target}", "--method=ngram", "--prompts=en", "--num-prompts=1", "--max-tokens=6", "--repeats=1",
+             "--cost-trials=1", "--num-speculative-tokens=2", "--no-transformers", "--compile",
+             f"--json={saved}"]  # fmt: skip
+    done = CliRunner().invoke(app, given)
+    assert done.exit_code == 0, (done.output, done.exception)
+    part = {row["method"]: row for row in json.loads(saved.read_text())["results"]}
+    assert list(part) == ["default", "ngram", "default, compiled", "ngram, compiled"]
+    assert part["default, compiled"]["mismatches"] == part["ngram, compiled"]["mismatches"] == 0
+    assert part["default, compiled"]["speedup"] is not None
+
+
 def test_methods_are_read_from_names_folders_and_json():
     named = parse_methods(["eagle3=runs/x", "ngram", '{"name": "deep", "model": "m", "num_speculative_tokens": 7}'], 4)
     assert named == {

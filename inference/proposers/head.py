@@ -65,6 +65,11 @@ class HeadProposer(Proposer):
         self._taps: Tensor | None = None  # [max_rows, room, n·H], the waiting ones
         self._last_hidden: Tensor | None = None  # [max_rows, room, H]
 
+    def run_drafter(self, made: Callable[[Drafter, RaggedCache, int], Drafter]) -> None:
+        """Chains are drafted by what is made of the drafter, its cache and their greatest length; trees as before."""
+        if self._tree is None:
+            self._drafter = made(self._drafter, self._cache, self._depth)
+
     # ------------------------------------------------------------------ features in
 
     def prefill(
