@@ -130,9 +130,7 @@ def read_options(
     if old:
         if speculative_config is not None:
             raise ConfigError(f"LLM: speculative_config and also {', '.join(sorted(old))}; give the former alone")
-        if "speculative_model" not in old:
-            raise ConfigError(f"LLM: {', '.join(sorted(old))} without speculative_model; use speculative_config")
-        speculative_config = _renamed({DEPRECATED[name]: value for name, value in old.items()})
+        speculative_config = from_old_options(old)
         warnings.warn(
             f"{', '.join(old)}: deprecated in vLLM; write LLM(..., speculative_config={speculative_config})",
             DeprecationWarning,
@@ -146,6 +144,13 @@ def read_options(
     if ignored or dropped:
         logger.info("accepted without effect here: %s", ", ".join(sorted([*ignored.values(), *dropped.values()])))
     return _renamed({name: value for name, value in speculative_config.items() if name not in dropped})
+
+
+def from_old_options(old: dict[str, Any]) -> dict[str, Any] | None:
+    """The speculative_config that options of older versions stand for; None without any."""
+    if old and "speculative_model" not in old:
+        raise ConfigError(f"LLM: {', '.join(sorted(old))} without speculative_model; use speculative_config")
+    return _renamed({DEPRECATED[name]: value for name, value in old.items()}) if old else None
 
 
 def keep_on_one_device(
