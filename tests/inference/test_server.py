@@ -95,8 +95,8 @@ def test_a_streaming_chat(client, offline, byte_tokenizer):
     assert last.usage == whole.usage and last.usage.prompt_tokens == len(prompt.token_ids)
 
 
-def test_prompts_in_every_shape(client, offline):
-    ids = [list(b"first"), list(b"second one")]
+def test_prompts_in_every_shape(client, offline, byte_tokenizer):
+    ids = [byte_tokenizer(text).input_ids for text in ("first", "second one")]
     texts = [text_of(offline, {"prompt_token_ids": each}) for each in ids]
     for prompt, expected in (("first", texts[:1]), (ids[0], texts[:1]), (["first", "second one"], texts), (ids, texts)):
         answer = client.completions.create(model="tiny", prompt=prompt, temperature=0, n=2)
@@ -168,17 +168,16 @@ def test_parameters_of_vllm(client, drafting_llm, model, extra):
     assert answer.choices[0].text == text_of(drafting_llm("ngram", model), "parameters", **params)
 
 
-def test_stop_strings(client, offline):
-    whole = text_of(offline, "stop here", max_tokens=40)
-    stop = whole[7:10]
-    at = whole.find(stop)
-    answer = client.completions.create(model="tiny", prompt="stop here", max_tokens=40, temperature=0, stop=[stop])
-    assert answer.choices[0].text == whole[:at] and answer.choices[0].finish_reason == "stop"
+def test_stop_strings(client, offline, byte_tokenizer):
+    letters = {"seed": 4, "allowed_token_ids": byte_tokenizer("abcdefgh").input_ids}
+    whole = text_of(offline, "stop here", max_tokens=40, temperature=1.0, **letters)
+    stop = whole[20:23]
+    asked = dict(model="tiny", prompt="stop here", max_tokens=40, stop=[stop], extra_body=letters)
+    answer = client.completions.create(**asked)
+    assert answer.choices[0].text == whole[: whole.find(stop)] and answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].stop_reason == stop
-    chunks = client.completions.create(
-        model="tiny", prompt="stop here", max_tokens=40, temperature=0, stop=stop, stream=True
-    )
-    assert "".join(chunk.choices[0].text for chunk in chunks) == whole[:at]
+    chunks = client.completions.create(**asked, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole[: whole.find(stop)]
 
 
 def test_answers_that_follow_a_schema(client):
@@ -187,7 +186,6 @@ def test_answers_that_follow_a_schema(client):
     answer = client.chat.completions.create(
         model="tiny", messages=CHAT, max_tokens=40, seed=3,
         response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
-        extra_body={"bad_words": [" ", "\n", "\t", "\r"][:0] or None},
     )  # fmt: skip
     text = answer.choices[0].message.content
     assert text.startswith("{") and (answer.choices[0].finish_reason == "length" or set(json.loads(text)) == {"ok"})
