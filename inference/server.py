@@ -201,7 +201,8 @@ PLAIN_ERRORS = _errors(400, 401, 404, 413, 500)
 
 
 def _streamed(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    events = {"text/event-stream": {"schema": {"type": "string"}}}
+    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+    events = {"text/event-stream": {"itemSchema": event}}
     return {200: {"model": model, "description": "whole, or with stream its chunks as events", "content": events}}
 
 

@@ -37,6 +37,8 @@ COPIED = (
     "allowed_token_ids", "bad_words",
 )  # fmt: skip
 
+NAMED = {*SAMPLED, *COPIED, "logit_bias", "logprobs", "prompt_logprobs", "max_tokens", "structured_outputs"}
+
 
 class Intake:
     """For all requests of one server."""
@@ -220,8 +222,9 @@ def _turn(message: Message) -> dict[str, Any]:
 
 
 def _named(error: ConfigError, request: GenerationRequest, field: str) -> APIError:
-    """With the first field of the request that the message speaks of."""
+    """With the first parameter that the message speaks of; `field`: if it speaks of none."""
     message = str(error).removeprefix("SamplingParams: ")
-    fields = type(request).model_fields
-    param = next((word for word in re.findall(r"\w+", message) if word in fields and word != "prompt"), field)
+    param = next((word for word in re.findall(r"\w+", message) if word in NAMED), field)
+    if param == "structured_outputs" and request.structured_outputs is None:
+        param = "response_format"
     return APIError(400, message, param)
