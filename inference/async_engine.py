@@ -19,6 +19,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 
 from inference.isolation import guarded_step
@@ -298,9 +299,14 @@ class AsyncEngine:
         """Hands what is new to the tickets."""
         if self._news:
             news, self._news = self._news, []
-            self._in_loop(lambda: [generation.ticket.put(generation.index, each) for generation, each in news])
+            self._in_loop(partial(_hand_out, news))
 
     def _in_loop(self, what: Callable[[], object]) -> None:
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop has closed: nobody is listening
                 self._loop.call_soon_threadsafe(what)
+
+
+def _hand_out(news: Sequence[tuple[Generation, RequestOutput | APIError]]) -> None:
+    for generation, each in news:
+        generation.ticket.put(generation.index, each)

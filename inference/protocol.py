@@ -176,7 +176,7 @@ class CompletionRequest(GenerationRequest):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
             return [self.prompt]  # type: ignore[list-item]
-        return self.prompt  # type: ignore[return-value]
+        return list(self.prompt)  # type: ignore[arg-type]
 
 
 class ContentPart(Body):

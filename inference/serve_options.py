@@ -34,8 +34,8 @@ def spelled(arguments: Sequence[str]) -> list[str]:
 
 def read_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Value]]:
     """What is declared below, and every other flag by its name."""
-    named, left = split_model(spelled(arguments))
-    flags, rest = parser().parse_known_args(left)
+    flags, rest = parser().parse_known_args(spelled(arguments))
+    named, rest = take_model(rest)
     if named and flags.model:
         raise ConfigError(f"serve: the model is given twice, {named} and --model {flags.model}")
     flags.model = flags.model or named
@@ -44,10 +44,15 @@ def read_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, 
     return flags, _others(rest)
 
 
-def split_model(arguments: Sequence[str]) -> tuple[str | None, Sequence[str]]:
-    """The model where vLLM's command has it, before all flags; and the flags."""
-    named = bool(arguments) and not arguments[0].startswith("-")
-    return (arguments[0], arguments[1:]) if named else (None, arguments)
+def take_model(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The model where vLLM's command has it, as the first word that is neither a flag nor what follows one; and the
+    other words."""
+    follows = False
+    for i, word in enumerate(words):
+        if not (word.startswith("-") or follows):
+            return word, [*words[:i], *words[i + 1 :]]
+        follows = word.startswith("-") and "=" not in word
+    return None, list(words)
 
 
 def _others(rest: Sequence[str]) -> dict[str, Value]:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from inference.serve_options import FlagParser, add_engine, json_object, spelled, split_model
+from inference.serve_options import FlagParser, add_engine, json_object, spelled, take_model
 from speculators.errors import ConfigError
 
 PYTHON_VARIABLE = "DRAFTSMITH_VLLM_PYTHON"
@@ -42,10 +42,9 @@ def vllm_command(arguments: Sequence[str]) -> list[str]:
     """The command line of real vLLM for these flags. ConfigError for what only our own engine has."""
     from inference.vllm_options import DEPRECATED
 
-    named, left = split_model(spelled(arguments))
     flags = FlagParser(add_help=False, allow_abbrev=False)
     add_engine(flags)
-    flags.add_argument("--model", default=named)
+    flags.add_argument("--model")
     flags.add_argument("--revision")
     flags.add_argument("--trust-remote-code", action="store_true")
     flags.add_argument("--speculative-config", "-sc", type=json_object)
@@ -53,7 +52,9 @@ def vllm_command(arguments: Sequence[str]) -> list[str]:
         flags.add_argument(f"--{name}")
     for name in DEPRECATED:
         flags.add_argument("--" + name.replace("_", "-"), type=_number_or_text)
-    given, rest = flags.parse_known_args(left)
+    given, rest = flags.parse_known_args(spelled(arguments))
+    if given.model is None:
+        given.model, rest = take_model(rest)
     if not given.model:
         raise ConfigError("serve: --model is missing: the target, a folder or repository id")
     if foreign := [f"--{name}" for name in OURS if getattr(given, name.replace("-", "_")) is not None]:

@@ -20,7 +20,7 @@ from uuid import uuid4
 import anyio
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
@@ -40,7 +40,7 @@ from inference.protocol import (
 )
 from inference.provenance import package_version
 from inference.sampling_params import SamplingParams
-from inference.server_errors import APIError, install, log_fault
+from inference.server_errors import APIError, error_json, install, log_fault
 from inference.server_gate import Gate
 from inference.server_metrics import ServerMetrics
 from inference.server_options import ServerOptions
@@ -53,6 +53,7 @@ WORKERS = 4  # requests tokenized at the same time
 R = TypeVar("R")
 Asked = list[tuple[Prompt, SamplingParams]]
 Writer = CompletionWriter | ChatWriter
+Responses = dict[int | str, dict[str, Any]]  # as FastAPI documents them
 
 
 class Server:
@@ -96,8 +97,9 @@ class Server:
         writer: Callable[..., Writer], prefix: str,
     ) -> Response:  # fmt: skip
         """Admits, prepares, runs and answers one request of either kind."""
+        name, kept = f"{prefix}-{request.request_id or uuid4().hex}", False
         base = {
-            "id": f"{prefix}-{request.request_id or uuid4().hex}",
+            "id": name,
             "created": int(time.time()),
             "model": self.named(request.model),
             "system_fingerprint": f"draftsmith-{package_version()}",
@@ -109,14 +111,13 @@ class Server:
             ticket.submit(asked, streaming=streaming)
             written = writer(request, base, self.options, self.texts, ticket.generations, self.num_spec_tokens)
             if streaming:
-                response = EventStream(self._events(ticket, written), partial(self._close, ticket, base["id"]))
-                ticket = None  # the stream's from now on
-                return response
+                kept = True  # by the stream, which closes it
+                return EventStream(self._events(ticket, written), partial(self._close, ticket, name))
             outputs = await _unless_gone(http, _collected(ticket))
             return Response(written.whole(outputs).model_dump_json(), media_type="application/json")
         finally:
-            if ticket is not None:
-                self._close(ticket, base["id"])
+            if not kept:
+                self._close(ticket, name)
 
     async def _events(self, ticket: Ticket, writer: Writer) -> AsyncIterator[str]:
         """Server-sent events. What goes wrong after the first one is an event as well."""
@@ -127,10 +128,10 @@ class Server:
             for chunk in writer.last():
                 yield _event(chunk)
         except APIError as error:
-            yield f"data: {JSONResponse(error.body).body.decode()}\n\n"
+            yield f"data: {error_json(error).decode()}\n\n"
         except Exception as error:
             log_fault("a stream was ended", error)
-            yield f"data: {JSONResponse(APIError(500, 'the server failed to finish this').body).body.decode()}\n\n"
+            yield f"data: {error_json(APIError(500, 'the server failed to finish this')).decode()}\n\n"
         yield "data: [DONE]\n\n"
 
     def _close(self, ticket: Ticket, name: str) -> None:
@@ -173,7 +174,7 @@ def make_app(llm: LLM, options: ServerOptions) -> FastAPI:
         version=package_version(),
         lifespan=lifespan,
         root_path=options.root_path,
-        **({"docs_url": None, "redoc_url": None, "openapi_url": None} if options.disable_fastapi_docs else {}),
+        openapi_url=None if options.disable_fastapi_docs else "/openapi.json",  # without it there are no pages either
     )
     app.state.server = server
     install(app)
@@ -192,7 +193,7 @@ def make_app(llm: LLM, options: ServerOptions) -> FastAPI:
 # ------------------------------------------------------------------ routes
 
 
-def _errors(*codes: int) -> dict[int | str, dict[str, Any]]:
+def _errors(*codes: int) -> Responses:
     return {code: {"model": told.ErrorResponse} for code in codes}
 
 
@@ -200,7 +201,7 @@ GENERATION_ERRORS = _errors(400, 401, 404, 408, 413, 429, 500, 503)
 PLAIN_ERRORS = _errors(400, 401, 404, 413, 500)
 
 
-def _streamed(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+def _streamed(model: type[BaseModel]) -> Responses:
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     events = {"text/event-stream": {"itemSchema": event}}
     return {200: {"model": model, "description": "whole, or with stream its chunks as events", "content": events}}
@@ -241,7 +242,7 @@ def _add_state(app: FastAPI, server: Server) -> None:
         cards = [told.ModelCard(id=name, created=server.started, root=root, max_model_len=limit) for name in names]
         return told.ModelList(data=cards)
 
-    @app.get("/health", responses={200: {"description": "it serves"}} | _errors(503), response_class=Response)
+    @app.get("/health", responses=_errors(503), response_class=Response)
     async def health() -> Response:
         if not server.engine.healthy:
             raise APIError(503, "the engine has stopped")
@@ -251,7 +252,9 @@ def _add_state(app: FastAPI, server: Server) -> None:
     async def version() -> told.VersionResponse:
         return told.VersionResponse(version=package_version())
 
-    text = {200: {"description": "Prometheus' text format", "content": {"text/plain": {"schema": {"type": "string"}}}}}
+    text: Responses = {
+        200: {"description": "Prometheus' text format", "content": {"text/plain": {"schema": {"type": "string"}}}}
+    }
 
     @app.get("/metrics", responses=text | _errors(401), response_class=Response)
     async def metrics() -> Response:

@@ -44,20 +44,16 @@ class APIError(HTTPException):
         super().__init__(status, message, dict(headers) if headers else None)
         self.param = param
 
-    @property
-    def body(self) -> dict[str, Any]:
-        return error_body(self.status_code, str(self.detail), self.param)
 
-
-def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    kind = TYPES.get(status, "BadRequestError" if status < 500 else "InternalServerError")
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+def error_json(error: HTTPException) -> bytes:
+    kind = TYPES.get(error.status_code, "BadRequestError" if error.status_code < 500 else "InternalServerError")
+    param = getattr(error, "param", None)
+    body = {"error": {"message": str(error.detail), "type": kind, "param": param, "code": error.status_code}}
+    return json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")  # what was sent need not be Unicode
 
 
 def error_response(error: HTTPException) -> Response:
-    body = error_body(error.status_code, str(error.detail), getattr(error, "param", None))
-    text = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")  # what was sent need not be Unicode
-    return Response(text, error.status_code, error.headers, "application/json")
+    return Response(error_json(error), error.status_code, error.headers, "application/json")
 
 
 def log_fault(where: str, error: BaseException) -> None:

@@ -305,7 +305,7 @@ def _prompt_logprobs(output: RequestOutput) -> PromptLogprobs:
         return PromptLogprob(logprob=_finite(entry.logprob), rank=entry.rank, decoded_token=entry.decoded_token)
 
     places = output.prompt_logprobs or ()
-    return [each and {str(token): told(entry) for token, entry in each.items()} for each in places]
+    return [None if each is None else {str(token): told(e) for token, e in each.items()} for each in places]
 
 
 def _finite(logprob: float) -> float:

@@ -48,6 +48,8 @@ def test_the_model_may_come_first():
     )
     assert flags.model == "target" and flags.enable_prefix_caching is False and others == {"async_scheduling": False}
     assert server_options(flags, {}).served_model_names == ("a", "b")
+    flags, others = read_flags(["--port", "1", "--block-size", "64", "target"])
+    assert flags.model == "target" and others == {"block_size": 64}
 
 
 @pytest.mark.parametrize(
