@@ -252,9 +252,8 @@ def _add_state(app: FastAPI, server: Server) -> None:
     async def version() -> told.VersionResponse:
         return told.VersionResponse(version=package_version())
 
-    text: Responses = {
-        200: {"description": "Prometheus' text format", "content": {"text/plain": {"schema": {"type": "string"}}}}
-    }
+    plain = {"text/plain": {"schema": {"type": "string"}}}
+    text: Responses = {200: {"description": "Prometheus' text format", "content": plain}}
 
     @app.get("/metrics", responses=text | _errors(401), response_class=Response)
     async def metrics() -> Response:
