@@ -159,6 +159,17 @@ class Engine:
                 request.finish("abort")
         self._release_finished()
 
+    @torch.inference_mode()
+    def preempt_all(self) -> list[Request]:
+        """Every running request gives its row back and waits again, to be computed anew from its committed text: the
+        way out of a step that failed. Returns those that had finished."""
+        finished = self._release_finished()
+        while self.scheduler.running:
+            row = self.scheduler.youngest()
+            self._vacate(row, self.scheduler.preempt(row))
+        self._reuse.forget()
+        return finished
+
     # ------------------------------------------------------------------ one step
 
     @torch.inference_mode()

@@ -237,6 +237,16 @@ class LLM:
         self._check(prompts, _params_per_prompt(sampling_params, 1))
         return self._stream(prompts, sampling_params, speculate)
 
+    def check(self, prompt: Prompt, sampling_params: SamplingParams) -> None:
+        """ConfigError if the prompt cannot be run with these parameters. Changes nothing: callable from any thread."""
+        self._check([prompt], [sampling_params])
+
+    def submit(self, prompt: Prompt, sampling_params: SamplingParams, *, streaming: bool = False) -> Response:
+        """Hands a prompt to the engine and returns at once, for whoever calls `engine.step` themselves: each step
+        writes on the response, whose `delta` (with `streaming`) and `output` tell what there is."""
+        (response,) = self._submit([prompt], sampling_params, True, streaming)
+        return response
+
     def abort(self, request_id: str) -> None:
         """Ends a request between two outputs of its stream; its last output says finish_reason "abort"."""
         self.engine.abort(request_id)

@@ -23,7 +23,7 @@ class Request:
 
     end              the length token_ids may reach: max_tokens or the context limit, whichever comes first
     stop_ids         tokens that end the response, the end-of-sequence tokens among them unless ignored
-    finish_reason    None while unfinished, then "stop", "length" or "abort"
+    finish_reason    None while unfinished, then "stop", "length" or "abort"; "error" if it alone cannot go on
     processors       what it changes in its logits
     logprobs         of each output token, if its parameters ask; prompt_logprobs of the prompt's, from the second on
     may_reuse        whether keys and values that another request computed may stand for its own
@@ -64,6 +64,7 @@ class Request:
         self.num_hidden_tokens = 0  # 1 if the response ends with a stop token that its text does not show
         self.counters = SpecDecodeCounters()
         self.accepted_per_round: list[int] = []
+        self.drafted_per_round: list[int] = []
         self.arrival_time = perf_counter()
         self.first_token_time: float | None = None
         self.finished_time: float | None = None
@@ -126,6 +127,7 @@ class Request:
         """Counts one verification: what was drafted, and how much of it was committed; `depth` as in the counters."""
         self.counters.add(num_drafted, num_accepted, depth)
         self.accepted_per_round.append(num_accepted)
+        self.drafted_per_round.append(num_drafted)
 
     def finish(self, reason: str) -> None:
         self.finish_reason = reason

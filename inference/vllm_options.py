@@ -129,9 +129,7 @@ def read_options(
     if old:
         if speculative_config is not None:
             raise ConfigError(f"LLM: speculative_config and also {', '.join(sorted(old))}; give the former alone")
-        if "speculative_model" not in old:
-            raise ConfigError(f"LLM: {', '.join(sorted(old))} without speculative_model; use speculative_config")
-        speculative_config = _renamed({DEPRECATED[name]: value for name, value in old.items()})
+        speculative_config = from_old_options(old)
         warnings.warn(
             f"{', '.join(old)}: deprecated in vLLM; write LLM(..., speculative_config={speculative_config})",
             DeprecationWarning,
@@ -150,6 +148,13 @@ def read_options(
 def drafts_eagerly(speculative_config: Any) -> bool:
     """Whether the drafter alone is to run eager, while the target is compiled."""
     return isinstance(speculative_config, dict) and speculative_config.get("enforce_eager") is True
+
+
+def from_old_options(old: dict[str, Any]) -> dict[str, Any] | None:
+    """The speculative_config that options of older versions stand for; None without any."""
+    if old and "speculative_model" not in old:
+        raise ConfigError(f"LLM: {', '.join(sorted(old))} without speculative_model; use speculative_config")
+    return _renamed({DEPRECATED[name]: value for name, value in old.items()}) if old else None
 
 
 def keep_on_one_device(

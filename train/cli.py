@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
+from inference import serve
 from inference.console import print_error
 from speculators.errors import ConfigError, DraftsmithError
 from train.push_command import push
@@ -351,6 +352,8 @@ def _print_masks(example: Example, tokenizer: ConversationTokenizer, *, regenera
         console.print(text)
         console.print(f"{int(mask.sum())} of {len(ids)} tokens are supervised (green)", style="dim", highlight=False)
 
+
+serve.register(app)
 
 if __name__ == "__main__":
     app()
