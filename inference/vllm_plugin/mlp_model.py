@@ -25,10 +25,11 @@ class MLPSpeculatorModel(nn.Module):
         draft, target = speculation.draft_model_config, speculation.target_model_config
         self.where, self.layout = draft.model, MLPLayout()
         layers = target.hf_text_config.num_hidden_layers
-        config = self.layout.from_config(draft.hf_config.to_dict(), set(), f"{self.where}/config.json", layers)
+        config: Any = self.layout.from_config(draft.hf_config.to_dict(), set(), f"{self.where}/config.json", layers)
         self.speculator = MLPSpeculator(config)
         sizes = dict(hidden_size=target.get_hidden_size(), vocab_size=target.get_vocab_size())
-        self.speculator.attach(SimpleNamespace(**sizes, name_or_path=target.model))  # all that it asks of a target
+        served: Any = SimpleNamespace(**sizes, name_or_path=target.model)  # all that these heads ask of a target
+        self.speculator.attach(served)
         self.speculator.require_depth(speculation.num_speculative_tokens, "speculative_config: num_speculative_tokens")
 
     def forward(self, last_hidden: Tensor, token_ids: Tensor, k: int, sample: Callable[[Tensor], Tensor]) -> Tensor:

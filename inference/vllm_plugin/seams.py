@@ -58,7 +58,7 @@ def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     made = getattr(original, "_draftsmith", ())
     if make in made:
         return
-    replacement = functools.wraps(original)(make(original))
+    replacement: Any = functools.wraps(original)(make(original))
     replacement._draftsmith = (*made, make)
     setattr(owner, name, replacement)
 
@@ -92,7 +92,8 @@ class _Watch(importlib.abc.MetaPathFinder):
         others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
         spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = _then(spec.loader.exec_module)  # type: ignore[method-assign]
+            loader: Any = spec.loader
+            loader.exec_module = _then(loader.exec_module)
         return spec
 
 
