@@ -88,14 +88,15 @@ class SlotwiseDrafter(Drafter):
     ) -> Tensor:
         """See `Drafter.draft`."""
         state, tokens = self._true_slots(cache, start, stop, token_ids, last_hidden, counts)
-        if k == 0:
-            return token_ids[:, :0]
-        drafted = []
+        return self.chain(state, tokens, k, sample)
+
+    def chain(self, state: Tensor, token_ids: Tensor, k: int, sample: Callable[[Tensor], Tensor]) -> Tensor:
+        """State before depth 0 [b, S] and the newest token [b] of each row -> [b, k] drafted tokens."""
+        drafted = [token_ids]
         for depth in range(k):
-            state, logits = self.step(state, tokens, depth)
-            tokens = sample(logits)
-            drafted.append(tokens)
-        return torch.stack(drafted, dim=1)
+            state, logits = self.step(state, drafted[-1], depth)
+            drafted.append(sample(logits))
+        return torch.stack(drafted, dim=1)[:, 1:]
 
     def draft_tree(
         self,

@@ -45,12 +45,16 @@ class Layout:
 
     def read(self, drafter: Drafter, folder: Path, files: Sequence[Path]) -> None:
         """Fills `drafter` from the safetensors `files` of `folder`. CheckpointError names every tensor at fault."""
-        config = drafter.config
         found: dict[str, Tensor] = {}
         for file in files:
             with safe_open(file, "pt") as reader:
-                mine = [name for name in reader.keys() if self.belongs(name, config)]  # noqa: SIM118 (not a dict)
+                mine = [name for name in reader.keys() if self.belongs(name, drafter.config)]  # noqa: SIM118
                 found |= {name: reader.get_tensor(name) for name in mine}
+        self.fill(drafter, folder, found)
+
+    def fill(self, drafter: Drafter, folder: str | Path, found: dict[str, Tensor]) -> None:
+        """Fills `drafter` from the tensors of `folder`, by their names there. Errors as of `read`."""
+        config = drafter.config
         try:
             found, table = self.canonical(found, config), self.tensors(config)
         except CheckpointError as error:
@@ -108,7 +112,7 @@ class Layout:
         return found
 
 
-def refuse(faults: Sequence[str], folder: Path) -> None:
+def refuse(faults: Sequence[str], folder: str | Path) -> None:
     """CheckpointError that lists them, if there are any."""
     if faults:
         raise CheckpointError(f"drafter {folder}: {len(faults)} fault(s) in the weights: " + "; ".join(faults))

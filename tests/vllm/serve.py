@@ -2,8 +2,10 @@
 
     python serve.py JOB.json RESULT.json
 
-JOB: `model`, `prompts` (lists of token ids), `max_tokens`, and perhaps `speculative_config` and `options` of the LLM.
-RESULT: `token_ids` of every prompt, vLLM's `counters`, and `drafts`: of every prompt the list of its proposals.
+JOB: `model`, `prompts` (lists of token ids), `max_tokens`, and perhaps `speculative_config` and `options` of the LLM,
+and `sampling`: further SamplingParams.
+RESULT: `token_ids` of every prompt, all its `samples`, vLLM's `counters`, and `drafts`: of every prompt the list of its
+proposals.
 Imports nothing of the project: the environment that has vLLM need not have it.
 """
 
@@ -60,7 +62,8 @@ def main(job: dict) -> dict:
     )
     llm = LLM(job["model"], **(options | job.get("options", {})))
     seen = watch_drafts(llm) if drafting else {}
-    params = SamplingParams(temperature=0, max_tokens=job["max_tokens"], ignore_eos=True, detokenize=False)
+    sampling = dict(temperature=0, max_tokens=job["max_tokens"], ignore_eos=True, detokenize=False)
+    params = SamplingParams(**(sampling | job.get("sampling", {})))
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], params, use_tqdm=False)
     counters = {}
     for metric in llm.get_metrics():
@@ -68,6 +71,7 @@ def main(job: dict) -> dict:
             counters[metric.name] = list(metric.values) if hasattr(metric, "values") else metric.value
     return {
         "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
+        "samples": [list(each.token_ids) for output in outputs for each in output.outputs],
         "drafts": [seen[request] for request in sorted(seen, key=lambda name: int(name.split("-")[0]))],
         "counters": counters,
     }

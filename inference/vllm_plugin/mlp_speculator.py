@@ -1,0 +1,130 @@
+"""The MLP speculator in vLLM, which knows its name and its config.json but has neither model nor proposer for it.
+
+    speculative_config={"method": "mlp_speculator", "model": DIR, "num_speculative_tokens": K}
+
+The model is registered under IBM's architecture (mlp_model.py). The runner is made as for Medusa, whose heads ask the
+same of vLLM (the last hidden state, no cache of their own), and is then given Medusa's proposer with a recurrence in it
+(mlp_proposer.py), which is handed the sampled tokens too. The method keeps its name in the configuration, by which vLLM
+knows what else holds for it: its V1 runner, and no asynchronous scheduling.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import ModuleType
+from typing import Any
+
+from inference.vllm_plugin.seams import attempt, logger, member, require_parameters, when_imported, wrap
+
+METHOD = "mlp_speculator"
+ARCHITECTURE = "MLPSpeculatorPreTrainedModel"
+MODEL = "inference.vllm_plugin.mlp_model:MLPSpeculatorModel"
+TESTED = "0.32."  # how the versions of vLLM begin that the tests ran with
+WHAT = f"method {METHOD!r}"
+
+# What the runner's propose_draft_token_ids is told, of which the proposer wants these.
+PROPOSING = (
+    "scheduler_output",
+    "sampled_token_ids",
+    "sampling_metadata",
+    "sample_hidden_states",
+    "spec_decode_metadata",
+)
+
+
+def register() -> None:
+    """Makes vLLM serve the method, or says why not. A vLLM that does so by itself is left alone."""
+    with attempt(WHAT):
+        from vllm import ModelRegistry
+        from vllm.config import SpeculativeConfig
+
+        if ARCHITECTURE not in ModelRegistry.get_supported_archs():
+            member(SpeculativeConfig, "__post_init__")
+            ModelRegistry.register_model(ARCHITECTURE, MODEL)
+            wrap(SpeculativeConfig, "__post_init__", _with_heads_counted)
+            when_imported("vllm.v1.worker.gpu_model_runner", WHAT, extend_runner)
+
+
+# ------------------------------------------------------------------ the configuration
+
+
+def require_heads(tokens: int | None, heads: Any) -> None:
+    """ValueError if there are fewer heads than tokens to draft. Either may be unknown."""
+    if isinstance(heads, int) and tokens is not None and tokens > heads:
+        raise ValueError(
+            f"speculative_config: num_speculative_tokens is {tokens}, but this MLP speculator has {heads} heads "
+            f"(n_predict in its config.json) and drafts one token with each; ask for {heads} or fewer"
+        )
+
+
+def _with_heads_counted(post_init: Any) -> Any:
+    """Before any weight is read; vLLM's own check asks for a multiple of n_predict, as heads that repeat want it."""
+
+    def __post_init__(self: Any) -> None:
+        refused: ValueError | None = None
+        try:
+            post_init(self)
+        except ValueError as error:
+            refused = error
+        if self.method == METHOD:
+            fields = getattr(self.draft_model_config, "hf_config", None)
+            require_heads(self.num_speculative_tokens, getattr(fields, "n_predict", None))
+        if refused is not None:
+            raise refused
+
+    return __post_init__
+
+
+# ------------------------------------------------------------------ the runner
+
+
+def extend_runner(module: ModuleType) -> None:
+    """Lets `GPUModelRunner`, and with it vLLM's runner on CPUs, draft with MLP speculators."""
+    runner = member(module, "GPUModelRunner")
+    require_parameters(member(runner, "__init__"), ["vllm_config", "device"])
+    require_parameters(member(runner, "propose_draft_token_ids"), PROPOSING)
+    require_parameters(member(member(module, "MedusaProposer"), "__init__"), ["vllm_config", "device"])
+    wrap(runner, "__init__", _with_recurrence)
+    wrap(runner, "propose_draft_token_ids", _with_sampled_tokens)
+
+
+def _with_recurrence(original: Any) -> Any:
+    def __init__(self: Any, vllm_config: Any, device: Any) -> None:
+        config = vllm_config.speculative_config
+        if config is None or config.method != METHOD:
+            original(self, vllm_config, device)
+            return
+        config.method = "medusa"
+        try:
+            original(self, vllm_config, device)
+        finally:
+            config.method = METHOD
+        if hasattr(self, "drafter"):  # of a pipeline's stages, the last alone drafts
+            from inference.vllm_plugin.mlp_proposer import MLPProposer
+
+            _name_version()
+            self.drafter = MLPProposer(vllm_config, device)
+
+    return __init__
+
+
+def _with_sampled_tokens(original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    def propose_draft_token_ids(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.speculative_config.method != METHOD:
+            return original(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs).arguments
+        draft_token_ids, probabilities = self.drafter.propose_after(**{name: given[name] for name in PROPOSING})
+        self._draft_probs = probabilities
+        self._draft_prob_req_ids = None if probabilities is None else self.input_batch.req_ids.copy()
+        return draft_token_ids
+
+    return propose_draft_token_ids
+
+
+def _name_version() -> None:
+    from vllm import __version__ as version
+
+    if not version.startswith(TESTED):
+        logger.warning("Draftsmith: %s was tested with vLLM %sx, and this is %s", WHAT, TESTED, version)
