@@ -42,7 +42,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "sample_match, tree": {"rule": "sample_match", "draft_sample_method": "greedy", "tree": DYNAMIC},
 }
 OF_A_LIST = ("token", "block", "sample_match")  # what texts that were looked up can be judged by
-SAMPLES = 2000
+SAMPLES = 1200
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ class Combination:
         options |= {"tokenizer": tokenizer, "max_num_batched_tokens": options.get("max_num_batched_tokens", 16)}
         if self.drafter in TRAINING_FREE:
             config = {"method": self.drafter, "num_speculative_tokens": 3, **TRAINING_FREE[self.drafter]}
+            if self.drafter == "suffix" and self.way != "sample_match":  # the others draw by the drafts, and with
+                config["suffix_decoding_max_cached_requests"] = 0  # earlier responses these depend on who was first
             if self.drafter != "lookahead":
                 return LLM(model, speculative_config=config | {"rejection_sample_method": self.way}, **options)
             return LLM(model, speculative_config=config, **options)
