@@ -98,6 +98,9 @@ class RoundPlan:
         k = self.settled
         this = self._pending = self._next(self._estimator.see(self.outlook, confidence))
         self.seen, self.told = k + 1, confidence is not None
+        if not drafted and self._both_pay(this):
+            self._alive, self.settled = this, k + 1
+            return 2
         net = self._net(this, self._estimator.ahead(self.outlook), drafted)
         best = _best(net)
         self.least_bad = 1 + best
@@ -107,6 +110,19 @@ class RoundPlan:
         if wanted == 1 and not drafted and self.worth_looking():
             return 2
         return wanted
+
+    def _both_pay(self, this: Sequence[float]) -> bool:
+        """Whether the next draft, of survival `this` [B], and the one after it gain what each of them costs: then there
+        is no need to look further."""
+        k = self.settled
+        if k + 2 >= len(self._cost):
+            return False
+        start = self._verify[k] + self._draft[k + 1]
+        if sum(this) <= self._rate * (self._cost[k + 1] - start):
+            return False
+        after = self._estimator.ahead(self.outlook, 1)
+        gain = sum(s * row[0] for s, row, limit in zip(this, after, self._room, strict=True) if k + 1 < limit)
+        return gain > self._rate * (self._cost[k + 2] - self._cost[k + 1])
 
     def force(self, drafts: int) -> int:
         """That many drafts in all, whatever they are worth, though the first was not wanted; returns it."""
