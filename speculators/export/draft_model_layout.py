@@ -18,7 +18,7 @@ from speculators.adapter import CONFIG, merge_saved_adapter
 from speculators.config import DrafterConfig, build_config
 from speculators.drafter import Drafter
 from speculators.errors import CheckpointError, ConfigError
-from speculators.export.layout import Layout, dtype_of, own_fields, refuse
+from speculators.export.layout import COMMON_MEANINGS, Layout, dtype_of, own_fields, refuse
 from speculators.families.draft_model import DraftModel, DraftModelConfig, sizes_of
 from speculators.student import plain_fields
 from speculators.target_probe import needs_eager
@@ -29,6 +29,10 @@ class DraftModelLayout(Layout):
     """The names and shapes of the tensors are transformers' own."""
 
     family = "draft_model"
+    meanings = {
+        "architectures": "the model's class in transformers; its other fields are transformers' own too",
+        **COMMON_MEANINGS,
+    }
 
     def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
         return any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in fields.get("architectures") or [])

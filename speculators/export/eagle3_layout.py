@@ -10,6 +10,8 @@ from torch import Tensor
 from speculators.config import DrafterConfig, build_config, decoder_fields, default_tap_layers
 from speculators.errors import CheckpointError
 from speculators.export.layout import (
+    COMMON_MEANINGS,
+    LAYER_MEANINGS,
     Layout,
     Table,
     dtype_of,
@@ -30,10 +32,31 @@ ARCHITECTURES = (
 SWITCHES = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")
 
 
+MEANINGS = {
+    "architectures": "`LlamaForCausalLMEagle3`; `Qwen3ForCausalLM` for a layer with norms of queries and keys",
+    "model_type": "`llama`, or `qwen3` for that layer",
+    "vocab_size": "the target's vocabulary",
+    "draft_vocab_size": "tokens the head can propose; below vocab_size there is a `d2t`",
+    "target_hidden_size": "width of the target's states",
+    **LAYER_MEANINGS,
+    "attention_bias": "false",
+    "mlp_bias": "false",
+    "tie_word_embeddings": "false",
+    "eagle_aux_hidden_state_layer_ids": "taps: 0 is the embedding output, i the output of layer i - 1; ascending",
+    "num_aux_hidden_states": "their number, without which vLLM takes it for three",
+    "norm_before_fc": "one norm over all taps (EAGLE-3.1)",
+    "fc_norm": "a norm per tap (EAGLE-3.1)",
+    "norm_output": "the normed state is fed back (EAGLE-3.1)",
+    "norm_before_residual": "the residual is the normed state",
+    **COMMON_MEANINGS,
+}
+
+
 class Eagle3Layout(Layout):
     """Names as vLLM's loader has them; one layer is called `midlayer`."""
 
     family = "eagle3"
+    meanings = MEANINGS
     ignored = ("t2d",)
 
     def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:

@@ -11,20 +11,31 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from speculators.config import DrafterConfig
+from speculators.config import DecoderConfig, DrafterConfig
 from speculators.drafter import Drafter
 from speculators.errors import CheckpointError
 from speculators.vocab import from_offsets, to_offsets
 
 WEIGHTS = "model.safetensors"
+NUM_SPECULATIVE_TOKENS = 5  # drafts of a round, where nothing says otherwise
+TRAINED_WITH = (  # no tensor's shape tells of these
+    "rope_parameters", "head_dim", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "hidden_act",
+    "attention_bias",
+)  # fmt: skip
 
 Table = dict[str, tuple[str, tuple[int, ...]]]  # name in the file -> (name in the module, shape)
 
 
 class Layout:
-    """One family's format. Module names are those of the family's file."""
+    """One family's folder in one format. Module names are those of the family's file.
+
+    `to_config` and `from_config` speak the words of vLLM's own format; a format that says the same otherwise translates
+    in `dressed` and `plain`, and in `tensors` where it has other names.
+    """
 
     family: ClassVar[str]
+    format: ClassVar[str] = "vllm"
+    meanings: ClassVar[Mapping[str, str]] = {}  # field of config.json, dotted where it is nested -> what it says
     ignored: ClassVar[tuple[str, ...]] = ()  # tensors that other tools write and no loader reads
     exact: ClassVar[tuple[str, ...]] = ()  # endings of names whose tensors stay in float32
 
@@ -37,6 +48,7 @@ class Layout:
             name: state[inside].detach().to("cpu", torch.float32 if name.endswith(self.exact) else dtype).contiguous()
             for name, (inside, _) in self.tensors(config).items()
         }
+        tensors |= {name: torch.zeros(shape, dtype=dtype) for name, shape in self.zeros(config).items()}
         ids = drafter.draft_to_target
         if ids is not None:
             tensors["d2t"] = to_offsets(ids.cpu())
@@ -55,8 +67,11 @@ class Layout:
             found, table = self.canonical(found, config), self.tensors(config)
         except CheckpointError as error:
             raise CheckpointError(f"drafter {folder}: {error}") from error
+        zeros = self.zeros(config)
+        faults = [f"{name} is not zero" for name in zeros if name in found and found[name].any()]
+        found = {name: tensor for name, tensor in found.items() if name not in zeros}
         wanted = set(table) | ({"d2t"} if config.reduced_vocabulary else set())
-        faults = [f"{name} is missing" for name in sorted(wanted - set(found))]
+        faults += [f"{name} is missing" for name in sorted(wanted - set(found))]
         faults += [f"{name} is unexpected" for name in sorted(set(found) - wanted - set(self.ignored))]
         for name, (_, shape) in table.items():
             if name in found and tuple(found[name].shape) != shape:
@@ -91,6 +106,21 @@ class Layout:
         """config.json and the names of the tensors beside it -> the config. CheckpointError names the field."""
         raise NotImplementedError
 
+    def zeros(self, config: Any) -> dict[str, tuple[int, ...]]:
+        """Tensors that an engine has and the drafter has not: written as zeros, without which they would be random."""
+        return {}
+
+    def check(self, config: Any) -> None:
+        """ConfigError that names the field of a drafter which the format's engines would run as another one."""
+
+    def dressed(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """All of config.json in the words of `to_config`, `draftsmith` whole -> in those of this format."""
+        return fields
+
+    def plain(self, fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+        """Undoes `dressed`, for the folders of others too."""
+        return fields
+
     def belongs(self, name: str, config: Any) -> bool:
         """Whether a tensor of the folder is the drafter's; others are not read (a target's that carries its own)."""
         return True
@@ -106,6 +136,25 @@ class Layout:
     def canonical(self, found: dict[str, Tensor], config: DrafterConfig) -> dict[str, Tensor]:
         """Tensors under the names of `tensors`, whichever of the names in the wild they have."""
         return found
+
+
+LAYER_MEANINGS = {  # of the fields that `DecoderConfig.llama_fields` writes
+    "hidden_size": "width of the head",
+    "intermediate_size": "width of its MLP",
+    "num_hidden_layers": "its decoder layers",
+    "num_attention_heads": "its attention heads",
+    "num_key_value_heads": "its key/value heads",
+    "head_dim": "size of an attention head, which need not be hidden_size / heads",
+    "hidden_act": "activation of the MLP",
+    "rms_norm_eps": "of its norms",
+    "rope_parameters": "rotary parameters, scaling (linear, llama3, yarn, …) included; the target's",
+    "rope_theta": "the base again, for readers that do not know `rope_parameters`",
+    "max_position_embeddings": "positions the head was made for; the target's",
+}
+COMMON_MEANINGS = {
+    "dtype": "precision of the tensors; an engine runs the head in the target's",
+    "draftsmith": "family, number of the target's layers, where the head comes from, and the fields it was trained with",
+}
 
 
 def refuse(faults: Sequence[str], folder: Path) -> None:
@@ -129,9 +178,19 @@ def target_layers(fields: Mapping[str, Any], num_target_layers: int | None, wher
 
 
 def own_fields(config: DrafterConfig) -> dict[str, Any]:
-    """What every export says of itself: enough to notice a tensor whose absence would mean something else."""
+    """What every export says of itself: enough to notice a tensor whose absence would mean something else, and what of
+    the target's layers it was trained with, to notice a field that was lost or changed on the way."""
     own: dict[str, Any] = {"family": config.family, "num_target_layers": config.num_target_layers}
+    if isinstance(config, DecoderConfig):
+        own["trained_with"] = {name: getattr(config, name) for name in TRAINED_WITH}
     return {"draftsmith": own | ({"own_embeddings": True} if config.own_embeddings else {})}
+
+
+def changed_fields(fields: Mapping[str, Any], config: DrafterConfig) -> list[tuple[str, Any, Any]]:
+    """(field, what config.json says, what was trained with) of every field of the layers that no longer agrees."""
+    kept = (fields.get("draftsmith") or {}).get("trained_with") or {}
+    pairs = [(name, getattr(config, name, None), value) for name, value in kept.items()]
+    return [(name, found, value) for name, found, value in pairs if found != value]
 
 
 def owns_embeddings(fields: Mapping[str, Any], names: set[str]) -> bool:
