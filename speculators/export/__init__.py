@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from speculators.config import DrafterConfig
 from speculators.drafter import Drafter, family_class
 from speculators.errors import CheckpointError
 from speculators.export.formats import NATIVE, layout_for, layout_of
-from speculators.export.headers import other_dtypes, pickled_files, read_headers
+from speculators.export.headers import Header, other_dtypes, pickled_files, read_headers
 from speculators.export.layout import changed_fields
 from speculators.target import FrozenTarget
 
@@ -32,12 +33,13 @@ def export_drafter(
     dtype: torch.dtype,
     provenance: dict[str, Any] | None = None,
     format: str = NATIVE,
+    beside: Iterable[Path] = (),
 ) -> Path:
     """Writes `drafter` to `folder` in its family's layout and returns the folder.
 
     An export that fails leaves what was there before in place. `provenance` goes into config.json under `draftsmith`;
     its `target` (`describe_target`) is the attached one unless it says otherwise. `format`: one of `formats.FORMATS`;
-    ConfigError if the family or this drafter has no place in it.
+    ConfigError if the family or this drafter has no place in it. `beside`: files that go into the folder too.
     """
     folder = Path(folder)
     config = drafter.config.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
@@ -52,6 +54,8 @@ def export_drafter(
     fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         layout.write(drafter, config, fresh, dtype)
+        for file in beside:
+            shutil.copyfile(file, fresh / file.name)
         (fresh / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
         fresh.chmod(0o755)
         replace_folder(fresh, folder)
@@ -113,6 +117,12 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
+def _headers(folder: Path) -> dict[str, Header]:
+    """Of every tensor; CheckpointError if there is none."""
+    _files(folder)
+    return read_headers(folder)
+
+
 def read_drafter_config(
     path_or_id: str | Path, num_target_layers: int | None = None, *, config_only: bool = False
 ) -> DrafterConfig:
@@ -122,7 +132,7 @@ def read_drafter_config(
     the tensors need not be there. Right for whole language models; of a head they may say what config.json does not.
     """
     folder = resolve(path_or_id, weights=not config_only)
-    names = set() if config_only or not _files(folder) else set(read_headers(folder))
+    names = set() if config_only else set(_headers(folder))
     fields, where = read_fields(folder), f"{folder}/config.json"
     config = layout_of(fields, names, str(folder)).from_config(fields, names, where, num_target_layers)
     if changed := changed_fields(fields, config):
@@ -157,7 +167,7 @@ def load_drafter(path_or_id: str | Path, target: FrozenTarget, *, dtype: torch.d
 
 def load_weights(drafter: Drafter, folder: Path) -> None:
     """Fills `drafter` from the tensors of `folder`, strictly. Nothing of the drafter keeps its old value."""
-    files, fields, headers = _files(folder), read_fields(folder), read_headers(folder)
+    files, fields, headers = _files(folder), read_fields(folder), _headers(folder)
     layout = layout_of(fields, set(headers), str(folder))
     if "draftsmith" in fields and (other := other_dtypes(fields, headers, layout.exact)):
         raise CheckpointError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -29,7 +29,7 @@ class DraftModelLayout(Layout):
     """The names and shapes of the tensors are transformers' own."""
 
     family = "draft_model"
-    meanings = {
+    meanings: ClassVar = {
         "architectures": "the model's class in transformers; its other fields are transformers' own too",
         **COMMON_MEANINGS,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -56,7 +56,7 @@ class Eagle3Layout(Layout):
     """Names as vLLM's loader has them; one layer is called `midlayer`."""
 
     family = "eagle3"
-    meanings = MEANINGS
+    meanings: ClassVar = MEANINGS
     ignored = ("t2d",)
 
     def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:

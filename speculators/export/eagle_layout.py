@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from speculators.config import DrafterConfig, build_config, decoder_fields
 from speculators.errors import CheckpointError
@@ -33,7 +33,7 @@ class EagleLayout(Layout):
     """Names as vLLM's loader has them. A norm after the last layer or a head would be errors there."""
 
     family = "eagle"
-    meanings = {
+    meanings: ClassVar = {
         "architectures": "`EagleLlamaForCausalLM`; vLLM refuses `LlamaForCausalLMEagle`",
         "model_type": "`llama`",
         "vocab_size": "the target's vocabulary",

@@ -153,7 +153,7 @@ LAYER_MEANINGS = {  # of the fields that `DecoderConfig.llama_fields` writes
 }
 COMMON_MEANINGS = {
     "dtype": "precision of the tensors; an engine runs the head in the target's",
-    "draftsmith": "family, number of the target's layers, where the head comes from, and the fields it was trained with",
+    "draftsmith": "family, number of the target's layers, where the head comes from, what it was trained with",
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -20,7 +20,7 @@ class MedusaLayout(Layout):
     """`blocks.{head}.layers.{block}` and `lm_heads.{head}`; published heads count blocks and projection as one list."""
 
     family = "medusa"
-    meanings = {
+    meanings: ClassVar = {
         "architectures": "`MedusaModel`",
         "model_type": "`medusa`",
         "hidden_size": "width of the target's states",

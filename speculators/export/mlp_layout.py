@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ class MLPLayout(Layout):
     """Every tensor is numbered by its head. Of tied ones the lowest number is written; any number is read."""
 
     family = "mlp"
-    meanings = {
+    meanings: ClassVar = {
         "architectures": f"`{ARCHITECTURE}`",
         "model_type": "`mlp_speculator`",
         "vocab_size": "the target's vocabulary",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ class MtpLayout(Layout):
     """All three; which one it is, the names of the tensors say."""
 
     family = "mtp"
-    meanings = {
+    meanings: ClassVar = {
         "architectures": "`MiMoForCausalLM`; of the layouts that borrow the target's layer, the target's own",
         "model_type": "`qwen2`; of those layouts the target's own, with all its other fields",
         "vocab_size": "the target's vocabulary",

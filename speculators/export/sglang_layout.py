@@ -7,7 +7,7 @@ not know, so that these are refused here. From reading SGLang's own loaders, who
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -28,7 +28,7 @@ class SGLangEagle3Layout(Eagle3Layout):
     """EAGLE-3. Layers after the first have their input norm under the name `hidden_norm`."""
 
     format = "sglang"
-    meanings = {
+    meanings: ClassVar = {
         **{name: meaning for name, meaning in EAGLE3_MEANINGS.items() if name != TAPS},
         "architectures": f"`{EAGLE3}`",
         f"{SECTION}.{TAPS}": "tap i is the output of layer i: one less than ours and vLLM's",
@@ -80,7 +80,7 @@ class SGLangEagleLayout(EagleLayout):
     """EAGLE-1. SGLang's fc always has a bias, which would be random if it were left out."""
 
     format = "sglang"
-    meanings = {
+    meanings: ClassVar = {
         **EagleLayout.meanings,
         "architectures": f"`{EAGLE}`, which vLLM refuses",
         "rope_scaling": "`rope_parameters` again, for versions that do not read them; null: none",
@@ -97,9 +97,11 @@ class SGLangEagleLayout(EagleLayout):
 
     def dressed(self, fields: dict[str, Any]) -> dict[str, Any]:
         own = {"architectures": [EAGLE], "rope_scaling": _rope_scaling(fields)}
-        return {name: value for name, value in fields.items() if name != "draftsmith"} | own | {
-            "draftsmith": fields["draftsmith"]
-        }
+        return (
+            {name: value for name, value in fields.items() if name != "draftsmith"}
+            | own
+            | {"draftsmith": fields["draftsmith"]}
+        )
 
 
 class SGLangMtpLayout(MtpLayout):

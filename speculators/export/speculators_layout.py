@@ -7,7 +7,7 @@ it, and `speculators_config` says which target and how many drafts. Knows no fil
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from speculators.config import DrafterConfig
 from speculators.errors import CheckpointError, ConfigError
@@ -26,7 +26,7 @@ class SpeculatorsEagle3Layout(Eagle3Layout):
     """EAGLE-3, the one family of ours that vLLM reads in this format."""
 
     format = "speculators"
-    meanings = {
+    meanings: ClassVar = {
         "architectures": f"`{ARCHITECTURE}`; vLLM goes by `speculators_model_type`",
         "speculators_model_type": "the algorithm: `eagle3`",
         "speculators_version": "of this format",
