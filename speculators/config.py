@@ -120,7 +120,7 @@ class DecoderConfig(DrafterConfig):
             num_key_value_heads=getattr(c, "num_key_value_heads", None) or heads,
             head_dim=getattr(c, "head_dim", None) or c.hidden_size // heads,
             rms_norm_eps=getattr(c, "rms_norm_eps", None) or 1e-6,
-            rope_parameters=_rope_of(c),
+            rope_parameters=rope_of(c),
             max_position_embeddings=c.max_position_embeddings,
         )
 
@@ -201,7 +201,7 @@ def config_for_target(
     return build_config(f"drafter for {target.name_or_path}", **fields)
 
 
-def _rope_of(config: Any) -> dict[str, Any]:
+def rope_of(config: Any) -> dict[str, Any]:
     """The target's rotary parameters (of its full-attention layers if kinds differ), for the whole head dimension."""
     rope = dict(getattr(config, "rope_parameters", None) or {})
     if "full_attention" in rope:  # one set per kind of layer

@@ -29,6 +29,7 @@ ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "Eagle3Qwen3ForCausalLM",
 )
+TAPS, SECTION = "eagle_aux_hidden_state_layer_ids", "eagle_config"
 SWITCHES = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")
 
 
@@ -101,9 +102,15 @@ class Eagle3Layout(Layout):
             **own_fields(config),
         }
 
+    def plain(self, fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+        """Taps where SGLang has them, which numbers them by layer outputs, as taps."""
+        theirs = (fields.get(SECTION) or {}).get(TAPS)
+        return fields if fields.get(TAPS) or not theirs else {**fields, TAPS: [tap + 1 for tap in theirs]}
+
     def from_config(
         self, fields: Mapping[str, Any], names: set[str], where: str, num_target_layers: int | None
     ) -> DrafterConfig:
+        fields = self.plain(fields, where)
         layers = target_layers(fields, num_target_layers, where)
         architecture = (fields.get("architectures") or ["missing"])[0]
         if architecture not in ARCHITECTURES:
@@ -119,7 +126,7 @@ class Eagle3Layout(Layout):
             draft_vocab_size=fields.get("draft_vocab_size") or fields["vocab_size"],
             target_hidden_size=fields.get("target_hidden_size") or fields["hidden_size"],
             num_target_layers=layers,
-            tap_layers=tuple(sorted(fields.get("eagle_aux_hidden_state_layer_ids") or default_tap_layers(layers))),
+            tap_layers=tuple(sorted(fields.get(TAPS) or default_tap_layers(layers))),
             **decoder_fields(fields),
             qk_norm=fields.get("model_type") == "qwen3",
             own_embeddings=owns_embeddings(fields, names),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -58,33 +58,44 @@ class Layout:
     def read(self, drafter: Drafter, folder: Path, files: Sequence[Path]) -> None:
         """Fills `drafter` from the safetensors `files` of `folder`. CheckpointError names every tensor at fault."""
         config = drafter.config
+        try:
+            found = self.load(config, files)
+        except CheckpointError as error:
+            raise CheckpointError(f"drafter {folder}: {error}") from error
+        refuse(self.faults(found, config), folder)
+        ids = from_offsets(found["d2t"], config.vocab_size, str(folder)) if config.reduced_vocabulary else None
+        drafter.load_state_dict(self.state(found, config, ids), strict=True)
+
+    def load(self, config: DrafterConfig, files: Sequence[Path]) -> dict[str, Tensor]:
+        """The drafter's tensors under the names of `tensors`, whether or not they are the right ones."""
         found: dict[str, Tensor] = {}
         for file in files:
             with safe_open(file, "pt") as reader:
                 mine = [name for name in reader.keys() if self.belongs(name, config)]  # noqa: SIM118 (not a dict)
                 found |= {name: reader.get_tensor(name) for name in mine}
-        try:
-            found, table = self.canonical(found, config), self.tensors(config)
-        except CheckpointError as error:
-            raise CheckpointError(f"drafter {folder}: {error}") from error
-        zeros = self.zeros(config)
-        faults = [f"{name} is not zero" for name in zeros if name in found and found[name].any()]
-        found = {name: tensor for name, tensor in found.items() if name not in zeros}
+        return self.canonical(found, config)
+
+    def faults(self, found: Mapping[str, Tensor], config: DrafterConfig) -> list[WeightFault]:
+        """Everything about the tensors that is not as the table has it."""
+        table, zeros = self.tensors(config), self.zeros(config)
         wanted = set(table) | ({"d2t"} if config.reduced_vocabulary else set())
-        faults += [f"{name} is missing" for name in sorted(wanted - set(found))]
-        faults += [f"{name} is unexpected" for name in sorted(set(found) - wanted - set(self.ignored))]
-        for name, (_, shape) in table.items():
-            if name in found and tuple(found[name].shape) != shape:
-                faults.append(f"{name} has shape {list(found[name].shape)}, expected {list(shape)}")
-            elif name in found and not torch.isfinite(found[name].float()).all():
-                faults.append(f"{name} holds values that are not finite")
-        if "d2t" in found and config.reduced_vocabulary and tuple(found["d2t"].shape) != (config.draft_vocab_size,):
-            faults.append(f"d2t has shape {list(found['d2t'].shape)}, expected [{config.draft_vocab_size}]")
-        refuse(faults, folder)
-        state = dict(self.packed({inside: found[name] for name, (inside, _) in table.items()}))
+        faults = [WeightFault("not_zero", name, f"{name} is not zero") for name in zeros if _has_values(found, name)]
+        faults += [missing(name) for name in sorted(wanted - set(found))]
+        faults += [unexpected(name) for name in sorted(set(found) - wanted - set(zeros) - set(self.ignored))]
+        shapes = {name: shape for name, (_, shape) in table.items()}
         if config.reduced_vocabulary:
-            state["target_ids"] = from_offsets(found["d2t"], config.vocab_size, str(folder))
-        drafter.load_state_dict(state, strict=True)
+            shapes["d2t"] = (config.draft_vocab_size,)
+        for name, shape in shapes.items():
+            if name in found and tuple(found[name].shape) != shape:
+                faults.append(misshaped(name, found[name].shape, shape))
+            elif name in found and not torch.isfinite(found[name].float()).all():
+                faults.append(not_finite(name))
+        return faults
+
+    def state(self, found: Mapping[str, Tensor], config: DrafterConfig, ids: Tensor | None) -> dict[str, Tensor]:
+        """The module's state from tensors without faults; `ids` [V_draft]: of a reduced vocabulary, the target's."""
+        state = dict(self.packed({inside: found[name] for name, (inside, _) in self.tensors(config).items()}))
+        return state if ids is None else state | {"target_ids": ids}
 
     # -------------------------------------------------------------- names, shapes and fields
 
@@ -157,10 +168,48 @@ COMMON_MEANINGS = {
 }
 
 
-def refuse(faults: Sequence[str], folder: Path) -> None:
-    """CheckpointError that lists them, if there are any."""
+class WeightFault(NamedTuple):
+    """What is wrong with one tensor."""
+
+    kind: str  # missing, unexpected, shape, not_finite, not_zero, other
+    name: str
+    text: str
+
+
+class WeightsError(CheckpointError):
+    """Tensors that are not as the table has them."""
+
+    def __init__(self, folder: Path, faults: Sequence[WeightFault]) -> None:
+        super().__init__(
+            f"drafter {folder}: {len(faults)} fault(s) in the weights: " + "; ".join(fault.text for fault in faults)
+        )
+        self.faults = list(faults)
+
+
+def missing(name: str) -> WeightFault:
+    return WeightFault("missing", name, f"{name} is missing")
+
+
+def unexpected(name: str) -> WeightFault:
+    return WeightFault("unexpected", name, f"{name} is unexpected")
+
+
+def misshaped(name: str, found: Sequence[int], expected: Sequence[int]) -> WeightFault:
+    return WeightFault("shape", name, f"{name} has shape {list(found)}, expected {list(expected)}")
+
+
+def not_finite(name: str) -> WeightFault:
+    return WeightFault("not_finite", name, f"{name} holds values that are not finite")
+
+
+def _has_values(found: Mapping[str, Tensor], name: str) -> bool:
+    return name in found and bool(found[name].any())
+
+
+def refuse(faults: Sequence[WeightFault], folder: Path) -> None:
+    """WeightsError that lists them, if there are any."""
     if faults:
-        raise CheckpointError(f"drafter {folder}: {len(faults)} fault(s) in the weights: " + "; ".join(faults))
+        raise WeightsError(folder, faults)
 
 
 def require(fields: Mapping[str, Any], names: tuple[str, ...], where: str, kind: str) -> None:

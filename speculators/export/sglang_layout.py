@@ -11,16 +11,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from speculators.config import DrafterConfig
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export.draft_model_layout import DraftModelLayout
 from speculators.export.eagle3_layout import MEANINGS as EAGLE3_MEANINGS
-from speculators.export.eagle3_layout import Eagle3Layout
+from speculators.export.eagle3_layout import SECTION, TAPS, Eagle3Layout
 from speculators.export.eagle_layout import EagleLayout
 from speculators.export.layout import Table
 from speculators.export.mtp_layout import MtpLayout
 
-TAPS, SECTION = "eagle_aux_hidden_state_layer_ids", "eagle_config"
 EAGLE3, EAGLE = "LlamaForCausalLMEagle3", "LlamaForCausalLMEagle"
 
 
@@ -65,15 +63,9 @@ class SGLangEagle3Layout(Eagle3Layout):
         return rest | {"rope_scaling": _rope_scaling(fields), SECTION: inner, "draftsmith": fields["draftsmith"]}
 
     def plain(self, fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-        taps = (fields.get(SECTION) or {}).get(TAPS)
-        if taps is None:
+        if not (fields.get(SECTION) or {}).get(TAPS):
             raise CheckpointError(f"{where}: {SECTION}.{TAPS} is missing; it says which layers of the target are read")
-        return {**fields, TAPS: [tap + 1 for tap in taps]}
-
-    def from_config(
-        self, fields: Mapping[str, Any], names: set[str], where: str, num_target_layers: int | None
-    ) -> DrafterConfig:
-        return super().from_config(self.plain(fields, where), names, where, num_target_layers)
+        return super().plain({**fields, TAPS: None}, where)
 
 
 class SGLangEagleLayout(EagleLayout):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from speculators.config import DrafterConfig
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export.eagle3_layout import MEANINGS, SWITCHES, Eagle3Layout
 from speculators.export.layout import NUM_SPECULATIVE_TOKENS
@@ -82,8 +81,3 @@ class SpeculatorsEagle3Layout(Eagle3Layout):
         outer = {name: fields[name] for name in OUTSIDE if fields.get(name) is not None}
         # without a word vLLM takes the normed state for the residual here, and the other one in its own format
         return {**layer, "norm_before_residual": True, **outer, "architectures": [NATIVE[model_type]]}
-
-    def from_config(
-        self, fields: Mapping[str, Any], names: set[str], where: str, num_target_layers: int | None
-    ) -> DrafterConfig:
-        return super().from_config(self.plain(fields, where), names, where, num_target_layers)
