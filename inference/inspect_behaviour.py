@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from inference.expected import Text, accept_tables, batches_of, teacher_forced
-from inference.offline_prompts import CHINESE, ENGLISH
+from inference.llm_prompts import chat_prompts
+from inference.offline_prompts import CHAT, ENGLISH
 from inference.replay import ReplayResult, replay
 from inference.sampling_params import SamplingParams
 from speculators.config import DecoderConfig, DrafterConfig, rope_of
@@ -28,7 +29,7 @@ from speculators.target import FrozenTarget, TargetFeatures
 DRAFTS = 3
 WRITTEN = 48  # tokens of each text
 NOTHING = 1.05  # an acceptance length below which a drafter is of no use
-GAIN, FACTOR, SHARE = 0.15, 1.3, 2 / 3  # when another reading is clearly better, see `clearly_better`
+GAIN, FACTOR, SIGMAS = 0.05, 1.1, 3.0  # when another reading is clearly better, see `clearly_better`
 ROUNDS = 3  # mistakes that are looked for on top of one another
 PERMUTED = 4  # taps of which every order is tried; of more only the reverse
 SYNTHETIC = (8, 24)  # prompts without a tokenizer: how many, and of how many random tokens
@@ -110,13 +111,12 @@ def measure_readings(
 
 
 def clearly_better(new: Sequence[ReplayResult], old: Sequence[ReplayResult]) -> bool:
-    """Whether a reading accepts more than chance or a small gain would explain: GAIN more tokens per round, FACTOR
-    times the drafts, and more on at least SHARE of the texts on which the two differ."""
+    """Whether a reading accepts more than chance or a trifle would explain: GAIN more tokens per round and FACTOR times
+    the drafts, and a mean difference between the texts of SIGMAS standard errors."""
     a, b = _tau(new), _tau(old)
-    differing = [(x.accepted / x.rounds, y.accepted / y.rounds) for x, y in zip(new, old, strict=True) if x.rounds]
-    differing = [(x, y) for x, y in differing if x != y]
-    more = sum(x > y for x, y in differing)
-    return a - b >= GAIN and a - 1 >= FACTOR * (b - 1) and more >= SHARE * len(differing)
+    gains = torch.tensor([x.accepted / x.rounds - y.accepted / y.rounds for x, y in zip(new, old, strict=True)])
+    error = float(gains.std() / len(gains) ** 0.5) if len(gains) > 1 else float("inf")
+    return a - b >= GAIN and a - 1 >= FACTOR * (b - 1) and float(gains.mean()) > SIGMAS * error
 
 
 def _tau(results: Sequence[ReplayResult]) -> float:
@@ -128,8 +128,11 @@ def _tau(results: Sequence[ReplayResult]) -> float:
 
 def _prompts(target: FrozenTarget, tokenizer: Any, prompts: Sequence[Any]) -> tuple[list[list[int]], bool]:
     if tokenizer is not None:
-        texts = prompts or [*ENGLISH, *CHINESE]
-        return [tokenizer(each).input_ids if isinstance(each, str) else list(each) for each in texts], False
+        asked = [tokenizer(each).input_ids if isinstance(each, str) else list(each) for each in prompts or ENGLISH]
+        if not prompts and getattr(tokenizer, "chat_template", None):
+            chats = chat_prompts([list(each) for each in CHAT], tokenizer, {"add_generation_prompt": True})
+            asked += [list(chat.token_ids) for chat in chats]
+        return asked, False
     if prompts:
         if any(isinstance(each, str) for each in prompts):
             raise ConfigError("inspect: the target has no tokenizer; give prompts as lists of token ids")

@@ -189,9 +189,9 @@ KINDS: dict[str, Kind] = {
     ),
     "short_positions": Kind(
         "max_position_embeddings is below the target's",
-        SWALLOWS,
-        "texts beyond it are drafted for with positions it was not made for",
-        "write the target's, if it was trained on rows as long",
+        HARMLESS,
+        "it takes its own limit instead; older versions crash on longer texts",
+        "write the target's",
     ),
     "other_target": Kind(
         "config.json names another target", HARMLESS, "it serves whatever it is given", "check the name", warning=True

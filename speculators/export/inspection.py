@@ -167,7 +167,7 @@ _TELLS: dict[str, Callable[[set[str], Mapping[str, Any]], bool]] = {
         or any(name.startswith("midlayer.") or name.endswith("hidden_norm.weight") for name in names)
         or any(name in fields for name in (TAPS, "draft_vocab_size", "eagle_config"))
     ),
-    "eagle": lambda names, fields: any(name == "fc.weight" for name in names),
+    "eagle": lambda names, fields: "fc.weight" in names or "Eagle" in str(fields.get("architectures")),
 }
 
 
