@@ -7,6 +7,7 @@ command runs.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from speculators.export.inspection import Inspection
     from speculators.export.serving import Way
 
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")  # of the Hub
 WORDS = {  # what vLLM does of a fault, to people
     "refuses": "vLLM refuses it",
     "crashes": "vLLM loads it and crashes",
@@ -48,7 +50,8 @@ def export(
     console = Console()
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
-    if (source / "config.json").is_file() or not source.is_dir():
+    on_hub = not source.exists() and REPOSITORY.fullmatch(str(source))
+    if (source / "config.json").is_file() or on_hub:
         told: dict[str, Any] = {"target": {"name_or_path": model}} if model else {}
         redress(source, out, format=format, dtype=dtype, provenance=told, num_target_layers=target_layers)
         console.print(f"{out}: {source} in the format {format}", highlight=False)

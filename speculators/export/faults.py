@@ -98,8 +98,8 @@ KINDS: dict[str, Kind] = {
     ),
     "missing_lm_head": Kind(
         "a reduced vocabulary without lm_head",
-        CRASHES,
-        "it shares the target's, which has more rows than the draft vocabulary",
+        SWALLOWS,
+        _NOTHING,
         _EXPORT,
     ),
     "unexpected_tensor": Kind(
@@ -173,7 +173,10 @@ KINDS: dict[str, Kind] = {
         "serve it with the target it was made for",
     ),
     "wrong_vocabulary": Kind(
-        "made for another vocabulary size", SWALLOWS, _NOTHING, "serve it with the target it was made for"
+        "made for another vocabulary size",
+        CRASHES,
+        "its logits have another width than the target's",
+        "serve it with the target it was made for",
     ),
     "wrong_depth": Kind(
         "made for a target of another number of layers",

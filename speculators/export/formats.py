@@ -26,13 +26,14 @@ from speculators.export.speculators_layout import SpeculatorsEagle3Layout
 from speculators.export.transformers_layout import TransformersLayout
 
 NATIVE = "vllm"
-# What a format is for; the rows of the table are asked in this order whose a folder is that does not say.
+# What a format is for.
 FORMATS: dict[str, str] = {
-    "speculators": "vLLM's speculators format: config.json names the target, `vllm serve FOLDER` is all",
     "vllm": "what vLLM reads with --speculative-config; what Draftsmith writes unless asked otherwise",
+    "speculators": "vLLM's speculators format: config.json names the target, `vllm serve FOLDER` is all",
     "sglang": "what SGLang reads: taps numbered by layer outputs, its own names where they differ",
     "transformers": "a causal language model as transformers writes it; for draft models",
 }
+# Of folders that do not say whose they are, the first that recognises one has it.
 _TABLE: tuple[Layout, ...] = (
     SpeculatorsEagle3Layout(),
     Eagle3Layout(),

@@ -329,13 +329,16 @@ def _values(found: Inspection) -> None:
     """What the values of the tensors give away."""
     config, tensors = found.config, found.tensors
     assert config is not None
+    ones: list[str] = []
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             continue
         if name.endswith("norm.weight") and bool((tensor == 1).all()):
-            found.add("norm_ones", f"{name} is all ones")
+            ones.append(name)
         elif tensor.ndim == 2 and not name.startswith("blocks.") and not bool(tensor.any()):
             found.add("all_zero", f"{name} is all zeros")
+    if ones:
+        found.add("norm_ones", f"{', '.join(ones)}: all ones")
     if config.reduced_vocabulary and "d2t" in tensors and tensors["d2t"].shape == (config.draft_vocab_size,):
         _check_d2t(found, tensors["d2t"].long())
 
