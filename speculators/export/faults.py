@@ -192,9 +192,9 @@ KINDS: dict[str, Kind] = {
     ),
     "short_positions": Kind(
         "max_position_embeddings is below the target's",
-        HARMLESS,
-        "it takes its own limit instead; older versions crash on longer texts",
-        "write the target's",
+        SWALLOWS,
+        "it drafts nothing for a whole batch as soon as one text is longer",
+        "write the target's, if it was trained on rows as long",
     ),
     "other_target": Kind(
         "config.json names another target", HARMLESS, "it serves whatever it is given", "check the name", warning=True

@@ -93,7 +93,7 @@ EAGLE3: dict[str, tuple[Change, str, str, str]] = {  # change -> kind, what vLLM
     "no head": (lambda c, t: t.pop("lm_head.weight"), "missing_lm_head", SWALLOWS, "lm_head"),
     "NaN": (lambda c, t: t["norm.weight"].mul_(float("nan")), "not_finite", SWALLOWS, "norm.weight"),
     "infinite": (lambda c, t: t["fc.weight"].view(-1)[:1].fill_(float("inf")), "not_finite", SWALLOWS, "fc.weight"),
-    "few positions": (lambda c, t: c.update(max_position_embeddings=64), "short_positions", HARMLESS, "64"),
+    "few positions": (lambda c, t: c.update(max_position_embeddings=64), "short_positions", SWALLOWS, "64"),
     "rope": (
         lambda c, t: c.update(rope_theta=500.0, rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
         "rope", SWALLOWS, "rope_theta 500.0, the target's 10000.0",

@@ -1,4 +1,4 @@
-"""Formats in real vLLM: a folder that names its target, and faults that vLLM notices or not, as the table of them says."""
+"""Formats in real vLLM: a folder that names its target; faults that vLLM notices or not, as their table says."""
 
 from __future__ import annotations
 
@@ -87,5 +87,5 @@ def test_vllm_makes_of_a_fault_what_the_table_says(world, serve, tmp_path, kind)
     if verdict == SWALLOWS:
         serve(job(target, speculative_config=config))
     else:
-        with pytest.raises(AssertionError, match="Error"):
+        with pytest.raises(AssertionError):  # of `serve`, which found no result
             serve(job(target, speculative_config=config))
