@@ -169,7 +169,7 @@ KINDS: dict[str, Kind] = {
     "wrong_width": Kind(
         "made for a target of another width",
         CRASHES,
-        "states do not fit fc",
+        "states do not fit fc: it crashes, or accepts nothing",
         "serve it with the target it was made for",
     ),
     "wrong_vocabulary": Kind(
