@@ -50,8 +50,9 @@ def expected_acceptance(
             raise DataError(f"expected acceptance: text {i} needs a prompt and an output of at least one token each")
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
     results: list[ReplayResult] = [ReplayResult()] * len(texts)
-    for members in _batches([len(prompt) + len(output) for prompt, output in texts]):
-        tables = _accept_tables(target, drafter, [texts[i] for i in members], params, k)
+    for members in batches_of([len(prompt) + len(output) for prompt, output in texts]):
+        chosen = [texts[i] for i in members]
+        tables = accept_tables(target, drafter, teacher_forced(target, chosen), chosen, params, k)
         for i, table in zip(members, tables, strict=True):
             results[i] = replay(table, len(texts[i][1]))
     return results
@@ -114,7 +115,7 @@ def _ratio(
     return torch.where(p > 0, (q / p).clamp_max(1.0), (q > 0).to(q)).to(draft_logits.dtype)
 
 
-def _batches(lengths: Sequence[int]) -> list[list[int]]:
+def batches_of(lengths: Sequence[int]) -> list[list[int]]:
     """Texts of like length together, each batch within BATCH_TOKENS (a longer text goes alone)."""
     batches: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -125,12 +126,17 @@ def _batches(lengths: Sequence[int]) -> list[list[int]]:
     return batches
 
 
-def _accept_tables(
-    target: FrozenTarget, drafter: Drafter, texts: Sequence[Text], params: SamplingParams, k: int
+def accept_tables(
+    target: FrozenTarget,
+    drafter: Drafter,
+    features: TargetFeatures,
+    texts: Sequence[Text],
+    params: SamplingParams,
+    k: int,
 ) -> list[Tensor]:
     """Per text the [k, output length] input of `replay`: entry [d, s] is of draft d + 1 in a round anchored at output
-    token s. Such a round starts from the head's slot prompt length + s - 1, whose first draft is output token s + 1."""
-    features = _teacher_forced(target, texts)
+    token s. Such a round starts from the head's slot prompt length + s - 1, whose first draft is output token s + 1.
+    `features`: of the texts, as `teacher_forced` gives them, with the taps that the drafter reads."""
     B, T = features.input_ids.shape
     table = torch.zeros(k, B * T, device=target.device)
     rows = torch.arange(B * T, device=target.device) // T
@@ -155,7 +161,7 @@ def _accept_tables(
     return [table[:, b, len(prompt) - 1 : len(prompt) - 1 + len(output)] for b, (prompt, output) in enumerate(texts)]
 
 
-def _teacher_forced(target: FrozenTarget, texts: Sequence[Text]) -> TargetFeatures:
+def teacher_forced(target: FrozenTarget, texts: Sequence[Text]) -> TargetFeatures:
     """Features of the texts as right-padded rows [B, T]; every output token may be asked for."""
     width = max(len(prompt) + len(output) for prompt, output in texts)
     ids = torch.zeros(len(texts), width, dtype=torch.long)

@@ -16,12 +16,9 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from inference.report import AcceptanceReport
 from inference.report_cell import ALL_WORKLOADS, Cell
 from speculators.config import DrafterConfig
-from speculators.export.serving_commands import (
-    draftsmith_snippet,
-    sglang_command,
-    speculative_config,
-    vllm_command,
-)
+from speculators.export.formats import NATIVE
+from speculators.export.serving import draftsmith_snippet
+from speculators.export.serving import serving as ways_to_serve
 
 TEMPLATE = Path(__file__).parent / "templates" / "model_card.md.j2"
 TASK = "text-generation"
@@ -97,20 +94,22 @@ def evaluation_results(report: AcceptanceReport) -> list[EvalResult]:
 
 
 def serving(facts: CardFacts) -> list[tuple[str, str, str]]:
-    """(engine, language of its snippet, snippet), of every engine that loads this family."""
-    config, k = facts.config, facts.num_speculative_tokens
-    target = facts.base_model or facts.target_name
-    others: dict[str, Any] = {"use_heterogeneous_vocab": True} if getattr(config, "other_tokenizer", False) else {}
-    options = speculative_config(config.family, facts.repository, k, **others)
-    found = [("Draftsmith", "python", draftsmith_snippet(target, options))]
-    if getattr(config, "adapter_of", None) is None:  # other engines load whole draft models
-        layout = getattr(config, "layout", None)
-        if layout in (None, "mimo"):  # vLLM looks for modules of other layouts in the target's own checkpoint
-            name = "vLLM, with Draftsmith's plugin" if config.family == "mlp" else "vLLM"
-            found.insert(0, (name, "bash", vllm_command(target, options, layout)))
-        command = sglang_command(target, facts.repository, config.family, k, facts.fields)
-        if command and not others:
-            found.insert(-1, ("SGLang", "bash", command))
+    """(engine, language of its snippet, snippet), of every engine that loads this family in this format."""
+    config, target = facts.config, facts.base_model or facts.target_name
+    found = []
+    for way in ways_to_serve(
+        config.family,
+        folder=facts.repository,
+        target=target,
+        tokens=facts.num_speculative_tokens,
+        config=config,
+        format=(facts.fields.get("draftsmith") or {}).get("format", NATIVE),
+    ):
+        if way.engine == "Draftsmith" and way.options is not None:
+            found.append((way.engine, "python", draftsmith_snippet(target, way.options)))
+        elif way.command:
+            name = "vLLM, with Draftsmith's plugin" if (way.engine, config.family) == ("vLLM", "mlp") else way.engine
+            found.append((name, "bash", way.command))
     return found
 
 

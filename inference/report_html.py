@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 from inference import report_charts as charts
 from inference.report import AcceptanceReport
 from inference.report_cell import ALL_WORKLOADS, PHASES, Cell
-from speculators.export.serving_commands import draftsmith_snippet, vllm_command
+from speculators.export.serving import draftsmith_snippet, vllm_command
 
 PHASE_NAMES = {phase: phase for phase in PHASES} | {"other": "other (no phase claimed it)"}
 

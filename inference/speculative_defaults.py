@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 from inference.llm_loading import loaded, target_config
 from inference.speculative_config import TRAINING_FREE
 from speculators.export import read_drafter_config, read_fields
+from speculators.export.layout import NUM_SPECULATIVE_TOKENS
 from speculators.hub import with_revision
 from speculators.target import FrozenTarget
 
 logger = logging.getLogger(__name__)
 
-NUM_SPECULATIVE_TOKENS = 5  # where nothing says otherwise
 # Family -> fields of config.json that say how many tokens the drafter was made to draft.
 DEPTH_FIELDS = {
     "medusa": ("num_heads", "medusa_num_heads"),

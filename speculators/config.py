@@ -98,6 +98,11 @@ class DecoderConfig(DrafterConfig):
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads {self.num_key_value_heads}"
             )
+        if (turned := self.rope_parameters.get("partial_rotary_factor") or 1) != 1:
+            raise ValueError(
+                f"rope_parameters: partial_rotary_factor {turned:g}: a head rotates all of each attention head; this "
+                "one was trained to rotate a part, and would draft something else"
+            )
         if self.hidden_size != self.target_hidden_size and not self.own_embeddings:
             raise ValueError(
                 f"hidden_size {self.hidden_size} differs from the target's {self.target_hidden_size}, so the target's "
@@ -115,7 +120,7 @@ class DecoderConfig(DrafterConfig):
             num_key_value_heads=getattr(c, "num_key_value_heads", None) or heads,
             head_dim=getattr(c, "head_dim", None) or c.hidden_size // heads,
             rms_norm_eps=getattr(c, "rms_norm_eps", None) or 1e-6,
-            rope_parameters=_rope_of(c),
+            rope_parameters=rope_of(c),
             max_position_embeddings=c.max_position_embeddings,
         )
 
@@ -154,6 +159,8 @@ def decoder_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
     rope.setdefault("rope_type", rope.pop("type", "default"))
     rope.setdefault("rope_theta", fields.get("rope_theta", 10000.0))
+    if fields.get("partial_rotary_factor") is not None:
+        rope.setdefault("partial_rotary_factor", fields["partial_rotary_factor"])
     heads, width = fields["num_attention_heads"], fields["hidden_size"]
     return dict(
         hidden_size=width,
@@ -194,7 +201,7 @@ def config_for_target(
     return build_config(f"drafter for {target.name_or_path}", **fields)
 
 
-def _rope_of(config: Any) -> dict[str, Any]:
+def rope_of(config: Any) -> dict[str, Any]:
     """The target's rotary parameters (of its full-attention layers if kinds differ), for the whole head dimension."""
     rope = dict(getattr(config, "rope_parameters", None) or {})
     if "full_attention" in rope:  # one set per kind of layer

@@ -145,6 +145,10 @@ class Drafter(nn.Module):
         return self
 
     @property
+    def attached(self) -> bool:
+        return bool(self._target)
+
+    @property
     def target(self) -> FrozenTarget:
         if not self._target:
             raise ConfigError("this drafter is not attached to a target; call drafter.attach(target) first")

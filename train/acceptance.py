@@ -19,6 +19,7 @@ from inference.report_build import check_gates
 from inference.report_html import write_html
 from inference.report_table import print_report
 from speculators.errors import DataError
+from train import export_formats
 from train.data import conversation_tokenizer
 from train.joint import FOLDER, change_of
 from train.progress import Stages
@@ -26,7 +27,7 @@ from train.recipe import Recipe
 from train.recipe_sections import split_gate
 from train.sources import load_sources
 
-EXPORT, REPORT, PAGE = "export", "acceptance.json", "report.html"  # below the run's folder
+EXPORT, REPORT, PAGE = export_formats.FOLDER, "acceptance.json", "report.html"  # below the run's folder
 
 
 def accept(

@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 from inference import serve
 from inference.console import print_error
 from speculators.errors import ConfigError, DraftsmithError
+from train import artefact
 from train.push_command import push
 
 if TYPE_CHECKING:
@@ -118,46 +119,8 @@ def prepare(
     _print_masks(examples[sample], tokenizer, regenerated=checked.regenerate.enabled)
 
 
-@app.command()
-def export(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder, such as runs/quickstart/eagle3.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; what it held is replaced.")],
-    dtype: Annotated[str, typer.Option(help="auto (the recipe's), float32, bfloat16 or float16.")] = "auto",
-) -> None:
-    """Write the best drafter of a run, finished or not, as a folder that engines load."""
-    from train.reexport import reexport
-
-    console = Console()
-    folder, step = reexport(run_dir, out, dtype=dtype)
-    console.print(f"{folder}: the drafter of step {step}", highlight=False)
-
-
-@app.command()
-def inspect(
-    drafter: Annotated[str, typer.Argument(metavar="DIR", help="Folder or repository id of an exported head.")],
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor as well.")] = False,
-    target_layers: Annotated[
-        int | None, typer.Option(help="Layers of the target, for heads that do not say which they tap.")
-    ] = None,
-) -> None:
-    """What an exported drafter is; loads it strictly, so a missing, unexpected or mis-shaped tensor is an error."""
-    from speculators.drafter import family_class
-    from speculators.export import load_weights, read_drafter_config, resolve
-
-    config = read_drafter_config(drafter, target_layers)
-    head = family_class(config.family)(config)
-    load_weights(head, resolve(drafter))
-    table = _table("field", "value")
-    for name, value in config.model_dump().items():
-        table.add_row(name, Text(str(list(value) if isinstance(value, tuple) else value)))
-    table.add_row("parameters", f"{sum(p.numel() for p in head.parameters()):,}")
-    Console().print(table)
-    if tensors:
-        shapes = _table("tensor in the module", "shape")
-        for name, tensor in head.state_dict().items():
-            shapes.add_row(name, " x ".join(map(str, tensor.shape)))
-        Console().print(shapes)
-    Console().print("every tensor is there and has its shape", style="green")
+app.command()(artefact.export)
+app.command()(artefact.inspect)
 
 
 @app.command()

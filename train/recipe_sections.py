@@ -152,7 +152,11 @@ class Stage(Section):
 class ExportSection(Section):
     """What the run leaves behind for an engine to load."""
 
-    formats: list[Literal["vllm"]] = Field(default=["vllm"], min_length=1, description="layouts to write")
+    formats: list[Literal["vllm", "speculators", "sglang", "transformers"]] = Field(
+        default=["vllm"],
+        min_length=1,
+        description="formats to write (docs/formats.md): the first to `export`, others to `export-<format>` beside it",
+    )
     dtype: Dtype = Field("auto", description="precision of the exported weights; auto: the target's")
     push_to_hub: bool = Field(
         False, description="upload once the gates are passed, card included; a repository id is hub_model_id as well"
@@ -184,6 +188,13 @@ class ExportSection(Section):
         if self.push_to_hub and self.hub_model_id is None:
             raise ValueError("push_to_hub: true, but hub_model_id does not say where to; give org/name")
         return self
+
+    @field_validator("formats")
+    @classmethod
+    def _each_once(cls, value: list[str]) -> list[str]:
+        if len(set(value)) != len(value):
+            raise ValueError(f"each format may be given once, got {value}")
+        return value
 
 
 class EvaluationSection(Section):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from speculators.drafter import family_class
 from speculators.errors import CheckpointError, ConfigError
-from speculators.export import export_drafter
+from speculators.export import describe_target, export_drafter
 from speculators.target import FrozenTarget
 from train import checkpoint
 from train.recipe_load import load_recipe
@@ -24,7 +24,7 @@ from train.target_sketch import sketch_target
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def reexport(run_dir: Path, out: Path, *, dtype: str = "auto") -> tuple[Path, int]:
+def reexport(run_dir: Path, out: Path, *, dtype: str = "auto", format: str = "vllm") -> tuple[Path, int]:
     """Writes the run's best weights (the newest without held-out evaluation) to `out`; returns it and their step."""
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
@@ -47,4 +47,5 @@ def reexport(run_dir: Path, out: Path, *, dtype: str = "auto") -> tuple[Path, in
         drafter.load_state_dict(load_file(newest / "drafter.safetensors"), strict=True)
     wanted = dtype if dtype != "auto" else recipe.export.dtype
     exported = target.dtype if wanted == "auto" else getattr(torch, wanted)
-    return export_drafter(drafter, out, dtype=exported, provenance=recipe.provenance(step)), step
+    provenance = recipe.provenance(step) | {"target": describe_target(target)}
+    return export_drafter(drafter, out, dtype=exported, provenance=provenance, format=format), step

@@ -25,11 +25,12 @@ from inference.replay import ReplayResult
 from speculators.config import DrafterConfig, config_for_target
 from speculators.drafter import Drafter, family_class
 from speculators.errors import ConfigError, DraftsmithError
-from speculators.export import export_drafter, load_weights, read_drafter_config, resolve
+from speculators.export import describe_target, load_weights, read_drafter_config, resolve
 from speculators.export.upload import account
 from speculators.target import FrozenTarget, TargetFeatures
 from speculators.vocab import choose_draft_vocabulary, coverage
 from train import checkpoint
+from train.export_formats import fitting, write_formats
 from train.features import RowFeatures
 from train.joint import FOLDER as TARGET
 from train.joint import JointTarget
@@ -170,7 +171,7 @@ def drafter_config(recipe: Recipe, target: FrozenTarget, *, planning: bool = Fal
     if (start := start_folder(recipe, weights=not config_only)) is None:
         if "draft_vocab_size" in wanted and wanted["draft_vocab_size"] is None:
             wanted["draft_vocab_size"] = min(DEFAULT_DRAFT_VOCABULARY, target.vocab_size)
-        return config_for_target(target, recipe.family, **wanted)
+        return fitting(recipe, config_for_target(target, recipe.family, **wanted))
     config = read_drafter_config(start, target.num_layers, config_only=config_only)
     if config.family != recipe.family:
         raise ConfigError(
@@ -183,7 +184,7 @@ def drafter_config(recipe: Recipe, target: FrozenTarget, *, planning: bool = Fal
                 f"({options.init_from}) has {getattr(config, key)}; leave {key} out or start from scratch"
             )
     options.accept(config)
-    return config
+    return fitting(recipe, config)
 
 
 def start_folder(recipe: Recipe, *, weights: bool = True) -> Path | None:
@@ -397,8 +398,8 @@ def held_out_evaluation(recipe: Recipe, target: FrozenTarget, held_out: dict[flo
 
 
 def export(recipe: Recipe, trained: Trained) -> Path:
-    """`<output_dir>/export`, in the target's dtype unless the recipe names one; the target beside it if it was trained
-    along."""
+    """`<output_dir>/export`, in the target's dtype unless the recipe names one, further formats beside it; the target
+    too if it was trained along."""
     drafter, state, out = trained.drafter, trained.state, Path(recipe.output_dir)
     dtype = drafter.target.dtype if recipe.export.dtype == "auto" else getattr(torch, recipe.export.dtype)
     provenance = recipe.provenance(state.best_step or state.step)
@@ -407,4 +408,5 @@ def export(recipe: Recipe, trained: Trained) -> Path:
         before, after = trained.joint.held_out_loss(texts)
         change = {"before": before, "after": after, "responses": len(texts)}
         trained.joint.export(out / TARGET, trained.tokenizer, change)
-    return export_drafter(drafter, out / "export", dtype=dtype, provenance=provenance)
+        provenance["target"] = describe_target(drafter.target) | {"name_or_path": str(out / TARGET)}
+    return write_formats(recipe, drafter, dtype=dtype, provenance=provenance)

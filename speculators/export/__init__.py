@@ -1,8 +1,8 @@
 """Drafters as directories other engines load: written whole or not at all, read back strictly.
 
 `export_drafter` writes into a temporary sibling and renames it; `load_drafter` refuses a missing, unexpected or
-mis-shaped tensor (vLLM loads most of those silently and then accepts nothing). A format is one `Layout` with a table
-of names, shapes and config fields; this file knows files and folders, not families.
+mis-shaped tensor (vLLM loads most of those silently and then accepts nothing). What is in a folder is said by one
+`Layout` per format and family (formats.py); this file knows files and folders, not families.
 """
 
 from __future__ import annotations
@@ -11,61 +11,66 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from speculators.config import DrafterConfig
 from speculators.drafter import Drafter, family_class
 from speculators.errors import CheckpointError
-from speculators.export.draft_model_layout import DraftModelLayout
-from speculators.export.eagle3_layout import Eagle3Layout
-from speculators.export.eagle_layout import EagleLayout
-from speculators.export.layout import Layout
-from speculators.export.medusa_layout import MedusaLayout
-from speculators.export.mlp_layout import MLPLayout
-from speculators.export.mtp_layout import MtpLayout
+from speculators.export.formats import NATIVE, layout_for, layout_of
+from speculators.export.headers import Header, other_dtypes, pickled_files, read_headers
+from speculators.export.layout import changed_fields
 from speculators.hub import hub_trouble, split_revision
 from speculators.target import FrozenTarget
 
-# One line a family; a folder that does not name its family belongs to the first that recognises it.
-LAYOUTS: dict[str, Layout] = {
-    layout.family: layout
-    for layout in (
-        Eagle3Layout(),
-        EagleLayout(),
-        MedusaLayout(),
-        MLPLayout(),
-        MtpLayout(),
-        DraftModelLayout(),  # last: every causal LM is one
-    )
-}
-
 
 def export_drafter(
-    drafter: Drafter, folder: str | Path, *, dtype: torch.dtype, provenance: dict[str, Any] | None = None
+    drafter: Drafter,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype,
+    provenance: dict[str, Any] | None = None,
+    format: str = NATIVE,
+    beside: Iterable[Path] = (),
 ) -> Path:
     """Writes `drafter` to `folder` in its family's layout and returns the folder.
 
-    An export that fails leaves what was there before in place. `provenance` goes into config.json under `draftsmith`.
+    An export that fails leaves what was there before in place. `provenance` goes into config.json under `draftsmith`;
+    its `target` (`describe_target`) is the attached one unless it says otherwise. `format`: one of `formats.FORMATS`;
+    ConfigError if the family or this drafter has no place in it. `beside`: files that go into the folder too.
     """
     folder = Path(folder)
     config = drafter.config.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
-    layout = LAYOUTS[config.family]
+    layout = layout_for(format, config.family)
+    layout.check(config)
     fields = layout.to_config(config)
-    fields["draftsmith"] |= provenance or {}
+    if drafter.attached:
+        fields["draftsmith"]["target"] = describe_target(drafter.target)
+    fields["draftsmith"] |= (provenance or {}) | ({"format": format} if format != NATIVE else {})
+    fields = layout.dressed(fields)
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         layout.write(drafter, config, fresh, dtype)
+        for file in beside:
+            shutil.copyfile(file, fresh / file.name)
         (fresh / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
         fresh.chmod(0o755)
         replace_folder(fresh, folder)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return folder
+
+
+def describe_target(target: Any) -> dict[str, Any]:
+    """What an export says of its target (or of a sketch of it): a name, and an architecture if it is known."""
+    return {
+        "name_or_path": target.name_or_path,
+        "architectures": list(getattr(target.config, "architectures", None) or ()),
+    }
 
 
 def replace_folder(fresh: Path, folder: Path) -> None:
@@ -104,7 +109,7 @@ def resolve(path_or_id: str | Path, revision: str | None = None, *, weights: boo
 def _files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("*.safetensors"))
     if not (folder / "config.json").exists() or not files:
-        pickled = sorted(p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
+        pickled = pickled_files(folder)
         hint = (
             f"; {', '.join(pickled)} is a pickle, which is never opened: convert it to safetensors first"
             if pickled
@@ -112,6 +117,12 @@ def _files(folder: Path) -> list[Path]:
         )
         raise CheckpointError(f"drafter {folder}: expected config.json and *.safetensors{hint}")
     return files
+
+
+def _headers(folder: Path) -> dict[str, Header]:
+    """Of every tensor; CheckpointError if there is none."""
+    _files(folder)
+    return read_headers(folder)
 
 
 def read_drafter_config(
@@ -123,13 +134,13 @@ def read_drafter_config(
     the tensors need not be there. Right for whole language models; of a head they may say what config.json does not.
     """
     folder = resolve(path_or_id, weights=not config_only)
-    names: set[str] = set()
-    for file in [] if config_only else _files(folder):
-        with safe_open(file, "pt") as reader:
-            names |= set(reader.keys())
-    fields = read_fields(folder)
-    layout = _layout_of(fields, names, str(folder))
-    return layout.from_config(fields, names, f"{folder}/config.json", num_target_layers)
+    names = set() if config_only else set(_headers(folder))
+    fields, where = read_fields(folder), f"{folder}/config.json"
+    config = layout_of(fields, names, str(folder)).from_config(fields, names, where, num_target_layers)
+    if changed := changed_fields(fields, config):
+        told = "; ".join(f"{name} is {found}, the drafter was trained with {value}" for name, found, value in changed)
+        raise CheckpointError(f"{where}: {told}; put back what it was trained with, or export it again")
+    return config
 
 
 def read_fields(path_or_id: str | Path) -> dict[str, Any]:
@@ -141,19 +152,6 @@ def read_fields(path_or_id: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"drafter {folder}: expected config.json") from error
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{folder}/config.json: not JSON: {error}") from error
-
-
-def _layout_of(fields: dict[str, Any], names: set[str], where: str) -> Layout:
-    family = (fields.get("draftsmith") or {}).get("family")
-    if family is None:
-        family = next((each.family for each in LAYOUTS.values() if each.recognises(fields, names)), None)
-    if family not in LAYOUTS:
-        raise CheckpointError(
-            f"{where}: not a drafter this version reads (architectures {fields.get('architectures')}, "
-            f"family {family}); it reads {', '.join(LAYOUTS)}, and targets that carry a module of their own; give the "
-            "folder of one of these, or start from scratch"
-        )
-    return LAYOUTS[family]
 
 
 def load_drafter(path_or_id: str | Path, target: FrozenTarget, *, dtype: torch.dtype | None = None) -> Drafter:
@@ -171,4 +169,12 @@ def load_drafter(path_or_id: str | Path, target: FrozenTarget, *, dtype: torch.d
 
 def load_weights(drafter: Drafter, folder: Path) -> None:
     """Fills `drafter` from the tensors of `folder`, strictly. Nothing of the drafter keeps its old value."""
-    LAYOUTS[drafter.config.family].read(drafter, folder, _files(folder))
+    files, fields, headers = _files(folder), read_fields(folder), _headers(folder)
+    layout = layout_of(fields, set(headers), str(folder))
+    if "draftsmith" in fields and (other := other_dtypes(fields, headers, layout.exact)):
+        raise CheckpointError(
+            f"{folder}/config.json: dtype is {fields.get('dtype')}, but {other[0]} is {headers[other[0]].dtype}"
+            + (f", and {len(other) - 1} more tensors" if len(other) > 1 else "")
+            + "; one of the two was changed after the export: export it again"
+        )
+    layout.read(drafter, folder, files)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -18,7 +18,18 @@ from speculators.adapter import CONFIG, merge_saved_adapter
 from speculators.config import DrafterConfig, build_config
 from speculators.drafter import Drafter
 from speculators.errors import CheckpointError, ConfigError
-from speculators.export.layout import Layout, dtype_of, own_fields, refuse
+from speculators.export.layout import (
+    COMMON_MEANINGS,
+    Layout,
+    WeightFault,
+    dtype_of,
+    misshaped,
+    missing,
+    not_finite,
+    own_fields,
+    refuse,
+    unexpected,
+)
 from speculators.families.draft_model import DraftModel, DraftModelConfig, sizes_of
 from speculators.hub import hub_trouble, split_revision
 from speculators.student import plain_fields
@@ -30,6 +41,10 @@ class DraftModelLayout(Layout):
     """The names and shapes of the tensors are transformers' own."""
 
     family = "draft_model"
+    meanings: ClassVar = {
+        "architectures": "the model's class in transformers; its other fields are transformers' own too",
+        **COMMON_MEANINGS,
+    }
 
     def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
         return any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in fields.get("architectures") or [])
@@ -106,11 +121,11 @@ def _load(path: str | Path) -> Any:
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         raise CheckpointError(f"drafter {path}: transformers cannot load it: {hub_trouble(error) or error}") from error
     model, info = loaded
-    faults = [f"{name} is missing" for name in sorted(info.get("missing_keys") or ())]
-    faults += [f"{name} is unexpected" for name in sorted(info.get("unexpected_keys") or ())]
-    for name, found, expected in sorted(info.get("mismatched_keys") or ()):
-        faults.append(f"{name} has shape {list(found)}, expected {list(expected)}")
-    refuse([*faults, *map(str, info.get("error_msgs") or ())], Path(path))
+    faults = [missing(name) for name in sorted(info.get("missing_keys") or ())]
+    faults += [unexpected(name) for name in sorted(info.get("unexpected_keys") or ())]
+    faults += [misshaped(*mismatch) for mismatch in sorted(info.get("mismatched_keys") or ())]
+    faults += [WeightFault("other", "", str(message)) for message in info.get("error_msgs") or ()]
+    refuse(faults, Path(path))
     if needs_eager(model.config):
         model.set_attn_implementation("eager")
     return model
@@ -119,7 +134,7 @@ def _load(path: str | Path) -> Any:
 def _refuse_infinite(drafter: DraftModel, folder: Path) -> None:
     refuse(
         [
-            f"{name} holds values that are not finite"
+            not_finite(name)
             for name, tensor in drafter.model.state_dict().items()
             if not torch.isfinite(tensor.float()).all()
         ],

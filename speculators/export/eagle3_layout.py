@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from speculators.config import DrafterConfig, build_config, decoder_fields, default_tap_layers
 from speculators.errors import CheckpointError
 from speculators.export.layout import (
+    COMMON_MEANINGS,
+    LAYER_MEANINGS,
     Layout,
     Table,
     dtype_of,
@@ -27,13 +29,35 @@ ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "Eagle3Qwen3ForCausalLM",
 )
+TAPS, SECTION = "eagle_aux_hidden_state_layer_ids", "eagle_config"
 SWITCHES = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")
+
+
+MEANINGS = {
+    "architectures": "`LlamaForCausalLMEagle3`; `Qwen3ForCausalLM` for a layer with norms of queries and keys",
+    "model_type": "`llama`, or `qwen3` for that layer",
+    "vocab_size": "the target's vocabulary",
+    "draft_vocab_size": "tokens the head can propose; below vocab_size there is a `d2t`",
+    "target_hidden_size": "width of the target's states",
+    **LAYER_MEANINGS,
+    "attention_bias": "false",
+    "mlp_bias": "false",
+    "tie_word_embeddings": "false",
+    "eagle_aux_hidden_state_layer_ids": "taps: 0 is the embedding output, i the output of layer i - 1; ascending",
+    "num_aux_hidden_states": "their number, without which vLLM takes it for three",
+    "norm_before_fc": "one norm over all taps (EAGLE-3.1)",
+    "fc_norm": "a norm per tap (EAGLE-3.1)",
+    "norm_output": "the normed state is fed back (EAGLE-3.1)",
+    "norm_before_residual": "the residual is the normed state",
+    **COMMON_MEANINGS,
+}
 
 
 class Eagle3Layout(Layout):
     """Names as vLLM's loader has them; one layer is called `midlayer`."""
 
     family = "eagle3"
+    meanings: ClassVar = MEANINGS
     ignored = ("t2d",)
 
     def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
@@ -78,9 +102,15 @@ class Eagle3Layout(Layout):
             **own_fields(config),
         }
 
+    def plain(self, fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+        """Taps where SGLang has them, which numbers them by layer outputs, as taps."""
+        theirs = (fields.get(SECTION) or {}).get(TAPS)
+        return fields if fields.get(TAPS) or not theirs else {**fields, TAPS: [tap + 1 for tap in theirs]}
+
     def from_config(
         self, fields: Mapping[str, Any], names: set[str], where: str, num_target_layers: int | None
     ) -> DrafterConfig:
+        fields = self.plain(fields, where)
         layers = target_layers(fields, num_target_layers, where)
         architecture = (fields.get("architectures") or ["missing"])[0]
         if architecture not in ARCHITECTURES:
@@ -96,7 +126,7 @@ class Eagle3Layout(Layout):
             draft_vocab_size=fields.get("draft_vocab_size") or fields["vocab_size"],
             target_hidden_size=fields.get("target_hidden_size") or fields["hidden_size"],
             num_target_layers=layers,
-            tap_layers=tuple(sorted(fields.get("eagle_aux_hidden_state_layer_ids") or default_tap_layers(layers))),
+            tap_layers=tuple(sorted(fields.get(TAPS) or default_tap_layers(layers))),
             **decoder_fields(fields),
             qk_norm=fields.get("model_type") == "qwen3",
             own_embeddings=owns_embeddings(fields, names),

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from speculators.config import DrafterConfig, build_config, decoder_fields
 from speculators.errors import CheckpointError
-from speculators.export.layout import Layout, Table, dtype_of, layer_rows, own_fields, require, target_layers
+from speculators.export.layout import (
+    COMMON_MEANINGS,
+    LAYER_MEANINGS,
+    Layout,
+    Table,
+    dtype_of,
+    layer_rows,
+    own_fields,
+    require,
+    target_layers,
+)
 
 ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLM", "LlamaForCausalLMEagle")
 # What only the names of the tensors say in a published head. Our own folders say it as well, so that one of these that
@@ -23,6 +33,18 @@ class EagleLayout(Layout):
     """Names as vLLM's loader has them. A norm after the last layer or a head would be errors there."""
 
     family = "eagle"
+    meanings: ClassVar = {
+        "architectures": "`EagleLlamaForCausalLM`; vLLM refuses `LlamaForCausalLMEagle`",
+        "model_type": "`llama`",
+        "vocab_size": "the target's vocabulary",
+        **LAYER_MEANINGS,
+        "attention_bias": "false",
+        "qkv_bias": "true if queries, keys and values have biases",
+        "mlp_bias": "false",
+        "bias": "false; left out if fc has a bias, which vLLM drops",
+        "tie_word_embeddings": "false",
+        **COMMON_MEANINGS,
+    }
 
     def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
         wanted = {"fc.weight", "layers.0.self_attn.q_proj.weight"}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from speculators.config import DrafterConfig, build_config
 from speculators.errors import CheckpointError
-from speculators.export.layout import Layout, Table, dtype_of, own_fields, target_layers
+from speculators.export.layout import COMMON_MEANINGS, Layout, Table, dtype_of, own_fields, target_layers
 
 _PUBLISHED_BLOCK = re.compile(r"^(?:medusa_head\.)?(\d+)\.(\d+)\.linear\.(weight|bias)$")
 _PUBLISHED_HEAD = re.compile(r"^(?:medusa_head\.)?(\d+)\.(\d+)\.weight$")
@@ -20,6 +20,17 @@ class MedusaLayout(Layout):
     """`blocks.{head}.layers.{block}` and `lm_heads.{head}`; published heads count blocks and projection as one list."""
 
     family = "medusa"
+    meanings: ClassVar = {
+        "architectures": "`MedusaModel`",
+        "model_type": "`medusa`",
+        "hidden_size": "width of the target's states",
+        "vocab_size": "the target's vocabulary",
+        "num_heads": "heads; one drafts one token",
+        "num_hidden_layers": "residual blocks of a head",
+        "medusa_fc_bias": "the blocks have a bias; vLLM drops biases without this",
+        "original_lm_head": "one projection for all heads, `lm_head.weight`",
+        **COMMON_MEANINGS,
+    }
 
     def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
         return fields.get("model_type") == "medusa" or any(_PUBLISHED_BLOCK.match(name) for name in names)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from speculators.config import DrafterConfig, build_config
 from speculators.errors import CheckpointError
-from speculators.export.layout import Layout, Table, dtype_of, own_fields, require, target_layers
+from speculators.export.layout import COMMON_MEANINGS, Layout, Table, dtype_of, own_fields, require, target_layers
 
 ARCHITECTURE = "MLPSpeculatorPreTrainedModel"
 SWITCHES = ("tie_weights", "scale_input")
@@ -22,6 +22,19 @@ class MLPLayout(Layout):
     """Every tensor is numbered by its head. Of tied ones the lowest number is written; any number is read."""
 
     family = "mlp"
+    meanings: ClassVar = {
+        "architectures": f"`{ARCHITECTURE}`",
+        "model_type": "`mlp_speculator`",
+        "vocab_size": "the target's vocabulary",
+        "emb_dim": "width of the target's states",
+        "inner_dim": "width of the heads' own",
+        "n_predict": "heads; one drafts one token",
+        "top_k_tokens_per_head": "candidates of each head: 1, a chain",
+        "n_candidates": "1",
+        "tie_weights": "all heads share their tensors, but for the first projection",
+        "scale_input": "the target's state is normed first",
+        **COMMON_MEANINGS,
+    }
 
     def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
         named = ARCHITECTURE in (fields.get("architectures") or []) or fields.get("model_type") == "mlp_speculator"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,17 @@ from transformers import AutoConfig
 from speculators.borrowed_layer import BorrowedLayer, layer_fields, pack_experts, unpack_experts
 from speculators.config import DrafterConfig, build_config, decoder_fields
 from speculators.errors import CheckpointError
-from speculators.export.layout import Layout, Table, dtype_of, layer_rows, own_fields, require, target_layers
+from speculators.export.layout import (
+    COMMON_MEANINGS,
+    LAYER_MEANINGS,
+    Layout,
+    Table,
+    dtype_of,
+    layer_rows,
+    own_fields,
+    require,
+    target_layers,
+)
 from speculators.families.mtp import BORROWED, MtpConfig
 from speculators.target import FrozenTarget
 
@@ -60,6 +70,17 @@ class MtpLayout(Layout):
     """All three; which one it is, the names of the tensors say."""
 
     family = "mtp"
+    meanings: ClassVar = {
+        "architectures": "`MiMoForCausalLM`; of the layouts that borrow the target's layer, the target's own",
+        "model_type": "`qwen2`; of those layouts the target's own, with all its other fields",
+        "vocab_size": "the target's vocabulary",
+        **LAYER_MEANINGS,
+        "num_hidden_layers": "1, the module; vLLM takes sizes, rope and eps from the target",
+        "num_nextn_predict_layers": "1",
+        "tie_word_embeddings": "false",
+        "mtp_hidden_state": "the target's state after the final norm (`normed`) or before it (`residual`)",
+        **COMMON_MEANINGS,
+    }
     exact = ("e_score_correction_bias",)
 
     def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:

@@ -50,6 +50,7 @@ CASES: dict[str, Case] = {
         noise=0.12,
     ),
     "eagle3": Case("eagle3", {"draft_vocab_size": 40}, taps=(1, 2, 3)),
+    "eagle3, two taps": Case("eagle3", {"draft_vocab_size": 40}, taps=(1, 2)),
     "eagle3, whole vocabulary, gemma3": Case("eagle3", architecture="gemma3", taps=(0, 3)),
     "eagle3, two layers": Case("eagle3", {"num_layers": 2, "draft_vocab_size": 40}, taps=(1, 2, 3)),
     "eagle3, 3.1 fc_norm, qwen3": Case("eagle3", {"fc_norm": True, "norm_output": True}, {}, "qwen3", (1, 2, 3)),

@@ -41,8 +41,9 @@ def test_every_family_has_a_card(tiny_model, name):
 def test_sglang_is_named_where_it_reads_the_same_taps(tiny_model):
     facts = facts_of(tiny_model, "eagle3")
     assert "SGLang" not in [engine for engine, _, _ in serving(facts)]
-    named = replace(facts, fields={"eagle_config": {}})
-    assert [engine for engine, _, _ in serving(named)] == ["vLLM", "SGLang", "Draftsmith"]
+    inside = facts.config.model_copy(update={"num_target_layers": 6, "tap_layers": (1, 2, 4)})
+    named = replace(facts, config=inside, fields={"draftsmith": {"format": "sglang"}})
+    assert [engine for engine, _, _ in serving(named)] == ["SGLang", "Draftsmith"]
 
 
 def test_the_index_has_what_was_measured_and_no_more(tiny_model, report: AcceptanceReport):  # noqa: F811

@@ -264,21 +264,60 @@ def test_export_writes_the_best_drafter_of_a_run(recipe_file, target_folder, tmp
     assert "expected one of" in refused("export", run_dir, tmp_path / "out", "--dtype", "int8")
 
 
-def test_inspect_says_what_a_drafter_is(drafter_folder):
+def test_export_dresses_a_drafter_in_another_format(drafter_folder, target_folder, tmp_path):
+    code, output = call("export", drafter_folder, tmp_path / "out", "--format", "speculators", "--model", "org/target")
+    assert code == 0, output
+    assert f"vllm serve {tmp_path / 'out'}" in output
+    fields = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert fields["speculators_config"]["verifier"]["name_or_path"] == "org/target"
+    load_drafter(tmp_path / "out", FrozenTarget.from_pretrained(str(target_folder), tap_layers=[1, 2, 3]))
+    assert "no place for a drafter" in refused("export", drafter_folder, tmp_path / "b", "--format", "transformers")
+    assert "expected one of vllm" in refused("export", drafter_folder, tmp_path / "b", "--format", "gguf")
+    assert "is the folder that is read" in refused("export", drafter_folder, drafter_folder)
+
+
+def test_inspect_says_what_a_drafter_is_and_how_to_serve_it(drafter_folder):
     code, output = call("inspect", drafter_folder, "--tensors")
     assert code == 0, output
-    assert "eagle3" in output and "draft_vocab_size" in output and "lm_head.weight" in output
+    assert "eagle3" in output and "draft vocabulary" in output and "lm_head.weight" in output
     assert "every tensor is there" in output
+    assert '"method": "eagle3"' in output and "SGLang" in output
 
 
-def test_inspect_refuses_what_is_not_whole(drafter_folder, tmp_path):
+def test_inspect_names_faults_and_says_whether_vllm_would(drafter_folder, target_folder, tmp_path):
     weights = drafter_folder / "model.safetensors"
     tensors = load_file(weights)
     tensors.pop("norm.weight")
     save_file(tensors, weights)
-    assert "norm.weight is missing" in refused("inspect", drafter_folder)
+    code, output = call("inspect", drafter_folder)
+    assert code == 1 and "norm.weight is missing" in output and "vLLM does not notice" in output
     (tmp_path / "empty").mkdir()
-    assert "expected config.json" in refused("inspect", tmp_path / "empty")
+    assert call("inspect", tmp_path / "empty")[0] == 1
+    assert "no such folder" in refused("inspect", tmp_path / "nowhere at all")
+    code, output = call("inspect", drafter_folder, "--json", "--model", target_folder)
+    found = json.loads(output[output.index("{") :])
+    assert code == 1 and found["sound"] is False and found["taps"] == [0, 1, 2]
+    assert {each["kind"] for each in found["faults"] if not each["warning"]} == {"missing_norm"}
+    assert "not_measured" in {each["kind"] for each in found["faults"]}
+    assert {way["engine"] for way in found["serving"]} == {"vLLM", "SGLang", "Draftsmith"}
+
+
+def test_inspect_drafts_for_a_target(drafter_folder, target_folder):
+    """An untrained head accepts nothing, which is a fault of its own."""
+    code, output = call("inspect", drafter_folder, "--model", target_folder, "--prompt", "Say", "--json")
+    found = json.loads(output[output.index("{") :])
+    assert code == 1, output
+    assert [each["kind"] for each in found["faults"] if not each["warning"]] == ["accepts_nothing"]
+    assert found["behaviour"]["texts"] == 1
+    code, output = call("inspect", drafter_folder, "--model", target_folder, "--no-behaviour")
+    assert code == 0, output
+
+
+def test_inspect_of_methods_without_a_folder(recipe_file):
+    code, output = call("inspect", "ngram", "--model", "org/target")
+    assert code == 0 and '"method": "ngram"' in output and "--speculative-algorithm NGRAM" in output
+    assert "vLLM has no lookahead" in call("inspect", "lookahead")[1]
+    assert "is a recipe" in refused("inspect", recipe_file)
 
 
 # ------------------------------------------------------------------ evaluate and generate

@@ -247,7 +247,9 @@ MALFORMED = {
     "target: {}": AT + "target.model: required, but missing: directory or Hugging Face id of the target; ...",
     "target: {model: ''}": AT + "target.model: expected a string, got ''",
     "target: some/target": AT + "target: expected a mapping, got 'some/target'",
-    "export: {formats: [gguf]}": AT + "export.formats.0: expected one of vllm, got 'gguf'",
+    "export: {formats: [gguf]}": AT + "export.formats.0: expected one of vllm, speculators, sglang, transformers, "
+    "got 'gguf'",
+    "export: {formats: [vllm, vllm]}": AT + "export.formats: each format may be given once, got ['vllm', 'vllm']",
     "trackers: [mlflow]": AT + "trackers.0: expected one of wandb, tensorboard, got 'mlflow'",
     "name: ../escape": AT + "name: expected a string matching ...",
 }

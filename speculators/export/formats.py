@@ -1,0 +1,86 @@
+"""The formats: which engine's words a folder is in, and the one table (`Layout`) of each family in each of them.
+
+Everything goes by these tables: writing, strict reading, `draftsmith inspect`, and docs/formats.md. Knows no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from speculators.errors import CheckpointError, ConfigError
+from speculators.export.draft_model_layout import DraftModelLayout
+from speculators.export.eagle3_layout import Eagle3Layout
+from speculators.export.eagle_layout import EagleLayout
+from speculators.export.layout import Layout
+from speculators.export.medusa_layout import MedusaLayout
+from speculators.export.mlp_layout import MLPLayout
+from speculators.export.mtp_layout import MtpLayout
+from speculators.export.sglang_layout import (
+    SGLangDraftModelLayout,
+    SGLangEagle3Layout,
+    SGLangEagleLayout,
+    SGLangMtpLayout,
+)
+from speculators.export.speculators_layout import SpeculatorsEagle3Layout
+from speculators.export.transformers_layout import TransformersLayout
+
+NATIVE = "vllm"
+# What a format is for.
+FORMATS: dict[str, str] = {
+    "vllm": "what vLLM reads with --speculative-config; what Draftsmith writes unless asked otherwise",
+    "speculators": "vLLM's speculators format: config.json names the target, `vllm serve FOLDER` is all",
+    "sglang": "what SGLang reads: taps numbered by layer outputs, its own names where they differ",
+    "transformers": "a causal language model as transformers writes it; for draft models",
+}
+# Of folders that do not say whose they are, the first that recognises one has it.
+_TABLE: tuple[Layout, ...] = (
+    SpeculatorsEagle3Layout(),
+    Eagle3Layout(),
+    EagleLayout(),
+    MedusaLayout(),
+    MLPLayout(),
+    MtpLayout(),
+    DraftModelLayout(),  # the last that recognises anything: every causal LM is one
+    SGLangEagle3Layout(),
+    SGLangEagleLayout(),
+    SGLangMtpLayout(),
+    SGLangDraftModelLayout(),
+    TransformersLayout(),
+)
+LAYOUTS: dict[tuple[str, str], Layout] = {(layout.format, layout.family): layout for layout in _TABLE}
+FAMILIES = tuple(family for format_, family in LAYOUTS if format_ == NATIVE)
+
+
+def layout_for(format_: str, family: str) -> Layout:
+    """The table of a family in a format. ConfigError if there is none, with the formats that the family has."""
+    if format_ not in FORMATS:
+        raise ConfigError(f"export format {format_!r}: expected one of {', '.join(FORMATS)}")
+    if (layout := LAYOUTS.get((format_, family))) is None:
+        raise ConfigError(
+            f"export format {format_}: has no place for a drafter of family {family}; this family is written as "
+            f"{', '.join(formats_of(family))}"
+        )
+    return layout
+
+
+def formats_of(family: str) -> list[str]:
+    """The formats that a family can be written in."""
+    return [name for name in FORMATS if (name, family) in LAYOUTS]
+
+
+def layout_of(fields: Mapping[str, Any], names: set[str], where: str) -> Layout:
+    """The table that a folder was written by: as config.json says, or the first that recognises it."""
+    own = fields.get("draftsmith") or {}
+    family, format_ = own.get("family"), own.get("format", NATIVE)
+    if family is None:
+        found = next((layout for layout in _TABLE if layout.recognises(fields, names)), None)
+    else:
+        found = LAYOUTS.get((format_, family))
+    if found is None:
+        raise CheckpointError(
+            f"{where}: not a drafter this version reads (architectures {fields.get('architectures')}, "
+            f"family {family}, format {format_}); it reads {', '.join(FAMILIES)}, and targets that carry a module of "
+            "their own; give the folder of one of these, or start from scratch"
+        )
+    return found

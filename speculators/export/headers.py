@@ -1,0 +1,54 @@
+"""What the safetensors files of a folder hold, from their headers alone: names, shapes, precisions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from speculators.errors import CheckpointError
+
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+class Header(NamedTuple):
+    """One tensor as its file announces it."""
+
+    shape: tuple[int, ...]
+    dtype: str  # torch's name for floating-point tensors, safetensors' for others
+    file: Path
+
+
+def read_headers(folder: Path) -> dict[str, Header]:
+    """Every tensor of a folder by name. CheckpointError for a file that is damaged or no safetensors."""
+    found: dict[str, Header] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt") as reader:
+                for name in reader.keys():  # noqa: SIM118 (not a dict)
+                    view = reader.get_slice(name)
+                    dtype = FLOATS.get(view.get_dtype(), view.get_dtype())
+                    found[name] = Header(tuple(view.get_shape()), dtype, file)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{file}: damaged, or not safetensors ({error}); copy or download it again"
+            ) from error
+    return found
+
+
+def pickled_files(folder: Path) -> list[str]:
+    """Files that only unpickling could read. They are named and never opened."""
+    return sorted({path.name for pattern in PICKLES for path in folder.glob(pattern)})
+
+
+def other_dtypes(fields: Mapping[str, Any], headers: Mapping[str, Header], exact: tuple[str, ...] = ()) -> list[str]:
+    """Floating-point tensors that are not in the precision config.json names; `exact`: endings that need not be."""
+    named = fields.get("dtype") or fields.get("torch_dtype")
+    return sorted(
+        name
+        for name, header in headers.items()
+        if named and header.dtype in FLOATS.values() and header.dtype != named and not name.endswith(exact or ("\0",))
+    )

@@ -1,0 +1,400 @@
+"""What an arbitrary drafter's folder is, and everything that is wrong with it, without running it.
+
+Nothing is unpickled and no error ends the search: one fault must not hide the next. The tables that write and strictly
+read a format say what belongs; faults.py says what vLLM makes of a fault. Knows targets by their sizes only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speculators.config import DecoderConfig, DrafterConfig, default_tap_layers, rope_of
+from speculators.drafter import Drafter, family_class
+from speculators.errors import CheckpointError, DraftsmithError
+from speculators.export import resolve
+from speculators.export.eagle3_layout import ARCHITECTURES, SECTION, TAPS
+from speculators.export.faults import Fault, fault
+from speculators.export.formats import LAYOUTS, layout_of
+from speculators.export.headers import Header, other_dtypes, pickled_files, read_headers
+from speculators.export.layout import Layout, WeightFault, WeightsError, changed_fields
+from speculators.export.sglang_layout import EAGLE
+from speculators.target import FrozenTarget
+from speculators.vocab import from_offsets
+
+PREFIX = "model."
+COUNT = "num_aux_hidden_states"
+STRUCTURE = ("missing", "shape", "not_finite", "other")  # faults of tensors without which there is no drafter to run
+
+
+@dataclass
+class Inspection:
+    """A folder as it was found. `config` and what hangs on it: None where the files do not say enough."""
+
+    folder: Path
+    faults: list[Fault] = field(default_factory=list)
+    fields: Mapping[str, Any] = field(default_factory=dict)  # config.json
+    headers: dict[str, Header] = field(default_factory=dict)
+    layout: Layout | None = None
+    config: DrafterConfig | None = None
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # under the table's names
+    draft_ids: Tensor | None = None  # [V_draft] target ids of a reduced vocabulary, where d2t can be read
+    complete: bool = False  # every tensor is there, in its shape, finite
+    measured: Any = None  # what inference/inspect_behaviour.py found
+
+    @property
+    def family(self) -> str | None:
+        return self.layout.family if self.layout else None
+
+    @property
+    def sound(self) -> bool:
+        return all(each.warning for each in self.faults)
+
+    @property
+    def where(self) -> str:
+        return str(self.folder)
+
+    @property
+    def verifier(self) -> str | None:
+        """The target that the speculators format names."""
+        return ((self.fields.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
+
+    def add(self, kind: str, what: str) -> None:
+        self.faults.append(fault(kind, what, self.family))
+
+    @property
+    def dtypes(self) -> list[str]:
+        return sorted({header.dtype for name, header in self.headers.items() if name not in ("d2t", "t2d")})
+
+    @property
+    def parameters(self) -> int:
+        """Values in the drafter's own tensors."""
+        kept = self.tensors or {n: torch.empty(h.shape, device="meta") for n, h in self.headers.items()}
+        return sum(tensor.numel() for name, tensor in kept.items() if name not in ("d2t", "t2d"))
+
+
+def inspect_folder(path_or_id: str | Path, target: Any = None, *, num_target_layers: int | None = None) -> Inspection:
+    """Looks at a folder, or a repository on the Hub. `target`: a FrozenTarget, or a sketch with its sizes and config;
+    without one, `num_target_layers` helps with heads that do not name their taps. CheckpointError only if there is no
+    such folder."""
+    found = Inspection(resolve(path_or_id))
+    layers = num_target_layers if target is None else target.num_layers
+    _read_files(found, path_or_id)
+    if not found.fields or not found.headers:
+        return found
+    _recognise(found)
+    if found.layout is not None:
+        _read_config(found, layers)
+    if found.config is not None:
+        _read_tensors(found)
+        if target is not None:
+            _compare(found, target)
+    return found
+
+
+def build(found: Inspection, target: FrozenTarget) -> Drafter | None:
+    """The drafter of a folder whose tensors are all there, faults of reading or not; None of any other."""
+    if found.config is None or found.layout is None or not found.complete:
+        return None
+    drafter = family_class(found.config.family)(found.config).attach(target)
+    if found.config.family == "draft_model":
+        found.layout.read(drafter, found.folder, [])
+    else:
+        ids = found.draft_ids
+        if ids is None and found.config.reduced_vocabulary:
+            return None
+        drafter.load_state_dict(found.layout.state(found.tensors, found.config, ids), strict=True)
+    return drafter.to(device=target.device, dtype=target.dtype).freeze()
+
+
+# ------------------------------------------------------------------ files
+
+
+def _read_files(found: Inspection, path_or_id: str | Path) -> None:
+    folder = found.folder
+    try:
+        fields = json.loads((folder / "config.json").read_text())
+        if not isinstance(fields, dict):
+            raise ValueError("expected an object of fields")
+        found.fields = fields
+    except (OSError, ValueError) as error:
+        found.add("no_config", f"config.json: {error}")
+    pickles = pickled_files(folder) or ([] if Path(path_or_id).is_dir() else _pickles_on_the_hub(str(path_or_id)))
+    if pickles:
+        found.add("pickled_weights", f"{', '.join(pickles)}: pickled weights, not opened")
+    try:
+        found.headers = read_headers(folder)
+    except CheckpointError as error:
+        found.add("damaged_file", str(error))
+        return
+    if not found.headers and not pickles:
+        found.add("no_weights", "there is no *.safetensors file")
+    for index in sorted(folder.glob("*.safetensors.index.json")):
+        named = set((json.loads(index.read_text()).get("weight_map") or {}).values())
+        if lost := sorted(name for name in named if not (folder / name).exists()):
+            found.add("missing_file", f"{index.name} names {', '.join(lost)}, which is not there")
+
+
+def _pickles_on_the_hub(repository: str) -> list[str]:
+    """Pickles of a repository, of which only JSON and safetensors were asked for."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        files = HfApi().list_repo_files(repository)
+    except (HfHubHTTPError, HFValidationError, OSError):
+        return []  # offline: what is in the local copy is all there is to see
+    if any(name.endswith(".safetensors") for name in files):
+        return []
+    return [name for name in files if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".pkl"))]
+
+
+# ------------------------------------------------------------------ which drafter it is
+
+# Family -> what only its folders have, where config.json does not say; the first that fits.
+_TELLS: dict[str, Callable[[set[str], Mapping[str, Any]], bool]] = {
+    "mlp": lambda names, fields: any(name.startswith("speculator.") for name in names),
+    "medusa": lambda names, fields: any(name.startswith(("blocks.", "lm_heads.")) for name in names),
+    "mtp": lambda names, fields: any(name.startswith(("model.mtp_layers.", "mtp.")) for name in names),
+    "eagle3": lambda names, fields: bool(
+        {"d2t", "t2d"} & names
+        or any(name.startswith("midlayer.") or name.endswith("hidden_norm.weight") for name in names)
+        or any(name in fields for name in (TAPS, "draft_vocab_size", "eagle_config"))
+    ),
+    "eagle": lambda names, fields: "fc.weight" in names or "Eagle" in str(fields.get("architectures")),
+}
+
+
+def _recognise(found: Inspection) -> None:
+    """Sets `layout`; takes a `model.` prefix off the names of families that have none."""
+    names, fields = set(found.headers), found.fields
+    family = next((family for family, fits in _TELLS.items() if fits(_bare(names), fields)), None)
+    try:
+        found.layout = layout_of(fields, names, found.where)
+    except DraftsmithError as error:
+        if family is None:
+            found.add("unknown_drafter", str(error))
+            return
+    if family in ("eagle", "eagle3") and (found.layout is None or found.layout.family == "draft_model"):
+        found.layout = LAYOUTS["vllm", family]
+    elif found.layout is None:
+        found.layout = LAYOUTS["vllm", str(family)]
+    if found.layout.family in ("eagle", "eagle3") and (long := sorted(n for n in names if n.startswith(PREFIX))):
+        found.add("prefix", f"{long[0]} and {len(long) - 1} more names begin with {PREFIX}")
+
+
+def _bare(names: set[str]) -> set[str]:
+    return {name.removeprefix(PREFIX) if not name.startswith("model.mtp_layers.") else name for name in names}
+
+
+# ------------------------------------------------------------------ config.json
+
+
+def _read_config(found: Inspection, layers: int | None) -> None:
+    """Sets `config`, having mended in memory what would hide further faults."""
+    layout, where = found.layout, "config.json"
+    assert layout is not None
+    names = _bare(set(found.headers)) if layout.family in ("eagle", "eagle3") else set(found.headers)
+    try:
+        plain = dict(layout.plain(found.fields, where))
+    except DraftsmithError as error:
+        found.add("missing_taps" if TAPS in str(error) else "field", str(error))
+        return
+    usable = _usable_architectures(layout)
+    if usable and (plain.get("architectures") or [None])[0] not in usable:
+        found.add("architecture", f"architectures is {plain.get('architectures')}; expected {' or '.join(usable)}")
+        plain["architectures"] = [usable[0]]
+    if layout.family == "eagle3":
+        _check_taps(found, plain, layers)
+    stand_in = layers or max([*(plain.get(TAPS) or ()), 1])
+    try:
+        # the words of vLLM's own format, whichever the folder's is
+        config = LAYOUTS["vllm", layout.family].from_config(plain, names, where, stand_in)
+    except DraftsmithError as error:
+        found.add("field", str(error))
+        return
+    found.config = config
+    if layout.family == "eagle" and layout.format == "vllm":
+        _check_biases(found, config)
+    for name, value, trained in changed_fields(found.fields, config):
+        found.add("changed_field", f"{name} is {value}, and was {trained} in training")
+    if layout.family == "medusa" and config.model_dump()["fc_bias"] and not found.fields.get("medusa_fc_bias"):
+        found.add("medusa_bias", "the blocks have biases, and medusa_fc_bias is not true in config.json")
+
+
+def _check_biases(found: Inspection, config: Any) -> None:
+    """Those of an EAGLE head that are read here and dropped by vLLM."""
+    if config.fc_bias:
+        found.add("dropped_bias", "fc.bias: vLLM's fc has none")
+    if config.attention_bias and not (found.fields.get("qkv_bias") or found.fields.get("attention_bias")):
+        found.add("dropped_bias", "layers.*.self_attn.*.bias: vLLM reads them with qkv_bias: true only")
+
+
+def _usable_architectures(layout: Layout) -> tuple[str, ...]:
+    """Names under which vLLM and this project read the family's native layout; none: it does not go by them."""
+    if layout.family == "eagle3":
+        return ARCHITECTURES
+    if layout.family == "eagle":
+        return (EAGLE,) if layout.format == "sglang" else ("EagleLlamaForCausalLM", "LlamaForCausalLM")
+    return ("MedusaModel",) if layout.family == "medusa" else ()
+
+
+def _check_taps(found: Inspection, plain: dict[str, Any], layers: int | None) -> None:
+    """Tap ids, their number and fc's width against one another; leaves as many ids in `plain` as fc was made for."""
+    taps, count = list(plain.get(TAPS) or ()), plain.get(COUNT)
+    width = plain.get("target_hidden_size") or plain.get("hidden_size")
+    fc = found.headers.get("fc.weight") or found.headers.get(f"{PREFIX}fc.weight")
+    read = fc.shape[1] // width if fc is not None and len(fc.shape) == 2 and width else None
+    numbers = {f"{COUNT} is {count}": count or 3, f"fc reads {read}": read, f"there are {len(taps)} tap ids": len(taps)}
+    told = {text: number for text, number in numbers.items() if number and (taps or "tap ids" not in text)}
+    if len(set(told.values())) > 1:
+        found.add("tap_count", "; ".join(told))
+    if not taps:
+        found.add("missing_taps", f"{TAPS} is not in config.json")
+    elif not found.fields.get(TAPS) and found.layout is not None and found.layout.format == "vllm":
+        found.add("ambiguous_taps", f"{SECTION}.{TAPS} is {[tap - 1 for tap in taps]}, taken for taps {taps}")
+    wanted = read or len(taps) or 3
+    if len(taps) != wanted:
+        default = default_tap_layers(layers or 32)
+        plain[TAPS] = default if len(default) == wanted else list(range(wanted))
+    if layers is not None and (beyond := [tap for tap in taps if not 0 <= tap <= layers]):
+        found.add("taps_out_of_range", f"taps {taps}: {beyond} outside 0..{layers}, the layers of the target")
+        plain[TAPS] = default_tap_layers(layers) if wanted == 3 else list(range(wanted))
+    own = found.fields.get("draftsmith") or {}
+    if layers is not None and own.get("num_target_layers", layers) != layers:
+        plain["draftsmith"] = {**own, "num_target_layers": layers}
+
+
+# ------------------------------------------------------------------ tensors
+
+
+def _read_tensors(found: Inspection) -> None:
+    layout, config = found.layout, found.config
+    assert layout is not None and config is not None
+    if (others := other_dtypes(found.fields, found.headers, layout.exact)) and layout.family != "draft_model":
+        named = found.fields.get("dtype") or found.fields.get("torch_dtype")
+        found.add("other_dtype", f"dtype is {named}, but {others[0]} is {found.headers[others[0]].dtype}")
+    if config.family == "draft_model":
+        faults = _draft_model_faults(found)
+    else:
+        try:
+            loaded = layout.load(config, sorted(found.folder.glob("*.safetensors")))
+        except CheckpointError as error:
+            found.add("unexpected_tensor", str(error))
+            return
+        if config.family in ("eagle", "eagle3"):
+            loaded = layout.canonical({name.removeprefix(PREFIX): tensor for name, tensor in loaded.items()}, config)
+        found.tensors, faults = loaded, layout.faults(loaded, config)
+    found.complete = not any(each.kind in STRUCTURE for each in faults)
+    for each in faults:
+        found.add(_kind_of(each, config), each.text)
+    _values(found)
+
+
+def _draft_model_faults(found: Inspection) -> list[WeightFault]:
+    """By loading it, as transformers' own names go."""
+    assert found.layout is not None and found.config is not None
+    try:
+        found.layout.read(family_class("draft_model")(found.config), found.folder, [])
+    except WeightsError as error:
+        return error.faults
+    except DraftsmithError as error:
+        return [WeightFault("other", "", str(error))]
+    return []
+
+
+def _kind_of(weight: WeightFault, config: DrafterConfig) -> str:
+    """The kind of a tensor's fault in the table of faults."""
+    name = weight.name
+    if weight.kind == "missing":
+        if name == "d2t":
+            return "missing_d2t"
+        if name == "lm_head.weight" and config.reduced_vocabulary:
+            return "missing_lm_head"
+        return "missing_norm" if "norm" in name.rsplit(".", 2)[-2] else "missing_tensor"
+    if weight.kind == "unexpected":
+        if name == "d2t":
+            return "zero_d2t"
+        return "dropped_bias" if name.endswith(".bias") else "unexpected_tensor"
+    return {"other": "missing_tensor"}.get(weight.kind, weight.kind)
+
+
+def _values(found: Inspection) -> None:
+    """What the values of the tensors give away."""
+    config, tensors = found.config, found.tensors
+    assert config is not None
+    ones: list[str] = []
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            continue
+        if name.endswith("norm.weight") and bool((tensor == 1).all()):
+            ones.append(name)
+        elif tensor.ndim == 2 and not name.startswith("blocks.") and not bool(tensor.any()):
+            found.add("all_zero", f"{name} is all zeros")
+    if ones:
+        found.add("norm_ones", f"{', '.join(ones)}: all ones")
+    if config.reduced_vocabulary and "d2t" in tensors and tensors["d2t"].shape == (config.draft_vocab_size,):
+        _check_d2t(found, tensors["d2t"].long())
+
+
+def _check_d2t(found: Inspection, d2t: Tensor) -> None:
+    config = found.config
+    assert config is not None
+    vocabulary, listed = config.vocab_size, found.tensors.get("t2d")
+    known = None if listed is None or listed.shape != (vocabulary,) else listed.bool().nonzero().flatten()
+    as_ids = bool(((d2t >= 0) & (d2t < vocabulary)).all()) and len(d2t.unique()) == len(d2t)
+    try:
+        found.draft_ids = from_offsets(d2t, vocabulary, "d2t")
+    except CheckpointError as error:
+        found.add("d2t_ids" if as_ids else "d2t_invalid", str(error).removeprefix("d2t: "))
+        found.draft_ids = d2t if as_ids else None
+        return
+    if known is None or torch.equal(found.draft_ids.sort().values, known):
+        return
+    if as_ids and torch.equal(d2t.sort().values, known):
+        found.add("d2t_ids", "d2t holds the very ids that t2d names, not offsets")
+    else:
+        found.add("t2d_disagrees", "t2d names other tokens than d2t")
+
+
+# ------------------------------------------------------------------ against a target
+
+
+def _compare(found: Inspection, target: Any) -> None:
+    config = found.config
+    assert config is not None
+    own = found.fields.get("draftsmith") or {}
+    name = ((own.get("target") or {}).get("name_or_path")) or found.verifier
+    if name and Path(name).name != Path(str(target.name_or_path)).name:
+        found.add("other_target", f"it was made for {name}; this is {target.name_or_path}")
+    if config.family == "draft_model":
+        return
+    if config.target_hidden_size != target.hidden_size:
+        wide, theirs = config.target_hidden_size, target.hidden_size
+        found.add("wrong_width", f"it reads states {wide} wide; the target's are {theirs}")
+    if config.vocab_size != target.vocab_size:
+        found.add("wrong_vocabulary", f"vocab_size is {config.vocab_size}; the target's is {target.vocab_size}")
+    if (layers := own.get("num_target_layers", target.num_layers)) != target.num_layers:
+        found.add("wrong_depth", f"it was made for a target of {layers} layers; this one has {target.num_layers}")
+    if isinstance(config, DecoderConfig) and getattr(config, "target_fields", None) is None:
+        _compare_positions(found, config, target.config)
+
+
+def _compare_positions(found: Inspection, config: DecoderConfig, target: Any) -> None:
+    theirs = rope_of(target)
+    names = sorted({*theirs, *config.rope_parameters})
+    differing = [name for name in names if config.rope_parameters.get(name) != theirs.get(name)]
+    if differing:
+        told = (f"{name} {config.rope_parameters.get(name)}, the target's {theirs.get(name)}" for name in differing)
+        found.add("rope", f"rope_parameters: {'; '.join(told)}")
+    most = getattr(target, "max_position_embeddings", None)
+    if most is not None and config.max_position_embeddings < most:
+        found.add(
+            "short_positions", f"max_position_embeddings is {config.max_position_embeddings}; the target's {most}"
+        )

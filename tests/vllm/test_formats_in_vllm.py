@@ -1,0 +1,91 @@
+"""Formats in real vLLM: a folder that names its target; faults that vLLM notices or not, as their table says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from speculators.config import config_for_target
+from speculators.drafter import Drafter, family_class
+from speculators.export import export_drafter
+from speculators.export.faults import CRASHES, KINDS, REFUSES, SWALLOWS
+from speculators.export.inspection import inspect_folder
+from speculators.export.serving import serving
+from speculators.target import FrozenTarget
+
+PROMPTS = [[3 + (i * i * 7 + n) % 120 for i in range(n)] for n in (9, 14)]
+SHAPE = {"norm_before_residual": True, "num_key_value_heads": 4, "draft_vocab_size": 96}
+
+
+@pytest.fixture
+def world(servable_model, own_texts, tmp_path: Path) -> tuple[Path, Drafter]:
+    """The target's folder, and a head that was fitted to it."""
+    model = servable_model("llama")
+    target = FrozenTarget(model, (1, 2, 3))
+    cls = family_class("eagle3")
+    drafter = cls(config_for_target(target, "eagle3", tap_layers=target.tap_layers, **SHAPE)).attach(target)
+    drafter.draft_to_target.copy_(torch.arange(96) + 16)
+    options = cls.options.model_validate({"norm_before_residual": True, "init": "least_squares"})
+    drafter.initialise_from(target, options, own_texts(target))
+    model.save_pretrained(tmp_path / "target")
+    return tmp_path / "target", drafter.eval()
+
+
+def job(model: Path, **more: Any) -> dict[str, Any]:
+    return {"model": str(model), "prompts": PROMPTS, "max_tokens": 24, **more}
+
+
+def test_a_folder_of_the_speculators_format_is_all_that_vllm_needs(world, serve, tmp_path) -> None:
+    """The same drafts and counts as with the native folder and a speculative_config."""
+    target, drafter = world
+    told = {"target": {"name_or_path": str(target), "architectures": []}, "num_speculative_tokens": 3}
+    folders = {
+        name: export_drafter(drafter, tmp_path / name, dtype=torch.float32, format=name, provenance=told)
+        for name in ("vllm", "speculators")
+    }
+    options = next(
+        way.options for way in serving("eagle3", folder=str(folders["vllm"]), tokens=3, config=drafter.config)
+    )
+    native = serve(job(target, speculative_config=options))
+    alone = serve(job(folders["speculators"]))
+    assert alone["token_ids"] == native["token_ids"]
+    assert alone["counters"] == native["counters"]
+    assert native["counters"]["vllm:spec_decode_num_accepted_tokens"] > 0
+
+
+FAULTS: dict[str, Any] = {
+    "missing_d2t": lambda c, t: t.pop("d2t"),
+    "missing_norm": lambda c, t: t.pop("norm.weight"),
+    "missing_lm_head": lambda c, t: t.pop("lm_head.weight"),
+    "dropped_bias": lambda c, t: t.update({"fc.bias": torch.ones(128)}),
+    "unexpected_tensor": lambda c, t: t.update({"stray.weight": torch.ones(3)}),
+    "tap_count": lambda c, t: c.update(num_aux_hidden_states=2),
+    "taps_out_of_range": lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[1, 2, 99]),
+    "architecture": lambda c, t: c.update(architectures=["LlamaForCausalLMEagle"]),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_vllm_makes_of_a_fault_what_the_table_says(world, serve, tmp_path, kind) -> None:
+    target, drafter = world
+    folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
+    fields, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    fields.pop("draftsmith")
+    FAULTS[kind](fields, tensors)
+    (folder / "config.json").write_text(json.dumps(fields))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    found = inspect_folder(folder, FrozenTarget.from_pretrained(str(target)))
+    assert kind in {each.kind for each in found.faults}
+    config = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 3}
+    verdict = KINDS[kind].vllm
+    assert verdict in (REFUSES, CRASHES, SWALLOWS)
+    if verdict == SWALLOWS:
+        serve(job(target, speculative_config=config))
+    else:
+        with pytest.raises(AssertionError):  # of `serve`, which found no result
+            serve(job(target, speculative_config=config))

@@ -1,0 +1,43 @@
+"""What a run leaves behind: its drafter in every format of the recipe.
+
+The first format is `<output_dir>/export`, the folder that is measured; any other is a folder of its own beside it,
+`export-<format>`. Not below it: an upload or a loader that takes every *.safetensors of a folder would find several
+drafters there. Must not know what a format says.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from speculators.config import DrafterConfig
+from speculators.errors import ConfigError
+from speculators.export import export_drafter
+from speculators.export.formats import layout_for
+
+if TYPE_CHECKING:
+    from speculators.drafter import Drafter
+    from train.recipe import Recipe
+
+FOLDER = "export"
+
+
+def fitting(recipe: Recipe, config: DrafterConfig) -> DrafterConfig:
+    """`config` as it is. ConfigError, before anything is trained, if a format of the recipe has no place for it."""
+    for name in recipe.export.formats:
+        try:
+            layout_for(name, config.family).check(config)
+        except ConfigError as error:
+            raise ConfigError(f"export.formats: {error}") from error
+    return config
+
+
+def write_formats(recipe: Recipe, drafter: Drafter, *, dtype: torch.dtype, provenance: dict[str, Any]) -> Path:
+    """Writes every format; returns the folder of the first."""
+    out, names = Path(recipe.output_dir), recipe.export.formats
+    folders = [out / (f"{FOLDER}-{name}" if i else FOLDER) for i, name in enumerate(names)]
+    for name, folder in zip(names, folders, strict=True):
+        export_drafter(drafter, folder, dtype=dtype, provenance=provenance, format=name)
+    return folders[0]
