@@ -236,7 +236,7 @@ class _Evaluation:
 
     def _replay(self, cell: _Cell) -> None:
         """What replay expects of the text that drafting wrote, and of the target's own if that is another."""
-        if self.engine.models[1] is None:  # nothing was trained, so nothing was expected
+        if not self.engine.replayed(cell.temperature):
             return
         if not cell.off:
             own = self._expected(cell, cell.on)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from inference.llm import LLM
-from inference.llm_loading import default_device, end_of_sequence_ids, load_target, load_tokenizer
+from inference.llm_loading import default_device, end_of_sequence_ids, load_target, load_tokenizer, target_config
 from inference.outputs import RequestOutput
 from inference.provenance import package_version
 from inference.report import EngineFacts
@@ -62,7 +62,10 @@ class Drafting:
                 f"evaluate: method {method!r}; expected {' or '.join((*LOOKUP, *FORGETFUL))}, which need no checkpoint "
                 "(of a trained drafter give the folder; its config.json says the method)"
             )
-        return cls(model, method or read_drafter_config(str(drafter)).family, drafter, **rest)
+        if method is None:
+            layers = target_config(model, **source_of(rest["options"])).num_hidden_layers
+            method = read_drafter_config(str(drafter), layers).family
+        return cls(model, method, drafter, **rest)
 
     @property
     def speculative_config(self) -> dict[str, Any]:
@@ -75,7 +78,7 @@ class Drafting:
     @property
     def source(self) -> dict[str, Any]:
         """Where the target comes from, besides its name."""
-        return {name: self.options[name] for name in ("revision", "trust_remote_code") if name in self.options}
+        return source_of(self.options)
 
     def in_float32(self) -> Drafting:
         return replace(self, options={**self.options, "dtype": "float32"})
@@ -88,6 +91,11 @@ class Drafting:
             return target, None
         target = load_target(target, read_drafter_config(self.drafter, target.num_layers).tap_layers)
         return target, load_drafter(self.drafter, target)
+
+
+def source_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Where a target comes from, among options of an LLM."""
+    return {name: options[name] for name in ("revision", "trust_remote_code") if name in options}
 
 
 class MeasuredEngine(ABC):
@@ -133,6 +141,11 @@ class MeasuredEngine(ABC):
     def tokenizer(self) -> Any:
         drafting = self.drafting
         return load_tokenizer(drafting.model, drafting.options.get("tokenizer"), **drafting.source)
+
+    def replayed(self, temperature: float) -> bool:
+        """Whether replay expects what is drafted here: a head's drafts, sampled above temperature 0."""
+        sampled = self.facts().draft_sample_method == "probabilistic"
+        return self.drafting.drafter is not None and (temperature == 0 or sampled)
 
     @property
     def phase_seconds(self) -> Mapping[str, float]:
@@ -182,7 +195,8 @@ class RuntimeEngine(MeasuredEngine):
         return self.llm.get_tokenizer()
 
     def facts(self) -> EngineFacts:
-        return EngineFacts(name=OUR_ENGINE, version=package_version())
+        sampled = "probabilistic" if self.drafting.drafter is not None else None
+        return EngineFacts(name=OUR_ENGINE, version=package_version(), draft_sample_method=sampled)
 
     def in_float32(self) -> RuntimeEngine:
         return RuntimeEngine(self.drafting.in_float32())

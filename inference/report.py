@@ -71,6 +71,11 @@ class EngineFacts(Record):
     python_version: str | None = Field(default=None, description="Its interpreter; null: not known, or this one.")
     torch_version: str | None = Field(default=None, description="Its PyTorch; null: not known, or this one.")
     platform: str | None = Field(default=None, description="Kind of device it ran on, by its own word; null as above.")
+    draft_sample_method: str | None = Field(
+        default=None,
+        description="How drafts are chosen at temperatures above 0: `probabilistic`, sampled from q, or `greedy`; "
+        "null: the method has no q, or it is not known.",
+    )
     url: str | None = Field(default=None, description="Server that was asked; null: started for the evaluation.")
 
 

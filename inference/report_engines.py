@@ -50,10 +50,14 @@ def lay_beside(report: AcceptanceReport, other: AcceptanceReport) -> AcceptanceR
 
 def _gaps(report: AcceptanceReport, name: str) -> dict[str, float]:
     """|τ − τ of this runtime| ÷ the latter, by temperature; absent where one of them was not measured or does not say
-    what it counted past the end of a text."""
+    what it counted past the end of a text, and above temperature 0 where one samples its drafts and the other does
+    not."""
     figures: dict[str, float] = {}
     gaps = []
+    alike = len({each.draft_sample_method for each in report.provenance.engines}) == 1
     for temperature in report.temperatures():
+        if temperature > 0 and not alike:
+            continue
         ours = report.cell(ALL_WORKLOADS, temperature, engine=OUR_ENGINE)
         theirs = report.cell(ALL_WORKLOADS, temperature, engine=name)
         if ours is None or theirs is None or theirs.committed_acceptance_length is None:

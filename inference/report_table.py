@@ -15,7 +15,7 @@ from inference.report_cell import ALL_WORKLOADS, OUR_ENGINE, Cell
 
 
 def print_report(report: AcceptanceReport, console: Console | None = None) -> None:
-    """Print the cells of the report's own method by temperature, in one engine under the other if there are several, the
+    """Print the cells of the report's own method by temperature, one engine under the other if there are several, the
     other methods' totals, and the gates."""
     console = console or Console()
     console.print(acceptance_table(report))

@@ -143,12 +143,35 @@ class ExportSection(Section):
     push_to_hub: Text | None = Field(None, description="repository id to upload to; null: nothing leaves this machine")
 
 
+class VllmSection(Section):
+    """How vLLM is run for the acceptance report."""
+
+    temperatures: list[Annotated[float, Field(ge=0)]] | None = Field(
+        None, min_length=1, description="those of evaluation.temperatures to measure it at; null: all of them"
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="options of its LLM, such as gpu_memory_utilization or tensor_parallel_size"
+    )
+    speculative_config: dict[str, Any] = Field(
+        default_factory=dict, description="options of its speculative_config, such as draft_tensor_parallel_size"
+    )
+
+
 class EvaluationSection(Section):
     """The acceptance report: the exported head, measured in the runtime."""
 
     prompts: list[Source] = Field(
         default_factory=list,
         description="sources of the prompts, grouped by their workload label; empty: data.validation",
+    )
+    engines: list[Literal["draftsmith", "vllm"]] = Field(
+        default_factory=lambda: ["draftsmith"],
+        min_length=1,
+        description="engines to measure in, this runtime among them; vllm is run by the interpreter that the "
+        "environment variable DRAFTSMITH_VLLM_PYTHON names, and passed over where there is none and no gate needs it",
+    )
+    vllm: VllmSection = Field(
+        default_factory=lambda: VllmSection.model_validate({}), description="how vLLM is run, if it is"
     )
     temperatures: list[Annotated[float, Field(ge=0)]] = Field(
         default_factory=lambda: [0.0, 1.0], min_length=1, description="sampling temperatures to measure at"
@@ -174,6 +197,23 @@ class EvaluationSection(Section):
             raise ValueError(f"each temperature may be given once, got {value}")
         return value
 
+    @field_validator("engines")
+    @classmethod
+    def _this_one_too(cls, value: list[str]) -> list[str]:
+        if "draftsmith" not in value:
+            raise ValueError("expected draftsmith among them: a run's report is of this runtime")
+        return value
+
+    @model_validator(mode="after")
+    def _vllm_is_measured_within(self) -> EvaluationSection:
+        if extra := sorted(set(self.vllm.temperatures or ()) - set(self.temperatures)):
+            raise ValueError(f"vllm.temperatures: {extra} are not among evaluation.temperatures, {self.temperatures}")
+        return self
+
+    @property
+    def vllm_temperatures(self) -> list[float]:
+        return self.temperatures if self.vllm.temperatures is None else self.vllm.temperatures
+
 
 class Gate(Section):
     """A bound on one measured figure; missing it makes the run exit non-zero."""
@@ -198,6 +238,7 @@ GATE_METRICS = {
     "speedup_vs_autoregressive": "tokens per second against the same engine with drafting off",
     "efficiency": "measured speedup divided by the cost model's limit",
     "expected_measured_gap": "|expected - measured| acceptance length, divided by the measured one",
+    "vllm_gap": "|acceptance length in vLLM - in this runtime|, divided by the latter",
 }
 _GATE = re.compile(r"^(?:t(?P<temperature>\d+(?:\.\d+)?)\.)?(?P<metric>[a-z_]+)$")
 

@@ -29,6 +29,7 @@ from speculators.export import export_drafter, load_weights, read_drafter_config
 from speculators.target import FrozenTarget, TargetFeatures
 from speculators.vocab import choose_draft_vocabulary, coverage
 from train import checkpoint
+from train.engines import require_engines
 from train.features import RowFeatures
 from train.joint import FOLDER as TARGET
 from train.joint import JointTarget
@@ -80,6 +81,7 @@ def run(
 
         describe(recipe)
         return 0
+    require_engines(recipe)
     accelerator = make_accelerator(recipe)
     set_seed(recipe.training.seed)
     folder = Path(recipe.output_dir)
