@@ -176,8 +176,8 @@ class _Evaluation:
     def measure(self) -> list[CellMeasurement]:
         """Every cell: all that the engine writes, and then what is made of it."""
         temperatures = list(dict.fromkeys(cell.temperature for cell in self.cells))
-        longest = max(len(prompt) for cell in self.cells for prompt in cell.prompts)
-        self.engine.prepare(longest + self.settings.max_tokens, temperatures)
+        prompts = [prompt for cell in self.cells for prompt in cell.prompts]
+        self.engine.prepare(prompts, self.settings.max_tokens, temperatures)
         self._warm_up()
         for temperature in temperatures:
             cells = [cell for cell in self.cells if cell.temperature == temperature]
@@ -327,7 +327,7 @@ class _Evaluation:
         prompts = [prompt for cell in cells for prompt in cell.prompts[: s.lossless_prompts]]
         params = s.sampling(0.0, range(len(prompts)))
         try:
-            exact.prepare(max(map(len, prompts)) + s.max_tokens, [0.0])
+            exact.prepare(prompts, s.max_tokens, [0.0])
             off = exact.write(prompts, params, speculate=False, batch=s.rows)
             self._advance(0.6 * self._lossless_work())
             on = exact.write(prompts, params, speculate=True, batch=s.rows)

@@ -113,8 +113,8 @@ class MeasuredEngine(ABC):
     def __init__(self, drafting: Drafting) -> None:
         self.drafting = drafting
 
-    def prepare(self, longest: int, temperatures: Sequence[float]) -> None:  # noqa: B027 (most have nothing to do)
-        """Before anything is written: the longest prompt and response together, and every temperature.
+    def prepare(self, prompts: Prompts, max_tokens: int, temperatures: Sequence[float]) -> None:  # noqa: B027
+        """Before anything is written: every prompt, the longest response, and every temperature.
 
         ConfigError for what it cannot do."""
 

@@ -141,8 +141,8 @@ class VllmEngine(MeasuredEngine):
         self.end = ending_token_ids(drafting, self.tokenizer)
         self.workers: dict[bool, Worker] = {}  # by whether they draft
 
-    def prepare(self, longest: int, temperatures: Sequence[float]) -> None:
-        room = longest + self.drafting.num_speculative_tokens + 1
+    def prepare(self, prompts: Prompts, max_tokens: int, temperatures: Sequence[float]) -> None:
+        room = max(map(len, prompts)) + max_tokens + self.drafting.num_speculative_tokens + 1
         limit = getattr(self._target, "max_position_embeddings", None)
         options = {
             "dtype": self._dtype,
@@ -163,7 +163,7 @@ class VllmEngine(MeasuredEngine):
             self.workers[speculate] = Worker(self.python, question)
             self._found = self.workers[speculate].facts
             if speculate and max(temperatures) > 0 and not self._found["sampling_is_sound"]:
-                raise ConfigError(unsound(self._found["version"], [t for t in temperatures if t > 0]))
+                raise ConfigError(unsound(f"vLLM {self._found['version']}", temperatures))
 
     @cached_property
     def _target(self) -> Any:
@@ -262,12 +262,12 @@ def speculative_config(drafting: Drafting) -> tuple[dict[str, Any], dict[str, An
     return config, needs
 
 
-def unsound(version: str, temperatures: Sequence[float]) -> str:
+def unsound(where: str, temperatures: Sequence[float]) -> str:
     """Why nothing is measured above temperature 0."""
-    asked = ", ".join(f"{t:g}" for t in temperatures)
+    asked = ", ".join(f"{t:g}" for t in temperatures if t > 0)
     return (
-        f"vLLM {version}: on a CPU this build verifies drafts at temperatures above 0 with whatever lies in memory in "
-        f"place of the temperature, so what it accepts at {asked} means nothing. Measure at temperature 0 alone "
+        f"{where}: on a CPU this build verifies drafts at temperatures above 0 with whatever lies in memory in place of "
+        f"temperature and top_p, so what it accepts at {asked} means nothing. Measure at temperature 0 alone "
         "(--temperature 0, or evaluation.vllm.temperatures: [0]), or install draftsmith in vLLM's environment: its "
         "plugin repairs this"
     )

@@ -23,13 +23,14 @@ from inference.outputs import RequestMetrics, RequestOutput
 from inference.report import EngineFacts
 from inference.sampling_params import SamplingParams
 from inference.vllm_counters import counted_past_end, metrics_of, response_of, sizes_of
-from inference.vllm_engine import VLLM, VllmError, ending_token_ids, sampling_fields
+from inference.vllm_engine import VLLM, VllmError, ending_token_ids, sampling_fields, unsound
 from speculators.errors import ConfigError, DataError
 
 KEY = "VLLM_API_KEY"  # environment variable of a server's key, as vLLM itself reads it
 PREFIX = "vllm:spec_decode_num_"
 FINISHED = "vllm:request_success"
 PATIENCE = 10.0  # seconds for a finished response to be counted
+PROBES, PROBE_TOKENS = 5, 24
 RESPONSE_TIMEOUT = 600.0  # seconds
 _LINE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>[^\s]+)")
 _POSITION = re.compile(r'position="(\d+)"')
@@ -136,7 +137,8 @@ class VllmServer(MeasuredEngine):
         self.every_round = drafting.drafter is not None  # a matcher has rounds without a proposal
         self.end = ending_token_ids(drafting, self.tokenizer)
 
-    def prepare(self, longest: int, temperatures: Sequence[float]) -> None:
+    def prepare(self, prompts: Prompts, max_tokens: int, temperatures: Sequence[float]) -> None:
+        longest = max(map(len, prompts)) + max_tokens
         for server in filter(None, (self.server, self.baseline)):
             server.open()
             if server.max_model_len is not None and server.max_model_len < longest:
@@ -155,8 +157,20 @@ class VllmServer(MeasuredEngine):
             )
         if self.baseline is not None and self.baseline.counters().per_pos is not None:
             raise ConfigError(f"{self.baseline.url}: this server drafts too; --baseline-url is of one that does not")
-        probe = self.server.complete([self.end[0] if self.end else 0], {"temperature": 0, "max_tokens": k + 2})
-        self.tells = told(probe) is not None
+        self.tells = told(self.server.complete(prompts[0], {"temperature": 0, "max_tokens": k + 2})) is not None
+        if max(temperatures) > 0 and not self._samples_soundly(prompts[:PROBES]):
+            raise ConfigError(unsound(self.server.url, temperatures))
+
+    def _samples_soundly(self, prompts: Prompts) -> bool:
+        """Whether what is sampled from the most probable token alone (a tiny top_p) is the greedy response, at most
+        prompts: a server does not say how it verifies. Single ones may differ by a tie."""
+        common = {"max_tokens": PROBE_TOKENS, "ignore_eos": True}
+        same = 0
+        for seed, prompt in enumerate(prompts):
+            greedy = self.server.complete(prompt, common | {"temperature": 0})
+            sampled = self.server.complete(prompt, common | {"temperature": 1, "top_p": 1e-6, "seed": seed})
+            same += greedy["choices"][0]["token_ids"] == sampled["choices"][0]["token_ids"]
+        return 2 * same > len(prompts)
 
     def facts(self) -> EngineFacts:
         return EngineFacts(name=VLLM, version=self.version, url=self.server.url)
