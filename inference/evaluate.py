@@ -45,7 +45,7 @@ class EvaluationSettings:
     rows                  prompts in flight for these; acceptance does not depend on it, only the waiting does
     timed_prompts         prompts of one timed pass, fresh ones in every repeat while there are any, so that the median
                           is not that of three texts
-    repeats               interleaved passes: on, off, transformers, then in reverse
+    repeats               interleaved passes: on, off, transformers, then in reverse; 0: nothing is timed
     transformers_repeats  repeats that include `transformers.generate` on the first `batch_size` prompts; 0 is off. It
                           is slow, and only for reference
     batch_size            requests in flight while timing
@@ -266,6 +266,8 @@ class _Evaluation:
     def _time(self, cell: _Cell) -> None:
         """Interleaved passes on fresh prompts each, and the isolated costs at this workload's context length."""
         s = self.settings
+        if not s.repeats:
+            return
         runs: dict[str, list[TimedRun]] = {"speculative": [], "autoregressive": [], "transformers_generate": []}
         phases: dict[str, float] = {}
         self._note(f"{cell.workload}, T={cell.temperature:g}: times")

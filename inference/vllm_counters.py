@@ -32,13 +32,15 @@ def committed_rounds(sizes: Sequence[int], accepted: Sequence[int]) -> list[int]
     """
     rounds = [size - 1 for size in sizes[1:]]
     whole, found = [count for count in rounds[:-1] if count], [count for count in accepted if count]
-    if list(sizes[:1]) != [1] or found[: len(whole)] != whole or len(found) > len(whole) + 1:
+    last = found[len(whole) :]
+    fits = rounds[-1:] in ([], [0]) if not last else len(last) == 1 and rounds != [] and rounds[-1] <= last[0]
+    if list(sizes[:1]) != [1] or found[: len(whole)] != whole or not fits:
         raise DataError(
             f"vLLM: steps of {list(sizes)} tokens, and rounds that accepted {list(accepted)} drafts, are not of one "
             "response: every step but the last must bring the drafts of its round and one token more"
         )
-    if rounds and len(found) > len(whole):
-        rounds[-1] = min(found[-1], sizes[-1])
+    if last:
+        rounds[-1] = min(last[0], sizes[-1])
     return rounds
 
 

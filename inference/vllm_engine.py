@@ -266,8 +266,8 @@ def unsound(where: str, temperatures: Sequence[float]) -> str:
     """Why nothing is measured above temperature 0."""
     asked = ", ".join(f"{t:g}" for t in temperatures if t > 0)
     return (
-        f"{where}: on a CPU this build verifies drafts at temperatures above 0 with whatever lies in memory in place of "
-        f"temperature and top_p, so what it accepts at {asked} means nothing. Measure at temperature 0 alone "
+        f"{where}: on a CPU this build verifies drafts at temperatures above 0 with whatever lies in memory in place "
+        f"of temperature and top_p, so what it accepts at {asked} means nothing. Measure at temperature 0 alone "
         "(--temperature 0, or evaluation.vllm.temperatures: [0]), or install draftsmith in vLLM's environment: its "
         "plugin repairs this"
     )

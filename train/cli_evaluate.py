@@ -40,6 +40,7 @@ def evaluate(
     temperature: Annotated[list[float] | None, typer.Option(help="May be repeated; default: 0 and 1.")] = None,
     max_tokens: Annotated[int, typer.Option(min=2, help="Longest response.")] = 128,
     prompts_per_workload: Annotated[int, typer.Option(min=1, help="Prompts of each workload.")] = 16,
+    repeats: Annotated[int, typer.Option(min=0, help="Interleaved repetitions of every timing; 0: no times.")] = 3,
     dtype: Annotated[str, typer.Option(help="Precision of the target; auto: its own. A recipe says its own.")] = "auto",
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("runs/evaluation"),
 ) -> None:
@@ -65,6 +66,7 @@ def evaluate(
         num_speculative_tokens=num_speculative_tokens,
         max_tokens=max_tokens,
         prompts_per_workload=prompts_per_workload,
+        repeats=repeats,
     )
     Console().print(str(page), highlight=False)
 

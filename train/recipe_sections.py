@@ -183,7 +183,7 @@ class EvaluationSection(Section):
     timed_prompts: PositiveInt = Field(
         3, description="prompts of one timed pass, fresh ones in every repeat while there are any"
     )
-    repeats: PositiveInt = Field(3, description="interleaved repetitions of every timing; medians are reported")
+    repeats: Count = Field(3, description="interleaved repetitions of every timing, for medians; 0: nothing is timed")
     prompts_per_workload: PositiveInt = Field(16, description="prompts taken of each workload")
     batch_size: PositiveInt = Field(1, description="requests in flight; one shows latency, more show throughput")
     seed: Count = Field(0, description="seed of the sampled runs and of the choice of prompts")
