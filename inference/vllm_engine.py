@@ -142,7 +142,8 @@ class VllmEngine(MeasuredEngine):
         self.workers: dict[bool, Worker] = {}  # by whether they draft
 
     def prepare(self, prompts: Prompts, max_tokens: int, temperatures: Sequence[float]) -> None:
-        room = max(map(len, prompts)) + max_tokens + self.drafting.num_speculative_tokens + 1
+        # Where one row comes within K tokens of the limit, vLLM drafts for no row of the batch: nobody shall.
+        room = max(map(len, prompts)) + max_tokens + 2 * (self.drafting.num_speculative_tokens + 1)
         limit = getattr(self._target, "max_position_embeddings", None)
         options = {
             "dtype": self._dtype,
