@@ -9,6 +9,7 @@ engine (measured_engine.py) it measures.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,6 @@ from inference.measured_engine import Drafting, MeasuredEngine, Prompts, Runtime
 from inference.measurement import CellMeasurement, RequestRounds, TimedRun
 from inference.metrics import acceptance_length
 from inference.outputs import RequestOutput
-from inference.provenance import text_sha256
 from inference.replay import ReplayResult
 from inference.report import AcceptanceReport, Bound
 from inference.report_build import build_report
@@ -72,7 +72,7 @@ class EvaluationSettings:
         """Of what is asked and of what limits the answers: reports with the same one can be compared."""
         chosen = {name: [list(p) for p in prompts[: self.prompts_per_workload]] for name, prompts in workloads.items()}
         limits = {"max_tokens": self.max_tokens, "top_p": self.top_p, "top_k": self.top_k}
-        return text_sha256(json.dumps([chosen, limits], sort_keys=True))
+        return hashlib.sha256(json.dumps([chosen, limits], sort_keys=True).encode()).hexdigest()
 
     def sampling(self, temperature: float, seeds: Sequence[int]) -> list[SamplingParams]:
         """One SamplingParams per seed."""

@@ -191,7 +191,7 @@ class RuntimeEngine(MeasuredEngine):
         return target, None if folder is None else load_drafter(folder, target)
 
     @property
-    def tokenizer(self) -> Any:  # type: ignore[override]
+    def tokenizer(self) -> Any:
         return self.llm.get_tokenizer()
 
     def facts(self) -> EngineFacts:

@@ -216,7 +216,8 @@ def ending_token_ids(drafting: Drafting, tokenizer: Any) -> list[int]:
     """Tokens that end a response in this runtime."""
     target = target_config(drafting.model, **drafting.source)
     try:
-        generation = GenerationConfig.from_pretrained(drafting.model, revision=drafting.source.get("revision"))
+        revision = drafting.source.get("revision") or "main"
+        generation = GenerationConfig.from_pretrained(drafting.model, revision=revision)
     except OSError:
         generation = None
     return sorted(ending_tokens(generation, target, tokenizer, target.vocab_size))
@@ -241,7 +242,7 @@ def speculative_config(drafting: Drafting) -> tuple[dict[str, Any], dict[str, An
 
     The method always: it would be guessed from the path otherwise. ConfigError for an export that is no model.
     """
-    config, needs = dict(drafting.speculative_config), {}
+    config, needs = dict(drafting.speculative_config), dict[str, Any]()
     if drafting.drafter is None:
         return config, needs
     target = target_config(drafting.model, **drafting.source)

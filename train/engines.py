@@ -72,26 +72,19 @@ def evaluate_in(
 ) -> AcceptanceReport:
     """`inference.evaluate.evaluate` in each engine, side by side in one report.
 
-    `folders`: where an earlier report of this runtime may lie that vLLM's can be laid beside. `rest`: of `evaluate`.
+    vLLM comes first, since it may refuse. `folders`: where an earlier report of this runtime may lie that vLLM's can be
+    laid beside. `rest`: of `evaluate`.
     """
     if engines.vllm is None:
         return evaluate(model, drafter, workloads, settings, progress=progress, **rest)
-    ours = None
-    both = engines.ours or engines.needs_ours
 
     def part(first: float, last: float) -> Progress | None:
-        if progress is None:
-            return None
-        return lambda share, note: progress(first + (last - first) * share, note)
+        return None if progress is None else lambda share, note: progress(first + (last - first) * share, note)
 
-    if engines.ours:
-        ours = evaluate(model, drafter, workloads, settings, progress=part(0.0, 0.5), **rest)
+    half = 0.5 if engines.ours else 1.0
     chosen = replace(settings, temperatures=engines.temperatures or settings.temperatures)
-    theirs = evaluate(
-        model, drafter, workloads, chosen, engine=engines.vllm, progress=part(0.5 * engines.ours, 0.99), **rest
-    )
-    if ours is None:
-        ours = measured_before(folders, REPORT, theirs.provenance)
-    if ours is None and both:
-        ours = evaluate(model, drafter, workloads, settings, progress=part(0.99, 1.0), **rest)
+    theirs = evaluate(model, drafter, workloads, chosen, engine=engines.vllm, progress=part(0.0, half), **rest)
+    ours = None if engines.ours else measured_before(folders, REPORT, theirs.provenance)
+    if ours is None and (engines.ours or engines.needs_ours):
+        ours = evaluate(model, drafter, workloads, settings, progress=part(half, 1.0), **rest)
     return theirs if ours is None else lay_beside(ours, theirs)

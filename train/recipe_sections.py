@@ -165,7 +165,7 @@ class EvaluationSection(Section):
         description="sources of the prompts, grouped by their workload label; empty: data.validation",
     )
     engines: list[Literal["draftsmith", "vllm"]] = Field(
-        default_factory=lambda: ["draftsmith"],
+        default=["draftsmith"],
         min_length=1,
         description="engines to measure in, this runtime among them; vllm is run by the interpreter that the "
         "environment variable DRAFTSMITH_VLLM_PYTHON names, and passed over where there is none and no gate needs it",

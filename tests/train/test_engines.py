@@ -1,4 +1,4 @@
-"""Which engines a run is measured in: what a recipe may ask, what happens without vLLM, and the options of the command."""
+"""Which engines a run is measured in: what a recipe may ask, what happens without vLLM, the command's options."""
 
 from __future__ import annotations
 
