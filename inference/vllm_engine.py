@@ -34,7 +34,7 @@ PYTHON = "DRAFTSMITH_VLLM_PYTHON"  # names the interpreter of an environment tha
 METHODS = {"mlp": "mlp_speculator"}  # under another name there
 SAMPLES_DRAFTS = ("eagle", "eagle3", "mtp", "draft_model")  # its other proposers take the best token
 EACH_OF_TWO = 0.45  # of a GPU's memory; vLLM's own 0.9 is for one engine
-LOG_LINES = 15
+LOG_LINES, MESSAGE = 15, 500  # of its own words: lines, and characters of one
 
 
 class VllmError(DraftsmithError):
@@ -109,7 +109,7 @@ class Worker:
         line = self.process.stdout.readline()
         answer = json.loads(line) if line else {"error": f"its process ended with code {self.process.wait()}"}
         if "error" in answer:
-            raise VllmError(f"vLLM: {answer['error']}\n{self._last_words()}")
+            raise VllmError(f"vLLM: {answer['error'][:MESSAGE]}\n{self._last_words()}")
         return answer
 
     def stop(self) -> None:
@@ -128,7 +128,7 @@ class Worker:
     def _last_words(self) -> str:
         self.log.seek(0)
         lines = [line.rstrip() for line in self.log if line.strip()]
-        return "\n".join(f"  {line}" for line in lines[-LOG_LINES:])
+        return "\n".join(f"  {line[:MESSAGE]}" for line in lines[-LOG_LINES:])
 
 
 class VllmEngine(MeasuredEngine):
