@@ -1,14 +1,17 @@
-"""What a command line of this project does with errors: what a user can mend is one red paragraph and exit code 2."""
+"""What the command lines of this project have in common: what a user can mend is one red paragraph and exit code 2;
+options that are JSON."""
 
 from __future__ import annotations
 
+import json
 import sys
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from speculators.errors import DraftsmithError
+from speculators.errors import ConfigError, DraftsmithError
 
 
 def print_error(error: DraftsmithError) -> None:
@@ -22,3 +25,16 @@ def run(app: typer.Typer) -> None:
     except DraftsmithError as error:
         print_error(error)
         sys.exit(2)
+
+
+def json_option(name: str, text: str) -> dict[str, Any] | None:
+    """An option that takes a JSON object; None if it is not given."""
+    if not text:
+        return None
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f'{name}: not JSON: {error}; write {{"method": "ngram", ...}} in single quotes') from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name}: expected a JSON object of options, got {text}")
+    return value

@@ -3,11 +3,14 @@
 Per workload and temperature: acceptance on many prompts in batches; the text the target writes to them by itself, and
 what replay expects of it; times on a few prompts per repeat, drafting on, off and `transformers.generate` one right
 after the other; the parts of a round alone. Then the lossless check in float32. What is measured goes into
-`CellMeasurement`s; this module computes no rate, and must not know recipes, templates or how a report looks.
+`CellMeasurement`s; this module computes no rate, and must not know recipes, templates, how a report looks, or which
+engine (measured_engine.py) it measures.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from inference.expected import expected_acceptance
-from inference.llm import LLM
-from inference.llm_loading import end_of_sequence_ids
 from inference.lossless import compare_greedy
+from inference.measured_engine import Drafting, MeasuredEngine, Prompts, RuntimeEngine
 from inference.measurement import CellMeasurement, RequestRounds, TimedRun
 from inference.metrics import acceptance_length
 from inference.outputs import RequestOutput
@@ -27,11 +29,10 @@ from inference.report_build import build_report
 from inference.report_cell import LosslessCheck
 from inference.report_provenance import report_provenance
 from inference.sampling_params import SamplingParams
-from inference.timing import IsolatedCosts, Run, costs_of, interleaved, transformers_generate, typical_context
+from inference.timing import IsolatedCosts, Run, costs_of, interleaved, typical_context
 from speculators.errors import ConfigError, DataError
-from speculators.export import load_drafter, read_drafter_config
 
-Prompts = Sequence[Sequence[int]]  # token ids, as serving would send them
+EngineMaker = Callable[[Drafting], MeasuredEngine]
 Progress = Callable[[float, str], None]  # share done, what is being done
 
 
@@ -44,7 +45,7 @@ class EvaluationSettings:
     rows                  prompts in flight for these; acceptance does not depend on it, only the waiting does
     timed_prompts         prompts of one timed pass, fresh ones in every repeat while there are any, so that the median
                           is not that of three texts
-    repeats               interleaved passes: on, off, transformers, then in reverse
+    repeats               interleaved passes: on, off, transformers, then in reverse; 0: nothing is timed
     transformers_repeats  repeats that include `transformers.generate` on the first `batch_size` prompts; 0 is off. It
                           is slow, and only for reference
     batch_size            requests in flight while timing
@@ -67,6 +68,12 @@ class EvaluationSettings:
     lossless_prompts: int = 4
     seed: int = 0
 
+    def prompts_sha256(self, workloads: Mapping[str, Prompts]) -> str:
+        """Of what is asked and of what limits the answers: reports with the same one can be compared."""
+        chosen = {name: [list(p) for p in prompts[: self.prompts_per_workload]] for name, prompts in workloads.items()}
+        limits = {"max_tokens": self.max_tokens, "top_p": self.top_p, "top_k": self.top_k}
+        return hashlib.sha256(json.dumps([chosen, limits], sort_keys=True).encode()).hexdigest()
+
     def sampling(self, temperature: float, seeds: Sequence[int]) -> list[SamplingParams]:
         """One SamplingParams per seed."""
         common = SamplingParams(temperature=temperature, top_p=self.top_p, top_k=self.top_k, max_tokens=self.max_tokens)
@@ -75,10 +82,12 @@ class EvaluationSettings:
 
 def evaluate(
     model: str | Path,
-    drafter: str | Path,
+    drafter: str | Path | None,
     workloads: Mapping[str, Prompts],
     settings: EvaluationSettings | None = None,
     *,
+    method: str | None = None,
+    engine: EngineMaker = RuntimeEngine,
     gates: Mapping[str, Bound] | None = None,
     llm_options: Mapping[str, Any] | None = None,
     provenance: Mapping[str, Any] | None = None,
@@ -87,29 +96,41 @@ def evaluate(
     """Measure the exported `drafter` for the target `model`, both as served: loaded from their folders (or ids).
 
     workloads     name -> prompts as token ids, templates applied
+    method        of drafting without a checkpoint (ngram, suffix); `drafter` is then None
+    engine        makes the engine that is measured: this runtime, or vLLM (vllm_engine.py, vllm_server.py)
     gates         bounds on keys of the summary
     llm_options   further options of LLM (dtype, device, revision, trust_remote_code, tokenizer)
     provenance    fields of report.Provenance that only the caller knows (recipe_name, recipe_sha256, …)
     progress      called with the share done, by expected time, and a few words
 
-    Errors: CheckpointError if the drafter is not exactly what its config says, ConfigError for prompts that do not fit.
+    Errors: CheckpointError if the drafter is not exactly what its config says, ConfigError for prompts that do not fit
+    or what the engine cannot do.
     """
-    run = _Evaluation(str(model), str(drafter), workloads, settings or EvaluationSettings(), llm_options, progress)
-    began = time.monotonic()
-    measurements = run.measure()
-    facts = report_provenance(
-        run.llm.engine.target,
+    settings, began = settings or EvaluationSettings(), time.monotonic()
+    drafting = Drafting.of(
         str(model),
-        run.llm.get_tokenizer(),
-        str(drafter),
-        began=began,
-        method=run.method,
-        num_speculative_tokens=run.settings.num_speculative_tokens,
-        max_num_seqs=run.settings.batch_size,
-        seeds=[run.settings.seed],
-        revision=run.options.get("revision"),
-        **(provenance or {}),
+        None if drafter is None else str(drafter),
+        method,
+        num_speculative_tokens=settings.num_speculative_tokens,
+        rows=max(settings.rows, settings.batch_size),
+        seed=settings.seed,
+        options=dict(llm_options or {}),
     )
+    cells = _cells_of(workloads, settings)
+    measured = engine(drafting)
+    try:
+        run = _Evaluation(measured, cells, settings, progress)
+        measurements = run.measure()
+        facts = report_provenance(
+            measured,
+            began=began,
+            max_num_seqs=settings.batch_size,
+            seeds=[settings.seed],
+            prompts_sha256=settings.prompts_sha256(workloads),
+            **(provenance or {}),
+        )
+    finally:
+        measured.stop()
     return build_report(measurements, facts, gates)
 
 
@@ -121,64 +142,61 @@ class _Cell:
     temperature: float
     prompts: Prompts
     on: list[RequestOutput] = field(default_factory=list)
-    off: list[RequestOutput] = field(default_factory=list)
+    off: list[RequestOutput] = field(default_factory=list)  # empty if the engine cannot write without drafting
     measured: dict[str, Any] = field(default_factory=dict)  # fields of CellMeasurement
     checks: list[LosslessCheck] = field(default_factory=list)
 
 
+def _cells_of(workloads: Mapping[str, Prompts], settings: EvaluationSettings) -> list[_Cell]:
+    """By temperature, then workload. DataError or ConfigError if there is nothing to measure."""
+    if not workloads or any(not prompts for prompts in workloads.values()):
+        counts = {name: len(prompts) for name, prompts in workloads.items()}
+        raise DataError(f"evaluate: every workload needs at least one prompt; there are {counts or 'none'}")
+    if not settings.temperatures:
+        raise ConfigError("evaluate: no temperature to measure at; expected at least one, such as 0")
+    chosen = {name: list(prompts[: settings.prompts_per_workload]) for name, prompts in workloads.items()}
+    return [_Cell(name, t, prompts) for t in settings.temperatures for name, prompts in chosen.items()]
+
+
 class _Evaluation:
-    """One evaluation in progress: the runtime under test, and the share of the work that is done."""
+    """One evaluation in progress: the engine under test, and the share of the work that is done."""
 
     def __init__(
         self,
-        model: str,
-        drafter: str,
-        workloads: Mapping[str, Prompts],
+        engine: MeasuredEngine,
+        cells: list[_Cell],
         settings: EvaluationSettings,
-        llm_options: Mapping[str, Any] | None,
         progress: Progress | None,
     ) -> None:
-        if not workloads or any(not prompts for prompts in workloads.values()):
-            counts = {name: len(prompts) for name, prompts in workloads.items()}
-            raise DataError(f"evaluate: every workload needs at least one prompt; there are {counts or 'none'}")
-        if not settings.temperatures:
-            raise ConfigError("evaluate: no temperature to measure at; expected at least one, such as 0")
-        self.settings, self.model, self.drafter_path = settings, model, drafter
-        self.method = read_drafter_config(drafter).family
-        self.options = dict(llm_options or {})
-        self.llm = self._runtime(**self.options)
-        self.target = self.llm.engine.target
-        self.eos_token_ids = sorted(end_of_sequence_ids(self.target, self.llm.get_tokenizer()))
-        self.drafter = load_drafter(drafter, self.target)  # the one that is replayed and timed alone
-        chosen = {name: list(prompts[: settings.prompts_per_workload]) for name, prompts in workloads.items()}
-        self.cells = [_Cell(name, t, prompts) for t in settings.temperatures for name, prompts in chosen.items()]
+        self.engine, self.cells, self.settings = engine, cells, settings
         self.progress, self.done = progress, 0.0
         timing = sum(self._timing_work(cell) for cell in self.cells)
         self.total = self._acceptance_work(self.cells) + timing + self._lossless_work()
 
-    def _runtime(self, **options: Any) -> LLM:
-        speculative = {
-            "method": self.method,
-            "model": self.drafter_path,
-            "num_speculative_tokens": self.settings.num_speculative_tokens,
-            "rejection_sample_method": "token",  # vLLM's, and the one that the replay expects exactly
-        }
-        rows = max(self.settings.rows, self.settings.batch_size)
-        options = {"enable_prefix_caching": False} | options  # every pass computes its prompts, as the first one does
-        return LLM(self.model, speculative_config=speculative, max_num_seqs=rows, seed=self.settings.seed, **options)
-
     def measure(self) -> list[CellMeasurement]:
-        """Every cell."""
+        """Every cell: all that the engine writes, and then what is made of it."""
+        temperatures = list(dict.fromkeys(cell.temperature for cell in self.cells))
+        prompts = [prompt for cell in self.cells for prompt in cell.prompts]
+        self.engine.prepare(prompts, self.settings.max_tokens, temperatures)
         self._warm_up()
-        for temperature in dict.fromkeys(cell.temperature for cell in self.cells):
+        for temperature in temperatures:
             cells = [cell for cell in self.cells if cell.temperature == temperature]
             self._accept(cells)
             for cell in cells:
                 self._time(cell)
+        self.engine.stop()
+        for cell in self.cells:
+            self._replay(cell)
+            if cell.temperature == 0 and cell.off:
+                cell.checks.append(self._compare(self.engine, cell.prompts, cell.off, cell.on))
+            self._advance(0.3 * self._acceptance_work([cell]))
         if self.settings.lossless_prompts:
             self._check_float32()
+        method, engine = self.engine.drafting.method, self.engine.facts().name
         return [
-            CellMeasurement(cell.workload, cell.temperature, self.method, lossless=cell.checks, **cell.measured)
+            CellMeasurement(
+                cell.workload, cell.temperature, method, lossless=cell.checks, engine=engine, **cell.measured
+            )
             for cell in self.cells
         ]
 
@@ -186,87 +204,84 @@ class _Evaluation:
         """Fills caches and the allocator on a few tokens, so that the first timed pass is like the others."""
         self._note("warming up")
         first, short = self.cells[0].prompts[:1], replace(self.settings.sampling(0.0, [0])[0], max_tokens=8)
-        for speculate in (True, False):
-            self._generate(first, [short], speculate, batch=1)
-        if self.settings.transformers_repeats:
-            self._transformers(first, short, 0)
+        for speculate in (True, False) if self.engine.drafting_off else (True,):
+            self.engine.write(first, [short], speculate=speculate, batch=1)
+        if self.settings.transformers_repeats and self.engine.runs_transformers:
+            self.engine.transformers(first, short, 0)
 
     # ------------------------------------------------------------------ acceptance
 
     def _accept(self, cells: Sequence[_Cell]) -> None:
-        """Rounds with drafting; the target's own text without; what replay expects of both texts. All cells at once,
-        so that the rows in flight stay full."""
-        temperature = cells[0].temperature
-        self._note(f"T={temperature:g}: acceptance")
+        """Rounds with drafting; the target's own text without. All cells at once, so that the rows in flight stay
+        full."""
+        self._note(f"T={cells[0].temperature:g}: acceptance")
         self._write(cells, "on", True, 0)
         self._advance(0.35 * self._acceptance_work(cells))
-        self._write(cells, "off", False, 1_000)
+        if self.engine.drafting_off:
+            self._write(cells, "off", False, 1_000)
         self._advance(0.35 * self._acceptance_work(cells))
         for cell in cells:
-            off = self._expected(cell, cell.off)
-            same = [_tokens(a) == _tokens(b) for a, b in zip(cell.on, cell.off, strict=True)]
-            others = iter(self._expected(cell, [output for output, known in zip(cell.on, same) if not known]))
-            cell.measured |= dict(
-                requests=[RequestRounds.of(output, self.settings.num_speculative_tokens) for output in cell.on],
-                replay=off,
-                replay_paired=True,
-                replay_own_text=[result if known else next(others) for result, known in zip(off, same)],
-            )
-            if temperature == 0:
-                cell.checks.append(self._compare(self.llm, cell.prompts, cell.off, cell.on))
-            self._advance(0.3 * self._acceptance_work([cell]))
+            k = self.settings.num_speculative_tokens
+            cell.measured["requests"] = [RequestRounds.of(output, k) for output in cell.on]
 
     def _write(self, cells: Sequence[_Cell], name: str, speculate: bool, first_seed: int) -> None:
         """The responses to every prompt of every cell, as `cell.<name>`; seeds are counted per cell."""
         s = self.settings
         prompts = [prompt for cell in cells for prompt in cell.prompts]
         seeds = [first_seed + i for cell in cells for i in range(len(cell.prompts))]
-        outputs = iter(self._generate(prompts, s.sampling(cells[0].temperature, seeds), speculate, s.rows))
+        params = s.sampling(cells[0].temperature, seeds)
+        outputs = iter(self.engine.write(prompts, params, speculate=speculate, batch=s.rows))
         for cell in cells:
             setattr(cell, name, [next(outputs) for _ in cell.prompts])
 
+    def _replay(self, cell: _Cell) -> None:
+        """What replay expects of the text that drafting wrote, and of the target's own if that is another."""
+        if not self.engine.replayed(cell.temperature):
+            return
+        if not cell.off:
+            own = self._expected(cell, cell.on)
+            cell.measured |= dict(replay=own, replay_paired=True, replay_own_text=own)
+            return
+        off = self._expected(cell, cell.off)
+        same = [_tokens(a) == _tokens(b) for a, b in zip(cell.on, cell.off, strict=True)]
+        others = iter(self._expected(cell, [output for output, known in zip(cell.on, same) if not known]))
+        own = [result if known else next(others) for result, known in zip(off, same)]
+        cell.measured |= dict(replay=off, replay_paired=True, replay_own_text=own)
+
     def _expected(self, cell: _Cell, outputs: Sequence[RequestOutput]) -> list[ReplayResult]:
-        s = self.settings
-        texts = [(output.prompt_token_ids, _tokens(output)) for output in outputs]
+        s, (target, drafter) = self.settings, self.engine.models
+        assert drafter is not None
         return expected_acceptance(
-            self.target,
-            self.drafter,
-            texts,
+            target,
+            drafter,
+            [(output.prompt_token_ids, _tokens(output)) for output in outputs],
             cell.temperature,
             s.num_speculative_tokens,
             top_p=s.top_p,
             top_k=s.top_k,
         )
 
-    def _generate(
-        self, prompts: Prompts, params: Sequence[SamplingParams], speculate: bool, batch: int
-    ) -> list[RequestOutput]:
-        """`batch` prompts in flight at most."""
-        outputs: list[RequestOutput] = []
-        size = len(prompts) if batch >= self.llm.engine.scheduler.max_num_seqs else batch
-        for start in range(0, len(prompts), size):
-            part = [{"prompt_token_ids": list(prompt)} for prompt in prompts[start : start + size]]
-            outputs += self.llm.generate(part, list(params[start : start + size]), use_tqdm=False, speculate=speculate)
-        return outputs
-
     # ------------------------------------------------------------------ times
 
     def _time(self, cell: _Cell) -> None:
         """Interleaved passes on fresh prompts each, and the isolated costs at this workload's context length."""
         s = self.settings
+        if not s.repeats:
+            return
         runs: dict[str, list[TimedRun]] = {"speculative": [], "autoregressive": [], "transformers_generate": []}
         phases: dict[str, float] = {}
         self._note(f"{cell.workload}, T={cell.temperature:g}: times")
         parts = self._isolated(cell)
         times: dict[str, list[float]] = {}
         for repeat in range(s.repeats):
-            timed = interleaved(self._passes(cell, repeat, phases), repeat, self.target.device)
+            timed = interleaved(self._passes(cell, repeat, phases), repeat, self.engine.device)
             for name, run in timed.items():
                 runs[name].append(run)
-            for name, values in parts.measure(s.cost_trials).items():
+            for name, values in parts.measure(s.cost_trials).items() if parts is not None else ():
                 times.setdefault(name, []).extend(values)
             self._advance(self._timing_work(cell) / s.repeats)
-        cell.measured |= dict(**runs, phase_seconds=phases, costs=costs_of(times, s.batch_size, parts.context))
+        costs = None if parts is None else costs_of(times, s.batch_size, parts.context)
+        cell.measured |= dict(**runs, phase_seconds=phases, costs=costs)
 
     def _passes(self, cell: _Cell, repeat: int, phases: dict[str, float]) -> dict[str, Run]:
         """The passes of one repeat, by the names of CellMeasurement; `phases` gathers the engine's timers."""
@@ -275,11 +290,10 @@ class _Evaluation:
         prompts = [cell.prompts[place] for place in places]
         params = s.sampling(cell.temperature, [2_000 + 100 * repeat + place for place in places])
 
-        def ours(speculate: bool) -> tuple[int, int, int]:
-            self.llm.reset_metrics()
-            outputs = self._generate(prompts, params, speculate, s.batch_size)
+        def timed(speculate: bool) -> tuple[int, int, int]:
+            outputs = self.engine.write(prompts, params, speculate=speculate, batch=s.batch_size, counted=False)
             if speculate:
-                for name, seconds in self.llm.engine.timers.items():
+                for name, seconds in self.engine.phase_seconds.items():
                     phases[name] = phases.get(name, 0.0) + seconds
             rounds = [RequestRounds.of(output, s.num_speculative_tokens) for output in outputs]
             return (
@@ -288,55 +302,51 @@ class _Evaluation:
                 sum(r.accepted for r in rounds),
             )
 
-        passes = {"speculative": lambda: ours(True), "autoregressive": lambda: ours(False)}
-        if repeat < s.transformers_repeats:
+        passes: dict[str, Run] = {"speculative": lambda: timed(True)}
+        if self.engine.drafting_off:
+            passes["autoregressive"] = lambda: timed(False)
+        if repeat < s.transformers_repeats and self.engine.runs_transformers:
             few = prompts[: s.batch_size]
-            passes["transformers_generate"] = lambda: (self._transformers(few, params[0], s.seed + repeat), 0, 0)
+            passes["transformers_generate"] = lambda: (self.engine.transformers(few, params[0], s.seed + repeat), 0, 0)
         return passes
 
-    def _transformers(self, prompts: Prompts, params: SamplingParams, seed: int) -> int:
-        """Output tokens of `transformers.generate` on the same model object."""
-        size = self.settings.batch_size
-        return sum(
-            transformers_generate(self.target.model, prompts[start : start + size], params, self.eos_token_ids, seed)
-            for start in range(0, len(prompts), size)
-        )
-
-    def _isolated(self, cell: _Cell) -> IsolatedCosts:
+    def _isolated(self, cell: _Cell) -> IsolatedCosts | None:
         """At the middle of a typical response, appending as many slots to the head as a typical round does."""
         rounds: list[RequestRounds] = cell.measured["requests"]
         tau = acceptance_length(sum(r.accepted for r in rounds), sum(r.num_drafts for r in rounds))
-        s, typical = self.settings, typical_context(cell.on)
-        return IsolatedCosts(
-            self.target, self.drafter, typical, s.num_speculative_tokens, rows=s.batch_size, kept=round(tau)
-        )
+        return self.engine.isolated_costs(typical_context(cell.on), self.settings.batch_size, round(tau))
 
     # ------------------------------------------------------------------ the same tokens
 
     def _check_float32(self) -> None:
         """Target and drafter in float32, greedy, with and without drafting: every workload in one go."""
+        exact = self.engine.in_float32()
+        if exact is None:
+            return
         self._note("float32: the same tokens with and without drafting")
         s, coldest = self.settings, min(self.settings.temperatures)
         cells = [cell for cell in self.cells if cell.temperature == coldest]
         prompts = [prompt for cell in cells for prompt in cell.prompts[: s.lossless_prompts]]
-        timed, self.llm = self.llm, self._runtime(**{**self.options, "dtype": "float32"})
         params = s.sampling(0.0, range(len(prompts)))
-        off = self._generate(prompts, params, False, s.rows)
-        self._advance(0.6 * self._lossless_work())
-        on = self._generate(prompts, params, True, s.rows)
+        try:
+            exact.prepare(prompts, s.max_tokens, [0.0])
+            off = exact.write(prompts, params, speculate=False, batch=s.rows)
+            self._advance(0.6 * self._lossless_work())
+            on = exact.write(prompts, params, speculate=True, batch=s.rows)
+        finally:
+            exact.stop()
         start = 0
         for cell in cells:
             part = slice(start, start + len(cell.prompts[: s.lossless_prompts]))
-            cell.checks.insert(0, self._compare(self.llm, prompts[part], off[part], on[part]))
+            cell.checks.insert(0, self._compare(exact, prompts[part], off[part], on[part]))
             start = part.stop
-        self.llm = timed
         self._advance(0.4 * self._lossless_work())
 
     def _compare(
-        self, llm: LLM, prompts: Prompts, off: Sequence[RequestOutput], on: Sequence[RequestOutput]
+        self, engine: MeasuredEngine, prompts: Prompts, off: Sequence[RequestOutput], on: Sequence[RequestOutput]
     ) -> LosslessCheck:
         return compare_greedy(
-            llm.engine.target,
+            engine.models[0],
             prompts,
             [_tokens(output) for output in off],
             [_tokens(output) for output in on],

@@ -124,14 +124,19 @@ def load_tokenizer(model: Any, tokenizer: Any, *, trust_remote_code: bool = Fals
 def end_of_sequence_ids(target: FrozenTarget, tokenizer: Any) -> frozenset[int]:
     """Tokens that end a response: those of the model's generation config, and the tokenizer's."""
     generation = getattr(target.model, "generation_config", None)
+    return ending_tokens(generation, target.config, tokenizer, target.vocab_size)
+
+
+def ending_tokens(generation: Any, config: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
+    """The same, of a model that is not loaded. `generation`: None if it has no such config; then `config` says."""
     ids: set[int] = set()
     for found in (
         getattr(generation, "eos_token_id", None),
-        getattr(target.config, "eos_token_id", None) if generation is None else None,
+        getattr(config, "eos_token_id", None) if generation is None else None,
         getattr(tokenizer, "eos_token_id", None),
     ):
         ids.update(found if isinstance(found, (list, tuple)) else [] if found is None else [found])
-    return frozenset(token for token in ids if 0 <= token < target.vocab_size)
+    return frozenset(token for token in ids if 0 <= token < vocab_size)
 
 
 def model_limit(target: FrozenTarget, asked: int | None, drafter: Drafter | None = None) -> int:

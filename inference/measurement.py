@@ -14,19 +14,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inference.replay import ReplayResult
-from inference.report_cell import ALL_WORKLOADS, PHASES, LosslessCheck
+from inference.report_cell import ALL_WORKLOADS, OUR_ENGINE, PHASES, LosslessCheck
 
 
 @dataclass(frozen=True)
 class RequestRounds:
     """What one request's rounds did. `accepted_per_round` has one entry per round after prefill (0 for a
-    round without a proposal); empty if the engine does not tell."""
+    round without a proposal); empty if the engine does not tell. `past_end`: accepted drafts that are counted and lie
+    past the end of the response; None: the engine counts them and does not tell how many."""
 
     output_tokens: int
     num_drafts: int
     num_draft_tokens: int
     accepted_per_pos: Sequence[int]  # [K]
     accepted_per_round: Sequence[int] = ()
+    past_end: int | None = 0
 
     @property
     def accepted(self) -> int:
@@ -43,6 +45,7 @@ class RequestRounds:
             num_draft_tokens=metrics.num_draft_tokens,
             accepted_per_pos=per_pos + [0] * (num_speculative_tokens - len(per_pos)),
             accepted_per_round=list(metrics.accepted_per_round),
+            past_end=metrics.num_accepted_past_end,
         )
 
 
@@ -69,7 +72,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class CellMeasurement:
-    """Everything measured for one (workload, temperature, method); what was not measured stays empty.
+    """Everything measured for one (workload, temperature, method, engine); what was not measured stays empty.
 
     Runs are in repeat order: run i of `speculative` was interleaved with run i of the others. Their
     tokens are output tokens, their seconds include prefill. `requests` are those of one pass. `phase_seconds`
@@ -89,10 +92,11 @@ class CellMeasurement:
     replay_paired: bool = False  # replay[i] is of the same prompt as requests[i]
     replay_own_text: Sequence[ReplayResult] = ()  # over the very text of requests[i]
     lossless: Sequence[LosslessCheck] = ()
+    engine: str = OUR_ENGINE
 
 
 def pool(group: Sequence[CellMeasurement]) -> CellMeasurement:
-    """Every workload of one temperature and method as one measurement; what one lacks, the pool lacks."""
+    """Every workload of one temperature, method and engine as one measurement; what one lacks, the pool lacks."""
     return CellMeasurement(
         workload=ALL_WORKLOADS,
         temperature=group[0].temperature,
@@ -107,6 +111,7 @@ def pool(group: Sequence[CellMeasurement]) -> CellMeasurement:
         replay_paired=all(m.replay_paired for m in group),
         replay_own_text=[r for m in group for r in m.replay_own_text] if all(m.replay_own_text for m in group) else (),
         lossless=_pool_lossless([check for m in group for check in m.lossless]),
+        engine=group[0].engine,
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from inference.report_cell import ALL_WORKLOADS, Cell, Record
+from inference.report_cell import ALL_WORKLOADS, OUR_ENGINE, Cell, Record
 from speculators.errors import DataError
 
 SCHEMA_VERSION: Literal["1.0"] = "1.0"
@@ -24,9 +24,12 @@ SUMMARY_KEYS = {  # t<T> stands for t0, t1, t0.7, ...
     "lossless_mismatches": "prompts that differ from their reference by more than a tie, all checks added",
     "lossless_ties": "prompts whose first difference is a tie, all checks added",
     "expected_measured_gap": "largest `t<T>.expected_measured_gap` over the temperatures",
+    "vllm_gap": "largest `t<T>.vllm_gap` over the temperatures that both engines were measured at",
     "t<T>.acceptance_length": "τ at temperature T (`t0`, `t1`, `t0.7`)",
     "t<T>.expected_acceptance_length": "τ that replay expects",
     "t<T>.expected_measured_gap": "|measured − expected| ÷ expected, replayed over the text that drafting wrote",
+    "t<T>.vllm_acceptance_length": "τ in vLLM, without drafts past the end of a text",
+    "t<T>.vllm_gap": "|τ in vLLM − τ in this runtime| ÷ the latter",
     "t<T>.tokens_per_second": "median with drafting",
     "t<T>.speedup_vs_autoregressive": "median over the interleaved pairs, same engine",
     "t<T>.speedup_vs_transformers": "the same against `transformers.generate`",
@@ -58,6 +61,22 @@ class Gate(Record):
     min: float | None = Field(default=None, description="Smallest value that passes, null if unbounded.")
     max: float | None = Field(default=None, description="Largest value that passes, null if unbounded.")
     passed: bool = Field(description="min ≤ value ≤ max.")
+
+
+class EngineFacts(Record):
+    """An engine that was measured."""
+
+    name: str = Field(description="`draftsmith` or `vllm`.")
+    version: str = Field(description="Its version.")
+    python_version: str | None = Field(default=None, description="Its interpreter; null: not known, or this one.")
+    torch_version: str | None = Field(default=None, description="Its PyTorch; null: not known, or this one.")
+    platform: str | None = Field(default=None, description="Kind of device it ran on, by its own word; null as above.")
+    draft_sample_method: str | None = Field(
+        default=None,
+        description="How drafts are chosen at temperatures above 0: `probabilistic`, sampled from q, or `greedy`; "
+        "null: the method has no q, or it is not known.",
+    )
+    url: str | None = Field(default=None, description="Server that was asked; null: started for the evaluation.")
 
 
 class Provenance(Record):
@@ -95,6 +114,13 @@ class Provenance(Record):
     )
     num_speculative_tokens: int = Field(ge=1, description="K: tokens drafted per round at most.")
     max_num_seqs: int | None = Field(default=None, description="Rows the runtime decodes at once.")
+    engine: str = Field(default=OUR_ENGINE, description="Engine the summary and the gates speak of.")
+    engines: list[EngineFacts] = Field(default=[], description="Every engine that was measured.")
+    prompts_sha256: str | None = Field(
+        default=None,
+        description="Hash of the prompts' tokens and of what limits a response (max_tokens, top_p, top_k): engines are "
+        "compared where it is equal.",
+    )
     created_at: str = Field(description="When the report was made: UTC, ISO 8601.")
     duration_s: float = Field(description="How long the evaluation took.")
     seeds: list[int] = Field(description="Seeds of the sampled runs.")
@@ -110,19 +136,23 @@ class AcceptanceReport(Record):
         "was not measured is absent."
     )
     gates: list[Gate] = Field(default=[], description="The recipe's bounds and whether they are met.")
-    results: list[Cell] = Field(description="One cell per workload, temperature and method, and one `all` per pair.")
+    results: list[Cell] = Field(
+        description="One cell per workload, temperature, method and engine, and `all`, the workloads together."
+    )
 
     @property
     def passed(self) -> bool:
         """True if every gate passed (a report without gates passes)."""
         return all(gate.passed for gate in self.gates)
 
-    def cell(self, workload: str, temperature: float, method: str | None = None) -> Cell | None:
-        """The cell at these coordinates (`method` defaults to the report's own), None if it was not
+    def cell(
+        self, workload: str, temperature: float, method: str | None = None, engine: str | None = None
+    ) -> Cell | None:
+        """The cell at these coordinates (`method` and `engine` default to the report's own), None if it was not
         measured."""
-        wanted = method or self.provenance.drafter_method
+        wanted = (workload, method or self.provenance.drafter_method, engine or self.provenance.engine)
         for cell in self.results:
-            if (cell.workload, cell.method) == (workload, wanted) and cell.temperature == temperature:
+            if (cell.workload, cell.method, cell.engine) == wanted and cell.temperature == temperature:
                 return cell
         return None
 
@@ -139,6 +169,11 @@ class AcceptanceReport(Record):
         """Every method, the report's own first."""
         names = list(dict.fromkeys(cell.method for cell in self.results))
         return sorted(names, key=lambda name: name != self.provenance.drafter_method)
+
+    def engines(self) -> list[str]:
+        """Every engine, the report's own first."""
+        names = list(dict.fromkeys(cell.engine for cell in self.results))
+        return sorted(names, key=lambda name: name != self.provenance.engine)
 
 
 def save_report(report: AcceptanceReport, path: str | os.PathLike[str]) -> Path:

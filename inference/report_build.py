@@ -1,8 +1,8 @@
 """From raw measurements to the cells, summary and gates of the acceptance report.
 
 evaluate.py hands over `CellMeasurement`s (inference.measurement); this file turns them into `report.Cell`s,
-one per (workload, temperature, method) and one `all` per (temperature, method), pools included through the
-very same function.
+one per (workload, temperature, method, engine) and one `all` per (temperature, method, engine), pools included
+through the very same function.
 
 It must not know how a model is run, nor how the report is shown. Acceptance numbers come from
 inference.metrics.
@@ -39,18 +39,19 @@ def build_report(
 ) -> AcceptanceReport:
     """Cells (with `all` appended per temperature and method), summary and gates."""
     cells = build_cells(measurements)
-    summary = summarise(cells, provenance.drafter_method)
+    summary = summarise(cells, provenance.drafter_method, provenance.engine)
     return AcceptanceReport(
         provenance=provenance, summary=summary, gates=check_gates(summary, gates or {}), results=cells
     )
 
 
 def build_cells(measurements: Sequence[CellMeasurement]) -> list[Cell]:
-    """One cell per measurement, then one `all` per (temperature, method) pooled from the raw measurements."""
+    """One cell per measurement, then one `all` per (temperature, method, engine) pooled from the raw measurements."""
     width = bin_width(max((r.output_tokens for m in measurements for r in m.requests), default=0))
-    groups: dict[tuple[float, str], list[CellMeasurement]] = {}
+    groups: dict[tuple[float, str, str], list[CellMeasurement]] = {}
     for measurement in measurements:
-        groups.setdefault((measurement.temperature, measurement.method), []).append(measurement)
+        key = (measurement.temperature, measurement.method, measurement.engine)
+        groups.setdefault(key, []).append(measurement)
     pooled = [pool(group) for group in groups.values()]
     return [build_cell(measurement, width) for measurement in [*measurements, *pooled]]
 
@@ -63,6 +64,7 @@ def build_cell(measured: CellMeasurement, width: int) -> Cell:
         raise DataError(f"{where}: requests need accepted_per_pos of one common length K and at least one request")
     per_pos = [sum(counts) for counts in zip(*(r.accepted_per_pos for r in requests), strict=True)]
     drafts = sum(request.num_drafts for request in requests)
+    past_end = [request.past_end for request in requests]
     tau = acceptance_length(sum(per_pos), drafts)
     own = [acceptance_length(request.accepted, request.num_drafts) for request in requests if request.num_drafts]
     speedup = paired_ratio(measured.speculative, measured.autoregressive)
@@ -70,11 +72,13 @@ def build_cell(measured: CellMeasurement, width: int) -> Cell:
         workload=measured.workload,
         temperature=measured.temperature,
         method=measured.method,
+        engine=measured.engine,
         prompts=len(requests),
         output_tokens=sum(request.output_tokens for request in requests),
         num_drafts=drafts,
         num_draft_tokens=sum(request.num_draft_tokens for request in requests),
         num_accepted_tokens=sum(per_pos),
+        num_accepted_past_end=None if None in past_end else sum(filter(None, past_end)),
         num_accepted_tokens_per_pos=per_pos,
         acceptance_length=tau,
         acceptance_length_macro=sum(own) / len(own) if own else tau,
@@ -252,11 +256,12 @@ def _cost_model(costs: Costs | None, tau: float, speedup: Spread | None, timed: 
     )
 
 
-def summarise(cells: Iterable[Cell], method: str) -> dict[str, float]:
-    """The headline figures of `method` over all workloads; a figure that was not measured is absent."""
+def summarise(cells: Iterable[Cell], method: str, engine: str) -> dict[str, float]:
+    """The headline figures of `method` in `engine` over all workloads; a figure that was not measured is absent."""
     summary: dict[str, float] = {}
     pooled = sorted(
-        (c for c in cells if c.workload == ALL_WORKLOADS and c.method == method), key=lambda c: c.temperature
+        (c for c in cells if (c.workload, c.method, c.engine) == (ALL_WORKLOADS, method, engine)),
+        key=lambda c: c.temperature,
     )
     checks = [check for cell in pooled for check in cell.lossless]
     if checks:

@@ -17,6 +17,7 @@ from inference.metrics import acceptance_length, conditional_rates, joint_rates
 from speculators.errors import DataError
 
 ALL_WORKLOADS = "all"
+OUR_ENGINE = "draftsmith"  # this project's runtime
 PHASES = ("draft", "verify", "sample", "schedule", "commit", "prefill", "other")
 
 
@@ -186,12 +187,18 @@ class Cell(Record):
     workload: str = Field(description="Workload name, or `all`: every workload pooled (sums, not means of means).")
     temperature: float = Field(ge=0, description="Sampling temperature; 0 is greedy.")
     method: str = Field(description="Drafting method (`eagle3`, `ngram`, …).")
+    engine: str = Field(default=OUR_ENGINE, description="Engine that ran it: `draftsmith` or `vllm`.")
     prompts: int = Field(description="Prompts in the cell.")
     output_tokens: int = Field(description="Tokens produced, over all prompts, in one pass.")
     num_drafts: int = Field(description="Rounds that verified a proposal.")
     num_draft_tokens: int = Field(description="Tokens drafted in those rounds.")
     num_accepted_tokens: int = Field(
         description="Drafted tokens that were accepted and committed (not those past the end of the text)."
+    )
+    num_accepted_past_end: int | None = Field(
+        default=0,
+        description="Of them, those past the end of the text all the same, where an engine counts them and does not "
+        "say in which round; null: it counts them and does not say how many.",
     )
     num_accepted_tokens_per_pos: list[int] = Field(description="Accepted tokens by draft position 1…K.")
     acceptance_length: float = Field(description="τ, micro: 1 + num_accepted_tokens ÷ num_drafts over all rounds.")
@@ -226,9 +233,16 @@ class Cell(Record):
         default=[], description="Token equality checks of this cell (greedy cells; one entry per dtype)."
     )
 
+    @property
+    def committed_acceptance_length(self) -> float | None:
+        """τ without drafts past the end of a text, which is how engines are compared; None if it is not known."""
+        if self.num_accepted_past_end is None:
+            return None
+        return acceptance_length(self.num_accepted_tokens - self.num_accepted_past_end, self.num_drafts)
+
     @model_validator(mode="after")
     def _agree(self) -> Cell:
-        where = f"results[{self.workload}, T={self.temperature:g}, {self.method}]"
+        where = f"results[{self.workload}, T={self.temperature:g}, {self.method}, {self.engine}]"
         per_pos, drafts = self.num_accepted_tokens_per_pos, self.num_drafts
         expected: dict[str, Any] = {
             "num_accepted_tokens": sum(per_pos),

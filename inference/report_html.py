@@ -170,7 +170,7 @@ def _lossless_rows(report: AcceptanceReport) -> list[dict[str, Any]]:
 
 
 def _is_rival(report: AcceptanceReport, cell: Cell) -> bool:
-    return cell.workload == ALL_WORKLOADS and len(report.methods()) > 1
+    return cell.workload == ALL_WORKLOADS and len(report.methods()) + len(report.engines()) > 2
 
 
 def _section(report: AcceptanceReport, temperature: float) -> dict[str, Any]:

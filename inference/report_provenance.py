@@ -11,24 +11,19 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from inference.measured_engine import Drafting, MeasuredEngine
 from inference.provenance import environment, text_sha256, weights_sha256
 from inference.report import Provenance
 from speculators.hub import cached_folder
-from speculators.target import FrozenTarget
 
 
 def report_provenance(
-    target: FrozenTarget,
-    model: str,
-    tokenizer: Any,
-    drafter: str,
+    engine: MeasuredEngine,
     *,
     began: float,
-    method: str,
-    num_speculative_tokens: int,
     max_num_seqs: int,
     seeds: Sequence[int],
-    revision: str | None = None,
+    prompts_sha256: str,
     recipe_name: str | None = None,
     recipe_sha256: str | None = None,
     target_name: str | None = None,
@@ -36,27 +31,38 @@ def report_provenance(
     chat_template: str | None = None,
     target_change: dict[str, float] | None = None,
 ) -> Provenance:
-    """`began`: time.monotonic() when the evaluation began. `revision`: the target's. `chat_template`: used instead of
-    the tokenizer's."""
-    template = chat_template if chat_template is not None else getattr(tokenizer, "chat_template", None)
+    """`began`: time.monotonic() when the evaluation began. `chat_template`: used instead of the tokenizer's."""
+    drafting, target = engine.drafting, engine.models[0]
+    template = chat_template if chat_template is not None else getattr(engine.tokenizer, "chat_template", None)
     if not (template is None or isinstance(template, str)):  # several, by name
         template = json.dumps(template)
-    folder = cached_folder(drafter)
+    facts = engine.facts()
+    folder = None if drafting.drafter is None else cached_folder(drafting.drafter)
     return Provenance(
         **environment(target.device, target.dtype),
         recipe_name=recipe_name,
         recipe_sha256=recipe_sha256,
         chat_template_sha256=text_sha256(template),
-        target_name=target_name or model,
+        target_name=target_name or drafting.model,
         target_change=target_change,
-        target_weights_sha256=weights_sha256(cached_folder(model, revision)),
-        drafter_method=method,
-        drafter_path=drafter_path or drafter,
-        drafter_config=json.loads((folder / "config.json").read_text(encoding="utf-8")),
-        drafter_weights_sha256=weights_sha256(folder),
-        num_speculative_tokens=num_speculative_tokens,
+        target_weights_sha256=weights_sha256(cached_folder(drafting.model, drafting.options.get("revision"))),
+        drafter_method=drafting.method,
+        drafter_path=drafter_path or drafting.drafter,
+        drafter_config=drafter_config(drafting),
+        drafter_weights_sha256=None if folder is None else weights_sha256(folder),
+        num_speculative_tokens=drafting.num_speculative_tokens,
         max_num_seqs=max_num_seqs,
+        engine=facts.name,
+        engines=[facts],
+        prompts_sha256=prompts_sha256,
         created_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         duration_s=round(time.monotonic() - began, 1),
         seeds=list(seeds),
     )
+
+
+def drafter_config(drafting: Drafting) -> dict[str, Any]:
+    """An export's config.json; the options of a method that has none."""
+    if drafting.drafter is None:
+        return drafting.speculative_config
+    return json.loads((cached_folder(drafting.drafter) / "config.json").read_text(encoding="utf-8"))

@@ -11,11 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from inference.report import AcceptanceReport, Gate
-from inference.report_cell import ALL_WORKLOADS, Cell
+from inference.report_cell import ALL_WORKLOADS, OUR_ENGINE, Cell
 
 
 def print_report(report: AcceptanceReport, console: Console | None = None) -> None:
-    """Print the cells of the report's own method by temperature, the other methods' totals, and the gates."""
+    """Print the cells of the report's own method by temperature, one engine under the other if there are several, the
+    other methods' totals, and the gates."""
     console = console or Console()
     console.print(acceptance_table(report))
     if report.gates:
@@ -25,17 +26,20 @@ def print_report(report: AcceptanceReport, console: Console | None = None) -> No
 def acceptance_table(report: AcceptanceReport) -> Table:
     """τ measured and expected, tokens/s with drafting and off, speedup, efficiency, sameness."""
     p = report.provenance
-    title = f"{p.drafter_method} for {p.target_name}, K={p.num_speculative_tokens}, {p.dtype}"
+    engine = "" if p.engine == OUR_ENGINE else f" in {p.engine}"
+    title = f"{p.drafter_method} for {p.target_name}, K={p.num_speculative_tokens}, {p.dtype}{engine}"
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("workload", overflow="fold")
     for heading in ("T", "τ", "expect.", "tok/s", "off", "speedup", "eff.", "same"):
         table.add_column(heading, justify="right", no_wrap=True)
     for temperature in report.temperatures():
         for workload in report.workloads():
-            cell = report.cell(workload, temperature)
-            if cell is not None:
-                pooled = workload == ALL_WORKLOADS
-                table.add_row(*_row(cell, workload), style="bold" if pooled else None, end_section=pooled)
+            for engine in report.engines():
+                cell, own = report.cell(workload, temperature, engine=engine), engine == p.engine
+                if cell is not None:
+                    bold = own and workload == ALL_WORKLOADS
+                    table.add_row(*_row(cell, workload if own else f"  in {engine}"), style="bold" if bold else None)
+        table.add_section()
     for cell in report.results:
         if cell.workload == ALL_WORKLOADS and cell.method != p.drafter_method:
             table.add_row(*_row(cell, f"{ALL_WORKLOADS} ({cell.method})"), style="dim")

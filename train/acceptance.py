@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from inference.evaluate import EvaluationSettings, evaluate
+from inference.evaluate import EvaluationSettings
 from inference.llm_loading import load_tokenizer, target_config
 from inference.report import AcceptanceReport, Bound, save_report
 from inference.report_build import check_gates
@@ -21,13 +21,14 @@ from inference.report_table import print_report
 from speculators.errors import DataError
 from train import export_formats
 from train.data import conversation_tokenizer
+from train.engines import REPORT, Engines, engines_of, evaluate_in
 from train.joint import FOLDER, change_of
 from train.progress import Stages
 from train.recipe import Recipe
 from train.recipe_sections import split_gate
 from train.sources import load_sources
 
-EXPORT, REPORT, PAGE = export_formats.FOLDER, "acceptance.json", "report.html"  # below the run's folder
+EXPORT, PAGE = export_formats.FOLDER, "report.html"  # below the run's folder
 
 
 def accept(
@@ -36,19 +37,21 @@ def accept(
     stages: Stages | None = None,
     history: Sequence[Mapping[str, Any]] = (),
     settings: EvaluationSettings | None = None,
+    engines: Engines | None = None,
 ) -> int:
     """Evaluates `<output_dir>/export`, writes the report, prints the table; 0, or 1 if a gate of the recipe is missed.
 
-    `history`: the training loop's records, for the page's curves. `settings`: instead of those of the recipe.
+    `history`: the training loop's records, for the page's curves. `settings`, `engines`: instead of the recipe's.
     """
     stages = stages or Stages(1)
     folder = Path(recipe.output_dir)
     if not (recipe.evaluation.prompts or recipe.data.validation):
         stages.say("acceptance: not measured, the recipe names neither evaluation.prompts nor data.validation")
         return 0
+    engines = engines or engines_of(recipe, stages.say)
     with stages.stage("acceptance", 100) as advance:
         report = measure(
-            recipe, settings or settings_of(recipe), lambda share, note: advance(round(100 * share, 1), note)
+            recipe, settings or settings_of(recipe), lambda share, note: advance(round(100 * share, 1), note), engines
         )
     save_report(report, folder / REPORT)  # what was measured is kept even if a gate turns out to name nothing
     report = report.model_copy(update={"gates": check_gates(report.summary, gate_bounds(recipe))})
@@ -67,7 +70,9 @@ def accept(
     return 0 if report.passed else 1
 
 
-def measure(recipe: Recipe, settings: EvaluationSettings, progress=None) -> AcceptanceReport:
+def measure(
+    recipe: Recipe, settings: EvaluationSettings, progress=None, engines: Engines | None = None
+) -> AcceptanceReport:
     """The report on the run's export, without gates."""
     target, template = recipe.target, recipe.data.chat_template
     model = str(Path(recipe.output_dir) / FOLDER) if recipe.joint else target.model
@@ -76,7 +81,9 @@ def measure(recipe: Recipe, settings: EvaluationSettings, progress=None) -> Acce
         provenance["target_change"] = change_of(Path(model))
     if template is not None:
         provenance["chat_template"] = Path(template).read_text(encoding="utf-8")
-    return evaluate(
+    return evaluate_in(
+        engines or Engines(),
+        [Path(recipe.output_dir)],
         model,
         Path(recipe.output_dir) / EXPORT,
         workloads(recipe, settings),
@@ -144,7 +151,7 @@ def gate_bounds(recipe: Recipe) -> dict[str, Bound]:
         temperature, figure = split_gate(name)
         if temperature is not None:
             names = [f"t{temperature:g}.{figure}"]
-        elif figure in ("lossless_mismatches", "expected_measured_gap"):  # over all temperatures already
+        elif figure in ("lossless_mismatches", "expected_measured_gap", "vllm_gap"):  # over all temperatures already
             names = [figure]
         else:
             names = [f"t{t:g}.{figure}" for t in recipe.evaluation.temperatures]

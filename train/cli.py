@@ -18,9 +18,10 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from inference import serve
-from inference.console import print_error
+from inference.console import json_option, print_error
 from speculators.errors import ConfigError, DraftsmithError
 from train import artefact
+from train.cli_evaluate import evaluate
 from train.push_command import push
 
 if TYPE_CHECKING:
@@ -123,38 +124,7 @@ app.command()(artefact.export)
 app.command()(artefact.inspect)
 
 
-@app.command()
-def evaluate(
-    recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="Evaluate the export of this run.")] = None,
-    overrides: Overrides = None,
-    model: Annotated[str, typer.Option(help="Instead of a recipe: the target, a folder or repository id.")] = "",
-    drafter: Annotated[str, typer.Option(help="Instead of a recipe: the exported head.")] = "",
-    prompts: Annotated[str, typer.Option(metavar="FILE", help="JSONL of prompts; default: the built-in ones.")] = "",
-    num_speculative_tokens: Annotated[int, typer.Option("-k", "--num-speculative-tokens", min=1, help="Drafts.")] = 4,
-    temperature: Annotated[list[float] | None, typer.Option(help="May be repeated; default: 0 and 1.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Longest response.")] = 128,
-    prompts_per_workload: Annotated[int, typer.Option(min=1, help="Prompts of each workload.")] = 16,
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("runs/evaluation"),
-) -> None:
-    """The acceptance report: of a recipe's run (exit code 1: a gate is missed), or of --drafter for --model."""
-    from train.evaluation import evaluate_folders, evaluate_run
-    from train.recipe_load import load_recipe
-
-    if recipe is not None and not (model or drafter or prompts):
-        raise typer.Exit(evaluate_run(load_recipe(recipe, overrides or ())))
-    if recipe is not None or not (model and drafter):
-        raise ConfigError("evaluate: give a recipe, or --model and --drafter without one")
-    page = evaluate_folders(
-        model,
-        drafter,
-        prompts or None,
-        out,
-        temperature or [0.0, 1.0],
-        num_speculative_tokens=num_speculative_tokens,
-        max_tokens=max_tokens,
-        prompts_per_workload=prompts_per_workload,
-    )
-    Console().print(str(page), highlight=False)
+app.command()(evaluate)
 
 
 @app.command()
@@ -202,7 +172,7 @@ def generate(
     disable_progress_bar()  # what is streamed is the answer
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens)
     llm = LLM(
-        model, dtype=dtype, speculative_config=_json_option("--speculative-config", speculative_config), max_num_seqs=1
+        model, dtype=dtype, speculative_config=json_option("--speculative-config", speculative_config), max_num_seqs=1
     )
     asked: str | dict[str, Any] = prompt
     if not raw and getattr(llm.get_tokenizer(), "chat_template", None):
@@ -239,18 +209,6 @@ def _resumable() -> Iterator[None]:
     except Interrupted as stop:
         Console(stderr=True, soft_wrap=True).print(Text(str(stop), style="yellow"))
         raise typer.Exit(143) from None
-
-
-def _json_option(name: str, text: str) -> dict[str, Any] | None:
-    if not text:
-        return None
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f'{name}: not JSON: {error}; write {{"method": "ngram", ...}} in single quotes') from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{name}: expected a JSON object of options, got {text}")
-    return value
 
 
 def _print_speed(written: int, metrics: Any) -> None:

@@ -26,7 +26,8 @@ from inference.report import AcceptanceReport, load_report
 from inference.report_cell import ALL_WORKLOADS
 from speculators.errors import ConfigError, DraftsmithError
 from train import checkpoint
-from train.acceptance import EXPORT, REPORT
+from train.acceptance import EXPORT
+from train.engines import REPORT
 from train.recipe import Recipe
 from train.recipe_load import load_recipe
 from train.run import checkpoints

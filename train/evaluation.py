@@ -13,13 +13,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from inference.evaluate import evaluate
 from inference.report import save_report
 from inference.report_html import write_html
 from inference.report_table import print_report
 from speculators.errors import CheckpointError, ConfigError
 from train import checkpoint
-from train.acceptance import EXPORT, PAGE, REPORT, accept, settings_of, workloads
+from train.acceptance import EXPORT, PAGE, accept, settings_of, workloads
+from train.engines import REPORT, Engines, evaluate_in
 from train.progress import Stages
 from train.recipe import Recipe, make_recipe
 from train.run import checkpoints
@@ -27,22 +27,34 @@ from train.run import checkpoints
 BUILT_IN = [{"demo": {"split": "test", "count": 96}}, {"stdlib": {"split": "test", "count": 16}}]
 
 
-def evaluate_run(recipe: Recipe) -> int:
-    """Measures `<output_dir>/export` again and gates it; the page keeps the curves of the training that is there."""
+def evaluate_run(recipe: Recipe, engines: Engines | None = None) -> int:
+    """Measures `<output_dir>/export` again and gates it; the page keeps the curves of the training that is there.
+    `engines`: instead of the recipe's."""
     folder = Path(recipe.output_dir)
     if not (folder / EXPORT).is_dir():
         raise CheckpointError(f"{folder / EXPORT}: no export to evaluate; run the recipe first, or draftsmith export")
     newest = checkpoint.latest(checkpoints(recipe))
     history = json.loads((newest / "state.json").read_text())["history"] if newest is not None else ()
-    return accept(recipe, history=history)
+    return accept(recipe, history=history, engines=engines)
 
 
 def evaluate_folders(
-    model: str, drafter: str, prompts: str | None, out: Path, temperatures: Sequence[float], **evaluation: Any
+    model: str,
+    drafter: str | None,
+    prompts: str | None,
+    out: Path,
+    temperatures: Sequence[float],
+    *,
+    method: str | None = None,
+    engines: Engines | None = None,
+    dtype: str = "auto",
+    **evaluation: Any,
 ) -> Path:
-    """Measures `drafter` for the target `model` on `prompts` (a file; None: built-in ones); returns the page.
+    """Measures `drafter`, or a training-free `method`, for the target `model` on `prompts` (a file; None: built-in
+    ones); returns the page.
 
-    `evaluation`: further keys of a recipe's evaluation section.
+    An engine that is measured alone is laid beside what was measured of this runtime before, in `out` or in the run
+    that the drafter is of. `evaluation`: further keys of a recipe's evaluation section.
     """
     sources = [{"path": prompts}] if prompts else BUILT_IN
     keys = {"prompts": sources, "temperatures": list(temperatures), **evaluation}
@@ -55,13 +67,16 @@ def evaluate_folders(
         raise ConfigError(f"evaluate: {'; '.join(faults)}") from None
     stages, settings = Stages(1), settings_of(recipe)
     with stages.stage("acceptance", 100) as advance:
-        report = evaluate(
+        report = evaluate_in(
+            engines or Engines(),
+            [out] if drafter is None else [out, Path(drafter).parent],
             recipe.target.model,
             drafter,
             workloads(recipe, settings),
             settings,
+            method=method,
             provenance={"target_name": model},
-            llm_options={"revision": recipe.target.revision},
+            llm_options={"dtype": dtype, "revision": recipe.target.revision},
             progress=lambda share, note: advance(round(100 * share, 1), note),
         )
     out.mkdir(parents=True, exist_ok=True)

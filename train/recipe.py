@@ -160,6 +160,13 @@ class Recipe(Section):
                 f"on_policy.written_by: a drafter of family {self.family} writes no text of its own in the target's "
                 "tokens; let the target write (target), with the drafter drafting"
             )
+        compared = [temperature for temperature, figure in map(split_gate, self.gates) if figure == "vllm_gap"]
+        if compared and "vllm" not in self.evaluation.engines:
+            raise ValueError("gates: vllm_gap compares two engines; needs evaluation.engines: [draftsmith, vllm]")
+        if missing := set(compared) - {None, *self.evaluation.vllm_temperatures}:
+            raise ValueError(
+                f"gates: vllm_gap at temperature {missing.pop():g} needs it in evaluation.vllm.temperatures"
+            )
         if "lossless_mismatches" in self.gates and not self.evaluation.lossless_check:
             raise ValueError("gates.lossless_mismatches: needs evaluation.lossless_check: true")
         if self.gates and not (self.evaluation.prompts or self.data.validation):

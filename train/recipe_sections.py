@@ -197,12 +197,35 @@ class ExportSection(Section):
         return value
 
 
+class VllmSection(Section):
+    """How vLLM is run for the acceptance report."""
+
+    temperatures: list[Annotated[float, Field(ge=0)]] | None = Field(
+        None, min_length=1, description="those of evaluation.temperatures to measure it at; null: all of them"
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="options of its LLM, such as gpu_memory_utilization or tensor_parallel_size"
+    )
+    speculative_config: dict[str, Any] = Field(
+        default_factory=dict, description="options of its speculative_config, such as draft_tensor_parallel_size"
+    )
+
+
 class EvaluationSection(Section):
     """The acceptance report: the exported head, measured in the runtime."""
 
     prompts: list[Source] = Field(
         default_factory=list,
         description="sources of the prompts, grouped by their workload label; empty: data.validation",
+    )
+    engines: list[Literal["draftsmith", "vllm"]] = Field(
+        default=["draftsmith"],
+        min_length=1,
+        description="engines to measure in, this runtime among them; vllm is run by the interpreter that the "
+        "environment variable DRAFTSMITH_VLLM_PYTHON names, and passed over where there is none and no gate needs it",
+    )
+    vllm: VllmSection = Field(
+        default_factory=lambda: VllmSection.model_validate({}), description="how vLLM is run, if it is"
     )
     temperatures: list[Annotated[float, Field(ge=0)]] = Field(
         default_factory=lambda: [0.0, 1.0], min_length=1, description="sampling temperatures to measure at"
@@ -214,7 +237,7 @@ class EvaluationSection(Section):
     timed_prompts: PositiveInt = Field(
         3, description="prompts of one timed pass, fresh ones in every repeat while there are any"
     )
-    repeats: PositiveInt = Field(3, description="interleaved repetitions of every timing; medians are reported")
+    repeats: Count = Field(3, description="interleaved repetitions of every timing, for medians; 0: nothing is timed")
     prompts_per_workload: PositiveInt = Field(16, description="prompts taken of each workload")
     batch_size: PositiveInt = Field(1, description="requests in flight; one shows latency, more show throughput")
     seed: Count = Field(0, description="seed of the sampled runs and of the choice of prompts")
@@ -227,6 +250,23 @@ class EvaluationSection(Section):
         if len(set(value)) != len(value):
             raise ValueError(f"each temperature may be given once, got {value}")
         return value
+
+    @field_validator("engines")
+    @classmethod
+    def _this_one_too(cls, value: list[str]) -> list[str]:
+        if "draftsmith" not in value:
+            raise ValueError("expected draftsmith among them: a run's report is of this runtime")
+        return value
+
+    @model_validator(mode="after")
+    def _vllm_is_measured_within(self) -> EvaluationSection:
+        if extra := sorted(set(self.vllm.temperatures or ()) - set(self.temperatures)):
+            raise ValueError(f"vllm.temperatures: {extra} are not among evaluation.temperatures, {self.temperatures}")
+        return self
+
+    @property
+    def vllm_temperatures(self) -> list[float]:
+        return self.temperatures if self.vllm.temperatures is None else self.vllm.temperatures
 
 
 class Gate(Section):
@@ -252,6 +292,7 @@ GATE_METRICS = {
     "speedup_vs_autoregressive": "tokens per second against the same engine with drafting off",
     "efficiency": "measured speedup divided by the cost model's limit",
     "expected_measured_gap": "|expected - measured| acceptance length, divided by the measured one",
+    "vllm_gap": "|acceptance length in vLLM - in this runtime|, divided by the latter",
 }
 _GATE = re.compile(r"^(?:t(?P<temperature>\d+(?:\.\d+)?)\.)?(?P<metric>[a-z_]+)$")
 

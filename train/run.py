@@ -30,6 +30,7 @@ from speculators.export.upload import account
 from speculators.target import FrozenTarget, TargetFeatures
 from speculators.vocab import choose_draft_vocabulary, coverage
 from train import checkpoint
+from train.engines import require_engines
 from train.export_formats import fitting, write_formats
 from train.features import RowFeatures
 from train.joint import FOLDER as TARGET
@@ -84,6 +85,7 @@ def run(
         return 0
     if recipe.export.push_to_hub:
         account()  # a token that is of no use is noticed now, and not after the training
+    require_engines(recipe)
     accelerator = make_accelerator(recipe)
     set_seed(recipe.training.seed)
     folder = Path(recipe.output_dir)

@@ -1,0 +1,74 @@
+"""What vLLM says of its drafting, in this project's terms: a draft counts as accepted if it was also committed.
+
+vLLM counts a round's accepted drafts before it cuts the text at its end, so the last round of a response may claim more
+than was written. Which round that was follows from the number of tokens that each step brought. Knows neither engine
+nor wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from inference.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from speculators.errors import DataError
+
+
+def response_of(
+    prompt: Sequence[int], token_ids: Sequence[int], finish_reason: str | None, metrics: RequestMetrics | None = None
+) -> RequestOutput:
+    """A response of vLLM's as this runtime gives its own."""
+    completion = CompletionOutput(index=0, text="", token_ids=list(token_ids), finish_reason=finish_reason)
+    return RequestOutput("", None, list(prompt), [completion], True, metrics or RequestMetrics())
+
+
+def committed_rounds(sizes: Sequence[int], accepted: Sequence[int]) -> list[int]:
+    """Committed drafts of every round after prefill, 0 for one without a proposal.
+
+    sizes       tokens that each step brought, the prefill's first; cut where the text ended
+    accepted    drafts accepted in each round that had some, as the verifier counted them; the last may exceed its step
+
+    A step of n > 1 tokens committed n - 1 drafts and the target's own token; only in the last one the target's own may
+    be missing, and drafts with it. DataError if the two do not fit together.
+    """
+    rounds = [size - 1 for size in sizes[1:]]
+    whole, found = [count for count in rounds[:-1] if count], [count for count in accepted if count]
+    last = found[len(whole) :]
+    fits = rounds[-1:] in ([], [0]) if not last else len(last) == 1 and rounds != [] and rounds[-1] <= last[0]
+    if list(sizes[:1]) != [1] or found[: len(whole)] != whole or not fits:
+        raise DataError(
+            f"vLLM: steps of {list(sizes)} tokens, and rounds that accepted {list(accepted)} drafts, are not of one "
+            "response: every step but the last must bring the drafts of its round and one token more"
+        )
+    if last:
+        rounds[-1] = min(last[0], sizes[-1])
+    return rounds
+
+
+def metrics_of(sizes: Sequence[int], accepted: Sequence[int], drafted: Sequence[int]) -> RequestMetrics:
+    """Counters of one response; `drafted`: tokens proposed in each round of `accepted`."""
+    rounds = committed_rounds(sizes, accepted)
+    return RequestMetrics(
+        num_drafts=len(accepted),
+        num_draft_tokens=sum(drafted),
+        num_accepted_tokens=sum(rounds),
+        num_accepted_tokens_per_pos=[sum(count > k for count in rounds) for k in range(max(rounds, default=0))],
+        accepted_per_round=rounds,
+    )
+
+
+def sizes_of(tokens: int, accepted: Sequence[int]) -> list[int] | None:
+    """Tokens of each step of a response of `tokens`, where every round had a proposal; None if that cannot be."""
+    sizes = [1, *(count + 1 for count in accepted)]
+    surplus = sum(sizes) - tokens
+    if not 0 <= surplus < sizes[-1]:
+        return None
+    return [*sizes[:-1], sizes[-1] - surplus]
+
+
+def counted_past_end(tokens: int, num_drafts: int, num_accepted: int) -> int | None:
+    """Accepted drafts past the end of a response of `tokens`, where every round had a proposal; None if that cannot be.
+
+    The rounds made 1 + accepted + rounds tokens; of what was cut off, the last is the target's own.
+    """
+    surplus = 1 + num_accepted + num_drafts - tokens
+    return max(surplus - 1, 0) if surplus >= 0 else None

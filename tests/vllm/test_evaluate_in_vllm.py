@@ -1,0 +1,177 @@
+"""The acceptance report through real vLLM, started for it and by URL: the counters of this runtime, in float32."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from inference.evaluate import EvaluationSettings, evaluate
+from inference.measured_engine import Drafting
+from inference.report_engines import lay_beside
+from inference.vllm_engine import VllmOptions
+from inference.vllm_server import VllmServers
+from speculators.config import config_for_target
+from speculators.errors import ConfigError
+from speculators.export import export_drafter
+from speculators.families.eagle3 import Eagle3, Eagle3Options
+from speculators.target import FrozenTarget
+from tests.speculators.test_token_map import byte_level
+from tests.vllm.conftest import PROMPTS
+from tests.vllm.serve import SETTINGS as ENVIRONMENT
+
+K = 3
+SETTINGS = EvaluationSettings(
+    temperatures=(0.0,),
+    num_speculative_tokens=K,
+    max_tokens=41,
+    prompts_per_workload=4,
+    timed_prompts=1,
+    repeats=1,
+    transformers_repeats=0,
+    cost_trials=1,
+    lossless_prompts=0,
+)
+WORKLOADS = {"one": PROMPTS[:2], "two": PROMPTS[2:]}
+# A float32 target would be served in another precision by default, and the CPU's compilation takes minutes.
+SERVER = "--dtype float32 --enforce-eager --max-model-len 128 --max-num-seqs 8 --kv-cache-memory-bytes 67108864".split()
+
+
+@pytest.fixture(scope="module")
+def folders(servable_model, own_texts, tmp_path_factory) -> tuple[str, str]:
+    """A target and an EAGLE-3 head fitted to its texts in closed form, which it does not quite reach."""
+    root, tokenizer = tmp_path_factory.mktemp("evaluate"), byte_level(400, eos_token="<|end|>")
+    model = servable_model("llama", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(root / "target")
+    target = FrozenTarget(model, (1, 2, 3))
+    torch.manual_seed(0)
+    shape = {"norm_before_residual": True, "num_key_value_heads": 4}
+    drafter = Eagle3(config_for_target(target, "eagle3", tap_layers=(1, 2, 3), **shape)).attach(target)
+    options = Eagle3Options.model_validate({"init": "least_squares", **shape})
+    drafter.initialise_from(target, options, own_texts(target))
+    model.save_pretrained(root / "target")
+    return str(root / "target"), str(export_drafter(drafter.eval(), root / "head", dtype=torch.float32))
+
+
+@pytest.fixture(scope="module")
+def ours(folders):
+    return evaluate(*folders, WORKLOADS, SETTINGS)
+
+
+def counted(cell) -> tuple:
+    return (
+        cell.prompts, cell.output_tokens, cell.num_drafts, cell.num_draft_tokens, cell.num_accepted_tokens_per_pos,
+        cell.acceptance_length, cell.acceptance_by_output_position,
+    )  # fmt: skip
+
+
+def same_in_both(ours, theirs) -> None:
+    for cell in ours.results:
+        assert counted(theirs.cell(cell.workload, 0)) == counted(cell)
+    assert ours.cell("all", 0).num_drafts / 8 < ours.cell("all", 0).num_accepted_tokens
+    assert ours.cell("all", 0).num_accepted_tokens < K * ours.cell("all", 0).num_drafts
+    joined = lay_beside(ours, theirs)
+    assert joined.summary["vllm_gap"] == 0 and joined.engines() == ["draftsmith", "vllm"]
+
+
+@pytest.fixture(scope="module")
+def offline(vllm_python: str) -> VllmOptions:
+    return VllmOptions(vllm_python, {"kv_cache_memory_bytes": 64 << 20})
+
+
+def test_offline_counts_what_this_runtime_counts(folders, ours, offline) -> None:
+    theirs = evaluate(*folders, WORKLOADS, SETTINGS, engine=offline)
+    same_in_both(ours, theirs)
+    cell = theirs.cell("all", 0)
+    assert [check.mismatches for check in cell.lossless] == [0]
+    assert cell.expected.own_text_relative_difference == pytest.approx(0, abs=1e-9)
+    assert cell.speedup_vs_autoregressive is not None
+    facts = theirs.provenance.engines[0]
+    assert facts.name == "vllm" and facts.version[0].isdigit() and facts.draft_sample_method == "probabilistic"
+
+
+def test_a_matcher_without_a_checkpoint_is_measured(folders, offline) -> None:
+    """Rounds without a proposal are among its rounds: what was committed follows from the steps."""
+    theirs = evaluate(folders[0], None, WORKLOADS, replace(SETTINGS, repeats=0), method="ngram", engine=offline)
+    cell = theirs.cell("all", 0)
+    assert cell.num_accepted_past_end == 0 and [check.mismatches for check in cell.lossless] == [0]
+    rounds = sum(each.rounds for each in cell.acceptance_by_output_position)
+    assert 0 < cell.num_drafts < rounds and cell.output_tokens <= cell.prompts + rounds + cell.num_accepted_tokens
+
+
+def test_sampling_is_refused_or_right(folders, offline) -> None:
+    """The CPU build as it is verifies with uninitialised memory; repaired, it accepts what is expected of it."""
+    sampled = replace(SETTINGS, temperatures=(1.0,), repeats=0, max_tokens=96)
+    engine = offline(Drafting.of(*folders, None, num_speculative_tokens=K, rows=4, seed=0, options={}))
+    try:
+        engine.prepare(PROMPTS, 8, [0.0])
+        sound = engine.workers[True].facts["sampling_is_sound"]
+    finally:
+        engine.stop()
+    if sound:
+        gap, error = evaluate(*folders, WORKLOADS, sampled, engine=offline).cell("all", 1).expected.gap
+        assert gap < 4 * error
+        return
+    with pytest.raises(ConfigError, match="whatever lies in memory in place of temperature"):
+        evaluate(*folders, WORKLOADS, sampled, engine=offline)
+
+
+@pytest.fixture(scope="module")
+def server(vllm_python: str, folders, tmp_path_factory):
+    """`server(*arguments)`: the address of a real server on loopback that drafts."""
+    running, root = [], tmp_path_factory.mktemp("servers")
+    drafting = {"method": "eagle3", "model": folders[1], "num_speculative_tokens": K}
+
+    def start(*arguments: str) -> str:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [
+            vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", folders[0], "--host", "127.0.0.1",
+            "--port", str(port), "--speculative-config", json.dumps(drafting), *SERVER, *arguments,
+        ]  # fmt: skip
+        log = root / f"{port}.log"
+        with log.open("w") as written:
+            environment = os.environ | {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+            process = subprocess.Popen(command, cwd=root, env=environment, stdout=written, stderr=subprocess.STDOUT)
+        running.append(process)
+        wait_for(f"http://127.0.0.1:{port}/health", process, log)
+        return f"http://127.0.0.1:{port}"
+
+    yield start
+    for process in running:
+        process.terminate()
+        process.wait(60)
+
+
+def wait_for(url: str, process: subprocess.Popen, log: Path, seconds: float = 400) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and process.poll() is None:
+        try:
+            urllib.request.urlopen(url, timeout=5)
+            return
+        except OSError:
+            time.sleep(0.5)
+    raise AssertionError(f"no server at {url}:\n{log.read_text()[-4000:]}")
+
+
+def test_a_server_counts_what_this_runtime_counts(folders, ours, server) -> None:
+    url = server("--per-request-spec-decode-metrics", "detailed")
+    same_in_both(ours, evaluate(*folders, WORKLOADS, SETTINGS, engine=VllmServers(url)))
+
+
+def test_a_server_that_tells_totals_only_agrees_once_its_surplus_is_taken_away(folders, ours, server) -> None:
+    theirs = evaluate(*folders, WORKLOADS, SETTINGS, engine=VllmServers(server()))
+    for cell in ours.results:
+        other = theirs.cell(cell.workload, 0)
+        assert other.num_drafts == cell.num_drafts
+        assert other.num_accepted_tokens - other.num_accepted_past_end == cell.num_accepted_tokens
+    assert lay_beside(ours, theirs).summary["vllm_gap"] == pytest.approx(0)
