@@ -115,7 +115,8 @@ class Environment:
         *first, last = TORCH_SOURCES
         for source in first:
             try:
-                return self._install(*source, "-c", CONSTRAINTS, step=f"install {' '.join(source)}")
+                self._install(*source, "-c", CONSTRAINTS, step=f"install {' '.join(source)}")
+                return
             except SetupError:
                 print("  not to be had there", flush=True)
         self._install(*last, "-c", CONSTRAINTS, step=f"install {' '.join(last)}")

@@ -1,0 +1,150 @@
+"""Faults of the vLLM build that the tests run with (docs/vllm-faults.md). A test passes while its fault is there.
+
+One that fails with "fault N is gone" is good news: what was written because of the fault can go.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from speculators.config import config_for_target
+from speculators.errors import DraftsmithError
+from speculators.export import export_drafter, load_drafter
+from speculators.export.layout import WEIGHTS
+from speculators.families.draft_model import DraftModel, DraftModelOptions
+from speculators.families.eagle3 import Eagle3
+from speculators.target import FrozenTarget
+from tests.vllm.conftest import PROMPTS, WRITTEN
+from tests.vllm.process import VLLMError
+
+REPAIRS = "inference/vllm_plugin"
+HEAD, LAYERS = 32, 2  # of the DFlash drafter
+
+
+def gone(fault: str, work_around: str) -> str:
+    return f"fault {fault} is gone: remove the work-around in {work_around}, and its line in docs/vllm-faults.md"
+
+
+@pytest.fixture
+def target(servable_model, tmp_path: Path) -> Path:
+    servable_model("llama").save_pretrained(tmp_path / "target")
+    return tmp_path / "target"
+
+
+@pytest.fixture
+def job(target: Path) -> dict[str, Any]:
+    """Written without drafting."""
+    return {"model": str(target), "prompts": PROMPTS, "max_tokens": 24, "options": {}}
+
+
+@pytest.fixture
+def student(servable_model, target: Path, tmp_path: Path) -> dict[str, Any]:
+    """The configuration of a draft model that is now right, now wrong: the target, disturbed."""
+    model = servable_model("llama")
+    frozen, options = FrozenTarget(model), DraftModelOptions.model_validate({"from_target": [0, 1, 2]})
+    drafter = DraftModel(config_for_target(frozen, "draft_model", **options.shape({}, frozen))).attach(frozen)
+    drafter.initialise_from(frozen, options)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    folder = export_drafter(drafter, tmp_path / "student", dtype=torch.float32)
+    return {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+
+
+# -------------------------------------------------------------------- numbered as in docs/vllm-faults.md
+
+
+def test_fault_1_temperatures_of_drafted_tokens_are_not_written(serve) -> None:
+    """Two calls, since a right answer may happen to lie in the memory that is handed out."""
+    values, counts = [[0.8125, 0.4375], [0.3125, 0.6875]], [2, 1]
+    found = serve({"probe": "expand_floats", "values": values, "counts": counts})["expanded"]
+    assert found != [[v[0], v[0], v[1]] for v in values], gone("1", f"{REPAIRS} (expand_batch_to_tokens)")
+
+
+def test_fault_2_dflash_norms_all_context_keys_by_its_first_layer(dflash, serve, job) -> None:
+    answer = serve(job | {"probe": "normed_keys", "speculative_config": dflash()})
+    first, second = (torch.tensor(row) for row in answer["normed"])
+    weights = [torch.tensor(row) for row in answer["weights"]]
+    torch.testing.assert_close(first, weights[0])
+    assert not torch.allclose(second, weights[1]), gone("2", f"{REPAIRS} (normalize_context_k)")
+
+
+def test_fault_3_no_engine_in_a_process_that_has_numba(serve, job) -> None:
+    try:
+        serve(job | {"probe": "engine_beside_numba"}, alone=True)
+    except VLLMError as error:
+        assert "llvmlite" in str(error), f"another error than fault 3's: {error}"
+    else:
+        pytest.fail(gone("3", f"{REPAIRS} (repair_attribute_scan), and serve(alone=True) of tests/vllm"))
+
+
+def test_fault_4_the_command_does_not_know_its_own_version(vllm_python: str) -> None:
+    done = subprocess.run([Path(vllm_python).with_name("vllm"), "serve", "--help"], capture_output=True, text=True)
+    assert done.returncode != 0, gone("4", f"{REPAIRS} (repair_version)")
+    assert "PackageNotFoundError" in done.stderr, f"another error than fault 4's: {done.stderr[-2000:]}"
+
+
+def test_fault_5_block_verification_is_the_standard_rule(serve, job, student) -> None:
+    """The same seeds give the same texts under both; under another rule for sampled drafts they would not."""
+    sampled = {"sampling": {"temperature": 1.0, "seed": 3}, "speculative_config": student}
+    texts = serve(job | sampled | {"probe": "by_rule"})
+    assert texts["standard"] == texts["block"], gone("5", f"{REPAIRS} (_saying_what_block_is)")
+
+
+def test_fault_5_synthetic_acceptance_is_refused(serve, job, student) -> None:
+    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0}
+    with pytest.raises(VLLMError):
+        serve(job | {"speculative_config": student | synthetic})
+        pytest.fail(gone("5", "docs/vllm-faults.md"))
+
+
+def test_fault_6_logit_bias_is_not_applied_while_drafting(serve, job, student) -> None:
+    """Nor min_p; vLLM warns. Without drafting a forbidden token is not written."""
+    written = serve(job)["token_ids"]
+    forbidden = max(range(128), key=sum(written, []).count)
+    biased = job | {"sampling": {"logit_bias": {str(forbidden): -100.0}}}
+    assert forbidden not in sum(serve(biased)["token_ids"], [])
+    drafted = sum(serve(biased | {"speculative_config": student})["token_ids"], [])
+    assert forbidden in drafted, gone("6", "docs/vllm-faults.md")
+
+
+# -------------------------------------------------------------------- loaded without a word
+
+
+@pytest.fixture
+def head(servable_model, own_texts, tmp_path: Path):
+    """The folder of an EAGLE-3 head with a reduced vocabulary, and its tensors."""
+    frozen = FrozenTarget(servable_model("llama"), (1, 2, 3))
+    drafter = Eagle3(config_for_target(frozen, "eagle3", tap_layers=(1, 2, 3), draft_vocab_size=96)).attach(frozen)
+    drafter.draft_to_target.copy_(torch.arange(96) + 16)
+    drafter.initialise_from(frozen)
+    folder = export_drafter(drafter, tmp_path / "eagle3", dtype=torch.float32)
+    return folder, load_file(folder / WEIGHTS), frozen
+
+
+def silent(serve, job, head: tuple, config: dict[str, Any] | None = None) -> dict[str, Any]:
+    """vLLM's answer with a head that our loader refuses."""
+    folder, tensors, target = head
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(DraftsmithError):
+        load_drafter(folder, target)
+    method = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 3}
+    try:
+        return serve(job | {"speculative_config": config or method})
+    except VLLMError as error:
+        pytest.fail(gone("7", "docs/vllm-faults.md: this vLLM refuses what it loaded before") + f"\n{error}")
+
+
+@pytest.mark.parametrize("missing", ["d2t", "norm.weight", "fc.weight", "midlayer.self_attn.q_proj.weight"])
+def test_fault_7_eagle3_loads_without(serve, job, head, missing: str) -> None:
+    del head[1][missing]
+    assert silent(serve, job, head)["counters"]["vllm:spec_decode_num_drafts"] > 0
