@@ -22,7 +22,7 @@ from speculators.export.layout import WEIGHTS
 from speculators.families.draft_model import DraftModel, DraftModelOptions
 from speculators.families.eagle3 import Eagle3
 from speculators.target import FrozenTarget
-from tests.vllm.conftest import PROMPTS, WRITTEN
+from tests.vllm.conftest import PROMPTS
 from tests.vllm.process import VLLMError
 
 REPAIRS = "inference/vllm_plugin"
@@ -148,3 +148,62 @@ def silent(serve, job, head: tuple, config: dict[str, Any] | None = None) -> dic
 def test_fault_7_eagle3_loads_without(serve, job, head, missing: str) -> None:
     del head[1][missing]
     assert silent(serve, job, head)["counters"]["vllm:spec_decode_num_drafts"] > 0
+
+
+def test_fault_7_eagle3_loads_at_another_width(serve, job, head) -> None:
+    """A head 64 wide, whose config says so, on a target of 128."""
+    folder, tensors, _ = head
+    fields = json.loads((folder / "config.json").read_text())
+    narrow = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    (folder / "config.json").write_text(json.dumps(fields | narrow))
+    half = {n: t if "2" in n[:3] else narrowed(t, fields["hidden_size"]) for n, t in tensors.items()}
+    counters = silent(serve, job, (folder, half, head[2]))["counters"]
+    assert counters["vllm:spec_decode_num_drafts"] > 0
+
+
+def narrowed(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    """Half of it in every dimension that is a multiple of the width."""
+    for dim, size in enumerate(tensor.shape):
+        if size % width == 0:
+            tensor = tensor.narrow(dim, 0, size // 2)
+    return tensor.contiguous()
+
+
+@pytest.fixture
+def dflash(tmp_path: Path):
+    """`dflash(without)`: the configuration of a random DFlash drafter of two layers, one of its tensors left out."""
+
+    def make(without: str | None = None) -> dict[str, Any]:
+        folder = tmp_path / "dflash"
+        fields = dict(
+            model_type="qwen3", hidden_size=128, intermediate_size=96, num_hidden_layers=LAYERS, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=HEAD, vocab_size=128, max_position_embeddings=256,
+        )  # fmt: skip
+        own = {
+            "architectures": ["DFlashDraftModel"],
+            "block_size": 4,
+            "num_target_layers": 3,
+            "dflash_config": {"mask_token_id": 127, "target_layer_ids": [0, 1, 2]},
+        }
+        torch.manual_seed(0)
+        layers = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
+        tensors = {name: t for name, t in layers.model.state_dict().items() if name != "embed_tokens.weight"}
+        tensors |= {"fc.weight": 0.1 * torch.randn(128, 3 * 128), "hidden_norm.weight": torch.ones(128)}
+        for i in range(LAYERS):
+            tensors[f"layers.{i}.self_attn.k_norm.weight"] = torch.full((HEAD,), i + 1.0)
+        tensors.pop(without or "", None)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(AutoConfig.for_model(**fields).to_dict() | own))
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        return {"method": "dflash", "model": str(folder), "num_speculative_tokens": 3}
+
+    return make
+
+
+@pytest.mark.parametrize("missing", ["fc.weight", "hidden_norm.weight"])
+def test_fault_7_dflash_loads_without(serve, job, dflash, missing: str) -> None:
+    try:
+        answer = serve(job | {"speculative_config": dflash(missing)})
+    except VLLMError as error:
+        pytest.fail(gone("7", "docs/vllm-faults.md: this vLLM refuses what it loaded before") + f"\n{error}")
+    assert answer["counters"]["vllm:spec_decode_num_drafts"] > 0
