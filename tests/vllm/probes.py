@@ -8,8 +8,10 @@ from serve import make_llm, runner_of, serve
 def expand_floats(job: dict) -> dict:
     """`values` of requests, handed to each of their drafted tokens, as the sampler hands on temperatures."""
     import torch
+    from vllm.platforms import current_platform
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
+    current_platform.register_triton_kernel_overrides()  # as an engine does that starts
     counts = torch.tensor(job["counts"], dtype=torch.int32).cumsum(0).to(torch.int32)
     return {"expanded": [expand_batch_to_tokens(torch.tensor(v), counts, counts[-1]).tolist() for v in job["values"]]}
 

@@ -77,7 +77,10 @@ def serve(job: dict) -> dict:
     llm = make_llm(job)
     seen = watch_drafts(llm) if job.get("speculative_config") else {}
     sampling = dict(temperature=0, max_tokens=job["max_tokens"], ignore_eos=True, detokenize=False)
-    params = SamplingParams(**(sampling | job.get("sampling", {})))
+    sampling |= job.get("sampling", {})
+    if bias := sampling.get("logit_bias"):
+        sampling["logit_bias"] = {int(token): value for token, value in bias.items()}  # JSON's keys are text
+    params = SamplingParams(**sampling)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], params, use_tqdm=False)
     counters = {}
     for metric in llm.get_metrics():

@@ -33,6 +33,15 @@ def gone(fault: str, work_around: str) -> str:
     return f"fault {fault} is gone: remove the work-around in {work_around}, and its line in docs/vllm-faults.md"
 
 
+def refusal(serve, job: dict[str, Any], **how: bool) -> str:
+    """What vLLM says instead of serving the job; nothing if it serves it."""
+    try:
+        serve(job, **how)
+    except VLLMError as error:
+        return str(error)
+    return ""
+
+
 @pytest.fixture
 def target(servable_model, tmp_path: Path) -> Path:
     servable_model("llama").save_pretrained(tmp_path / "target")
@@ -79,12 +88,9 @@ def test_fault_2_dflash_norms_all_context_keys_by_its_first_layer(dflash, serve,
 
 
 def test_fault_3_no_engine_in_a_process_that_has_numba(serve, job) -> None:
-    try:
-        serve(job | {"probe": "engine_beside_numba"}, alone=True)
-    except VLLMError as error:
-        assert "llvmlite" in str(error), f"another error than fault 3's: {error}"
-    else:
-        pytest.fail(gone("3", f"{REPAIRS} (repair_attribute_scan), and serve(alone=True) of tests/vllm"))
+    said = refusal(serve, job | {"probe": "engine_beside_numba"}, alone=True)
+    assert said, gone("3", f"{REPAIRS} (repair_attribute_scan), and serve(alone=True) of tests/vllm")
+    assert "_lib_fn_wrapper" in said
 
 
 def test_fault_4_the_command_does_not_know_its_own_version(vllm_python: str) -> None:
@@ -102,19 +108,16 @@ def test_fault_5_block_verification_is_the_standard_rule(serve, job, student) ->
 
 def test_fault_5_synthetic_acceptance_is_refused(serve, job, student) -> None:
     synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0}
-    with pytest.raises(VLLMError):
-        serve(job | {"speculative_config": student | synthetic})
-        pytest.fail(gone("5", "docs/vllm-faults.md"))
+    said = refusal(serve, job | {"speculative_config": student | synthetic})
+    assert said, gone("5", "docs/vllm-faults.md")
+    assert "Synthetic acceptance not supported" in said
 
 
-def test_fault_6_logit_bias_is_not_applied_while_drafting(serve, job, student) -> None:
-    """Nor min_p; vLLM warns. Without drafting a forbidden token is not written."""
-    written = serve(job)["token_ids"]
-    forbidden = max(range(128), key=sum(written, []).count)
-    biased = job | {"sampling": {"logit_bias": {str(forbidden): -100.0}}}
-    assert forbidden not in sum(serve(biased)["token_ids"], [])
-    drafted = sum(serve(biased | {"speculative_config": student})["token_ids"], [])
-    assert forbidden in drafted, gone("6", "docs/vllm-faults.md")
+@pytest.mark.parametrize("sampling", [{"logit_bias": {"5": -100.0}}, {"temperature": 1.0, "min_p": 0.1}])
+def test_fault_6_these_parameters_are_refused_while_drafting(serve, job, student, sampling) -> None:
+    said = refusal(serve, job | {"speculative_config": student, "sampling": sampling})
+    assert said, gone("6", "docs/vllm-faults.md")
+    assert "not yet supported with speculative decoding" in said
 
 
 # -------------------------------------------------------------------- loaded without a word
@@ -131,40 +134,44 @@ def head(servable_model, own_texts, tmp_path: Path):
     return folder, load_file(folder / WEIGHTS), frozen
 
 
-def silent(serve, job, head: tuple, config: dict[str, Any] | None = None) -> dict[str, Any]:
+def silent(serve, job, head: tuple) -> dict[str, Any]:
     """vLLM's answer with a head that our loader refuses."""
     folder, tensors, target = head
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     with pytest.raises(DraftsmithError):
         load_drafter(folder, target)
-    method = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 3}
+    return loaded(serve, job, {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 3})
+
+
+def loaded(serve, job, config: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's answer."""
     try:
-        return serve(job | {"speculative_config": config or method})
+        return serve(job | {"speculative_config": config})
     except VLLMError as error:
         pytest.fail(gone("7", "docs/vllm-faults.md: this vLLM refuses what it loaded before") + f"\n{error}")
 
 
-@pytest.mark.parametrize("missing", ["d2t", "norm.weight", "fc.weight", "midlayer.self_attn.q_proj.weight"])
+@pytest.mark.parametrize("missing", ["d2t", "norm.weight", "fc.weight"])
 def test_fault_7_eagle3_loads_without(serve, job, head, missing: str) -> None:
     del head[1][missing]
     assert silent(serve, job, head)["counters"]["vllm:spec_decode_num_drafts"] > 0
 
 
 def test_fault_7_eagle3_loads_at_another_width(serve, job, head) -> None:
-    """A head 64 wide, whose config says so, on a target of 128."""
-    folder, tensors, _ = head
+    """A head 64 wide, whose config says so and which has no embeddings of its own, on a target of 128."""
+    folder, tensors, target = head
     fields = json.loads((folder / "config.json").read_text())
-    narrow = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-    (folder / "config.json").write_text(json.dumps(fields | narrow))
-    half = {n: t if "2" in n[:3] else narrowed(t, fields["hidden_size"]) for n, t in tensors.items()}
-    counters = silent(serve, job, (folder, half, head[2]))["counters"]
-    assert counters["vllm:spec_decode_num_drafts"] > 0
+    fields |= {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    (folder / "config.json").write_text(json.dumps(fields))
+    narrow = {name: t if name == "d2t" else narrowed(t, 128) for name, t in tensors.items() if name != "fc.weight"}
+    answer = silent(serve, job, (folder, narrow | {"fc.weight": tensors["fc.weight"][:64].contiguous()}, target))
+    assert answer["counters"]["vllm:spec_decode_num_drafts"] > 0
 
 
 def narrowed(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    """Half of it in every dimension that is a multiple of the width."""
+    """Half of it in every dimension that is a multiple of the width, or of its queries' or keys'."""
     for dim, size in enumerate(tensor.shape):
-        if size % width == 0:
+        if size % (width // 2) == 0:
             tensor = tensor.narrow(dim, 0, size // 2)
     return tensor.contiguous()
 
@@ -202,8 +209,4 @@ def dflash(tmp_path: Path):
 
 @pytest.mark.parametrize("missing", ["fc.weight", "hidden_norm.weight"])
 def test_fault_7_dflash_loads_without(serve, job, dflash, missing: str) -> None:
-    try:
-        answer = serve(job | {"speculative_config": dflash(missing)})
-    except VLLMError as error:
-        pytest.fail(gone("7", "docs/vllm-faults.md: this vLLM refuses what it loaded before") + f"\n{error}")
-    assert answer["counters"]["vllm:spec_decode_num_drafts"] > 0
+    assert loaded(serve, job, dflash(missing))["counters"]["vllm:spec_decode_num_drafts"] > 0
