@@ -3,13 +3,14 @@
 #   ARGS      more arguments for the command, such as ARGS="training.steps=50" or ARGS="-k mask"
 #   PYTHON    the interpreter that .venv is made with (default: the first of 3.11 or newer)
 #   THREADS   CPU threads of `make quickstart` (default: all)
-#   WORKERS   processes of `make test`
+#   WORKERS   processes of `make test` and `make test-vllm`
 
 .DEFAULT_GOAL := help
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -22,7 +23,7 @@ ARGS ?=
 LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no \
 	--dynamo_backend no --num_cpu_threads_per_process
 
-.PHONY: help venv quickstart test lint format compare distill-table bench-losses bench-runtime clean
+.PHONY: help venv quickstart test test-vllm lint format compare distill-table bench-losses bench-runtime clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,9 +41,15 @@ quickstart: $(VENV)/.installed  ## train a head for the embedded target, export 
 	$(LAUNCH) $(THREADS) train/eagle.py recipes/quickstart/eagle3.yaml $(ARGS)
 
 # One thread per worker: several threads per process on a busy machine wait for each other most of the time.
+PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 WANDB_MODE=offline \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
 test: $(VENV)/.installed  ## run the whole test suite
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 WANDB_MODE=offline \
-		$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-vllm: $(VENV)/.installed  ## run the exports in real vLLM, on a CPU (makes .venv-vllm first: minutes, 4 GB)
+	$(BIN)/python scripts/setup_vllm.py $(VLLM_VENV)
+	DRAFTSMITH_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(PYTEST) tests/vllm $(ARGS)
 
 lint: $(VENV)/.installed  ## ruff (lint and format) and mypy, changing nothing
 	$(BIN)/ruff check .
@@ -65,6 +72,6 @@ bench-runtime: $(VENV)/.installed  ## every way of drafting side by side, and wh
 bench-losses: $(VENV)/.installed  ## memory and time of the chunked objective against the plain one
 	$(BIN)/python scripts/bench_losses.py $(ARGS)
 
-clean:  ## remove caches and build outputs; runs/ and .venv stay
+clean:  ## remove caches and build outputs; runs/, .venv and .venv-vllm stay
 	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info
-	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+	find . \( -path ./$(VENV) -o -path ./$(VLLM_VENV) \) -prune -o -type d -name __pycache__ -exec rm -rf {} +

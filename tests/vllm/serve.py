@@ -1,20 +1,21 @@
-"""One run of real vLLM on a CPU, in a process and an environment of its own: JSON in, JSON out.
+"""Real vLLM on a CPU, in a process and an environment of its own: a job per line in, an answer per line out, as JSON.
 
-    python serve.py JOB.json RESULT.json
+A job is a dict: `model`, `prompts` (lists of token ids), `max_tokens`, and perhaps `speculative_config`, `options` of
+the LLM and `sampling`, further SamplingParams. Its answer: `token_ids` of every prompt, all its `samples`, vLLM's
+`counters`, and `drafts`: of every prompt the list of its proposals. A job with a `probe` is answered by the function of that name in
+probes.py. What fails is answered with `error`, the traceback.
 
-JOB: `model`, `prompts` (lists of token ids), `max_tokens`, and perhaps `speculative_config` and `options` of the LLM,
-and `sampling`: further SamplingParams.
-RESULT: `token_ids` of every prompt, all its `samples`, vLLM's `counters`, and `drafts`: of every prompt the list of its
-proposals.
-Imports nothing of the project: the environment that has vLLM need not have it.
+The imports take longer than an engine, so one process builds one engine after another; the counters of each are its
+own. Imports nothing of the project: the environment that has vLLM need not have it.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
-from pathlib import Path
+import traceback
 
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -28,9 +29,33 @@ SETTINGS = {
 }
 
 
+def make_llm(job: dict):
+    """The engine that a job asks for: small, and every draft of it visible."""
+    from vllm import LLM
+
+    drafting = job.get("speculative_config")
+    options = dict(
+        dtype="float32",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+        kv_cache_memory_bytes=64 << 20,
+        **({"speculative_config": drafting} if drafting else {}),
+    )
+    return LLM(job["model"], **(options | job.get("options", {})))
+
+
+def runner_of(llm):
+    """The model runner of an engine, which holds its target and its drafter."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
 def watch_drafts(llm) -> dict[str, list[list[int]]]:
     """Fills up with what the engine's proposer returns, by request."""
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    runner = runner_of(llm)
     seen: dict[str, list[list[int]]] = {}
     propose = runner.propose_draft_token_ids
 
@@ -45,25 +70,17 @@ def watch_drafts(llm) -> dict[str, list[list[int]]]:
     return seen
 
 
-def main(job: dict) -> dict:
-    from vllm import LLM, SamplingParams
+def serve(job: dict) -> dict:
+    """One engine, all prompts at once."""
+    from vllm import SamplingParams
 
-    drafting = job.get("speculative_config")
-    options = dict(
-        dtype="float32",
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-        disable_log_stats=False,
-        max_num_seqs=8,
-        max_num_batched_tokens=512,
-        kv_cache_memory_bytes=64 << 20,
-        **({"speculative_config": drafting} if drafting else {}),
-    )
-    llm = LLM(job["model"], **(options | job.get("options", {})))
-    seen = watch_drafts(llm) if drafting else {}
+    llm = make_llm(job)
+    seen = watch_drafts(llm) if job.get("speculative_config") else {}
     sampling = dict(temperature=0, max_tokens=job["max_tokens"], ignore_eos=True, detokenize=False)
-    params = SamplingParams(**(sampling | job.get("sampling", {})))
+    sampling |= job.get("sampling", {})
+    if bias := sampling.get("logit_bias"):
+        sampling["logit_bias"] = {int(token): value for token, value in bias.items()}  # JSON's keys are text
+    params = SamplingParams(**sampling)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], params, use_tqdm=False)
     counters = {}
     for metric in llm.get_metrics():
@@ -77,9 +94,24 @@ def main(job: dict) -> dict:
     }
 
 
+def answer(job: dict) -> dict:
+    """Of one job. Its engine is gone when this returns."""
+    try:
+        if "probe" in job:
+            import probes
+
+            return getattr(probes, job.pop("probe"))(job)
+        return serve(job)
+    except Exception:
+        return {"error": traceback.format_exc()}
+    finally:
+        gc.collect()
+
+
 if __name__ == "__main__":
     os.environ.update(SETTINGS)
-    result = main(json.loads(Path(sys.argv[1]).read_text()))
-    Path(sys.argv[2]).write_text(json.dumps(result))
-    sys.stdout.flush()
-    os._exit(0)  # the engine's own threads are of no use any more
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what vLLM prints is no answer
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
+    os._exit(0)  # the engines' own threads are of no use any more

@@ -48,7 +48,7 @@ def some_accepted(counters: Any) -> bool:
     return counters.num_drafts / 8 < counters.num_accepted_tokens < 2.9 * counters.num_drafts
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
 def test_a_cut_student_drafts_the_same(servable_model, same_in_vllm, architecture: str) -> None:
     model = servable_model(architecture)
     drafter = student(model, 0.02, from_target=[0, 1, 2])

@@ -1,0 +1,135 @@
+"""Drafting without a checkpoint: real vLLM's methods `ngram` and `suffix`, and ours of the same names.
+
+Compared context by context, at those that vLLM drafted at: where several drafts are as good as one another the two may
+settle for different ones, and so come to different contexts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inference import SamplingParams
+from inference.proposers.ngram import NgramIndex
+from inference.proposers.suffix import SuffixProposer
+from inference.request import Request
+from tests.vllm.conftest import PROMPTS, WRITTEN, rounds
+from tests.vllm.process import VLLMError
+
+SIZE = 2  # of the matches of ngram
+SUFFIX = {"max_tree_depth": 24, "max_cached_requests": 0, "max_spec_factor": 1.0, "min_token_prob": 0.1}
+
+
+@pytest.fixture
+def drafted(servable_model, serve, plain_in_vllm, tmp_path: Path):
+    """`drafted(config)`: of every prompt the contexts that vLLM drafted at, and the drafts. The target listens little
+    to what came before its last token, so its text goes in circles, and leaves them again."""
+    model = servable_model("llama")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for module in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                module.weight.mul_(0.003)
+    model.save_pretrained(tmp_path / "target")
+    job = {"model": str(tmp_path / "target"), "prompts": PROMPTS, "max_tokens": WRITTEN, "options": {}}
+
+    def run(config: dict[str, Any], *, alone: bool = False) -> list[list[tuple[list[int], list[int]]]]:
+        answer = serve(job | {"speculative_config": config}, alone=alone)
+        assert answer["token_ids"] == plain_in_vllm(job)
+        counters = answer["counters"]
+        accepted, all_drafts = (counters[f"vllm:spec_decode_num_{n}_tokens"] for n in ("accepted", "draft"))
+        assert 20 < accepted < all_drafts
+        texts = zip(PROMPTS, answer["token_ids"], answer["drafts"], strict=True)
+        return [  # after the last round vLLM drafts once more, for a text that is longer than what it returns
+            [(prompt + text[: each.written], each.row) for each in rounds(rows, text) if each.written < WRITTEN]
+            for prompt, text, rows in texts
+        ]
+
+    return run
+
+
+def occurrences(pattern: list[int], context: list[int]) -> list[int]:
+    """Where the context goes on after the pattern."""
+    size = len(pattern)
+    return [i + size for i in range(len(context) - size) if context[i : i + size] == pattern]
+
+
+def test_ngram_drafts_the_same(drafted) -> None:
+    """The same contexts have a match. Of several vLLM takes the first and ours the latest, and vLLM's draft ends with
+    the text (docs/ngram.md): so the drafts are the same up to there for a match that is the only one."""
+    config = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": SIZE, "prompt_lookup_max": SIZE}
+    single = several = 0
+    for context, row in chain(*drafted(config, alone=True)):  # numba stays in the process (fault 3)
+        ours, found = NgramIndex(SIZE, SIZE).lookup(context, 4), occurrences(context[-SIZE:], context)
+        assert bool(row) == bool(ours) == bool(found)
+        if len(found) == 1:
+            assert row == ours[: len(context) - found[0]]
+        elif found:
+            assert row == context[found[0] : found[0] + 4]
+            assert ours[: len(context) - found[-1]] == context[found[-1] : found[-1] + 4]
+        single, several = single + (len(found) == 1), several + (len(found) > 1)
+    assert single > 10 and several > 10
+
+
+def test_suffix_drafts_the_same(drafted) -> None:
+    """Of each request's own text, since vLLM opens running responses to one another (docs/suffix.md). Where they differ
+    one draft is as good as the other."""
+    config = {"method": "suffix", "num_speculative_tokens": 8}
+    config |= {f"suffix_decoding_{name}": value for name, value in SUFFIX.items()}
+    try:
+        found = drafted(config)
+    except VLLMError as error:
+        if "Arctic Inference is required" not in str(error):
+            raise
+        pytest.skip("arctic-inference is not in vLLM's environment; scripts/setup_vllm.py says why")
+    same = ties = 0
+    for contexts in found:
+        for (context, theirs), ours in zip(contexts, ours_of(contexts), strict=True):
+            same += theirs == ours
+            if theirs != ours:
+                assert tied(context, theirs, ours)
+                ties += 1
+    assert same > 10 * ties
+
+
+def ours_of(contexts: list[tuple[list[int], list[int]]]) -> Iterator[list[int]]:
+    """What our proposer drafts at each of the contexts of one request."""
+    proposer = SuffixProposer(8, **SUFFIX)
+    request = Request("0", 0, contexts[0][0], SamplingParams(), generator=None, max_model_len=256)
+    for context, _ in contexts:
+        request.token_ids[:] = context
+        proposal = proposer.propose([request], [8])
+        yield proposal.token_ids[0, : proposal.counts[0]].tolist()
+
+
+def tied(context: list[int], theirs: list[int], ours: list[int]) -> bool:
+    """Whether both are as good: they part where two tokens followed equally often, or are worth the same."""
+    part = next((i for i, (a, b) in enumerate(zip(theirs, ours)) if a != b), None)
+    for size in range(1, len(context)) if part is not None else ():
+        pattern = context[-size:] + ours[:part]
+        counts = [seen([*pattern, row[part]], context) for row in (theirs, ours)]
+        if counts[0] == counts[1] > 0:
+            return True
+    return worth(context, theirs) == pytest.approx(worth(context, ours), abs=1e-5)
+
+
+def worth(context: list[int], draft: list[int]) -> float:
+    """Tokens of it expected to be right, after the match for which they are most: the sum of the products of how often
+    each followed what stands before it."""
+    most = 0.0
+    for size in range(len(draft), len(context)):  # a draft is no longer than its match
+        probability, total = 1.0, 0.0
+        for i in range(len(draft)):
+            before = context[-size:] + draft[:i]
+            probability *= seen([*before, draft[i]], context) / max(seen(before, context), 1)
+            total += probability
+        most = max(most, total)
+    return most
+
+
+def seen(pattern: list[int], context: list[int]) -> int:
+    return len(occurrences(pattern, [*context, -1]))
