@@ -2,8 +2,8 @@
 
 A job is a dict: `model`, `prompts` (lists of token ids), `max_tokens`, and perhaps `speculative_config`, `options` of
 the LLM and `sampling`, further SamplingParams. Its answer: `token_ids` of every prompt, all its `samples`, vLLM's
-`counters`, and `drafts`: of every prompt the list of its proposals. A job with a `probe` is answered by the function of that name in
-probes.py. What fails is answered with `error`, the traceback.
+`counters`, and `drafts`: of every prompt the list of its proposals. A job with a `probe` is answered by the function of
+that name in probes.py. What fails is answered with `error`, the traceback.
 
 The imports take longer than an engine, so one process builds one engine after another; the counters of each are its
 own. Imports nothing of the project: the environment that has vLLM need not have it.
