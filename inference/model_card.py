@@ -121,7 +121,7 @@ def unmeasured(report: AcceptanceReport | None) -> list[str]:
     said = [
         f"Other hardware, other dtypes than {p.dtype}, other targets, other workloads and other temperatures than "
         "those of the table.",
-        "vLLM and SGLang: the figures are those of Draftsmith's own runtime.",
+        _other_engines(report),
     ]
     if p.max_num_seqs:
         said.append(f"Batches of another size than {p.max_num_seqs}: speed was measured at that one.")
@@ -132,6 +132,22 @@ def unmeasured(report: AcceptanceReport | None) -> list[str]:
     if not any(cell.lossless for cell in cells):
         said.append("Equality of outputs with and without drafting.")
     return said
+
+
+def _other_engines(report: AcceptanceReport) -> str:
+    """Where else it was measured, and where not."""
+    other = next((name for name in report.engines() if name != report.provenance.engine), None)
+    if other is None:
+        return "vLLM and SGLang: the figures are those of Draftsmith's own runtime."
+    lengths = [
+        f"{cell.acceptance_length:.2f} at temperature {temperature:g}"
+        for temperature in report.temperatures()
+        if (cell := report.cell(ALL_WORKLOADS, temperature, engine=other)) is not None
+    ]
+    return (
+        f"SGLang. The table is of {report.provenance.engine}; in {other} the acceptance length over all workloads was "
+        f"{', '.join(lengths)}."
+    )
 
 
 def _own_cells(report: AcceptanceReport) -> list[Cell]:

@@ -10,11 +10,12 @@ from huggingface_hub import ModelCard
 
 from inference.model_card import CardFacts, evaluation_results, model_card, serving, unmeasured
 from inference.report import AcceptanceReport
+from inference.report_engines import lay_beside
 from speculators.config import config_for_target
 from speculators.drafter import family_class
 from speculators.target import FrozenTarget
 from tests.families.conftest import CASES
-from tests.inference.test_report import bare_report, report  # noqa: F401 (a fixture)
+from tests.inference.test_report import bare_report, both_engines, report  # noqa: F401 (a fixture)
 
 
 def facts_of(tiny_model, name: str, **changes) -> CardFacts:
@@ -71,3 +72,11 @@ def test_what_a_bare_report_lacks_is_named(tiny_model):
     said = " ".join(unmeasured(bare))
     assert "Speed: nothing was timed." in said and "Equality of outputs" in said
     assert all(line in text for line in unmeasured(bare)) and "nan" not in text.lower()
+
+
+def test_another_engine_is_named_with_its_figure(report: AcceptanceReport):  # noqa: F811
+    both = lay_beside(*both_engines(report))
+    said = " ".join(unmeasured(both))
+    figure = both.cell("all", 0.0, engine="vllm").acceptance_length
+    assert f"in vllm the acceptance length over all workloads was {figure:.2f} at temperature 0" in said
+    assert "vLLM and SGLang" not in said
