@@ -293,12 +293,7 @@ def test_joint_of_the_first_four_tokens(kind, setting, small, drafting_llm):
     rows = {"max_num_seqs": 500, "max_num_batched_tokens": 8000, "tokenizer": None}
     llm = drafting_llm(kind, small, seed=11, **rows)
     (output,) = llm.generate({"prompt_token_ids": SMALL_PROMPT}, params, False)
-    codes = torch.tensor([o.token_ids for o in output.outputs]) @ torch.tensor([512, 64, 8, 1])
-    observed = torch.bincount(codes, minlength=8**WRITTEN).double()
-    expected = samples * exact_joint(small, params)
-    assert observed[expected == 0].sum() == 0
-    check_counts_fit(observed, expected)
-    check_counts_fit(observed.view(64, 64).sum(0), expected.view(64, 64).sum(0))
+    check_joint(output, small, params)
     assert (llm.get_metrics().num_accepted_tokens > 100) == (kind != "off")
 
 
@@ -308,6 +303,16 @@ def test_penalties_that_do_not_count_drafts_are_noticed(small, drafting_llm, mon
     monkeypatch.setattr(TokenCounts, "along", lambda self, paths: along(self, [[] for _ in paths]))
     with pytest.raises(AssertionError):
         test_joint_of_the_first_four_tokens("sampled", 0, small, drafting_llm)
+
+
+def check_joint(output, model, params) -> None:
+    """χ² of the responses of four tokens, and of their last two alone, against the target's own probabilities."""
+    codes = torch.tensor([each.token_ids for each in output.outputs]) @ torch.tensor([512, 64, 8, 1])
+    observed = torch.bincount(codes, minlength=8**WRITTEN).double()
+    expected = len(output.outputs) * exact_joint(model, params)
+    assert observed[expected == 0].sum() == 0
+    check_counts_fit(observed, expected)
+    check_counts_fit(observed.view(64, 64).sum(0), expected.view(64, 64).sum(0))
 
 
 def exact_joint(model, params) -> torch.Tensor:
