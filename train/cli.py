@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 from inference import serve
 from inference.console import print_error
 from speculators.errors import ConfigError, DraftsmithError
+from train import bench_command
 from train.push_command import push
 
 if TYPE_CHECKING:
@@ -354,6 +355,7 @@ def _print_masks(example: Example, tokenizer: ConversationTokenizer, *, regenera
 
 
 serve.register(app)
+bench_command.register(app)
 
 if __name__ == "__main__":
     app()
