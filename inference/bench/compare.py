@@ -134,6 +134,7 @@ def draw(comparison: dict[str, Any], path: Path) -> None:
     if front:
         axes.plot(*zip(*front, strict=True), color="#bbbbbb", lw=6, alpha=0.5, zorder=1, label="Pareto front")
         axes.legend(frameon=False)
+    axes.margins(0.1)
     axes.set_xlabel("tokens/s per user (1 ÷ median TPOT)")
     axes.set_ylabel("output tokens/s, all users")
     axes.set_xlim(left=0)
