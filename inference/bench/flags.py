@@ -33,8 +33,8 @@ def read_flags(arguments: Sequence[str], datasets: Sequence[str], workloads: Seq
     if flags.backend == "openai-chat" and flags.skip_chat_template:
         raise ConfigError("bench: --skip-chat-template: the server of openai-chat applies it; use --backend openai")
     endpoint = flags.endpoint or ENDPOINTS[flags.backend]
-    if not endpoint.endswith(ENDPOINTS[flags.backend].removeprefix("/v1")):
-        usual = ENDPOINTS[flags.backend]
+    usual = ENDPOINTS[flags.backend]
+    if not endpoint.endswith("/completions") or ("/chat/" in endpoint) != ("/chat/" in usual):
         raise ConfigError(f"bench: --endpoint {endpoint}: --backend {flags.backend} speaks to {usual}")
     flags.endpoint = endpoint
     return flags

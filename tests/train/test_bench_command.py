@@ -105,7 +105,7 @@ def test_a_server_that_does_not_start_says_why(tmp_path):
 @pytest.mark.slow
 def test_one_server_then_off_and_on(target, tmp_path):
     """Through the command: two servers of a folder, started and stopped; then one measurement, saved."""
-    flags = ["--dataset-name", "demo", "--num-prompts", "4", "--output-len", "8", "--disable-tqdm"]
+    flags = ["--dataset-name", "demo", "--num-prompts", "4", "--output-len", "40", "--disable-tqdm"]
     compare = ["--compare", "--model", str(target), "--speculative-config", NGRAM, "--concurrencies", "1,2"]
     run = CliRunner().invoke(
         app, ["bench", *compare, *flags, "--temperature", "0", "--result-dir", str(tmp_path)], catch_exceptions=False
