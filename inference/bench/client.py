@@ -19,6 +19,7 @@ from inference.metrics import SpecDecodeCounters
 from speculators.errors import DraftsmithError
 
 COUNTERS = "vllm:spec_decode_num_"
+LOOK_S = 30.0  # what a server gets to say who it is, and its counters
 WRITTEN = ("content", "reasoning_content", "reasoning", "tool_calls")  # what a chat's delta may bring
 
 
@@ -166,7 +167,7 @@ async def served_model(client: httpx2.AsyncClient, base_url: str) -> tuple[str, 
     """(name, where it came from) of the first model of `/v1/models`. DraftsmithError if the server does not say."""
     url = f"{base_url}/v1/models"
     try:
-        response = await client.get(url)
+        response = await client.get(url, timeout=LOOK_S)
     except httpx2.HTTPError as error:
         raise DraftsmithError(f"{url}: no server answers: {error or type(error).__name__}; start it, or mend "
                               "--base-url, --host and --port") from error  # fmt: skip
@@ -182,7 +183,7 @@ async def drafting_counters(client: httpx2.AsyncClient, base_url: str) -> SpecDe
     """What the server's `/metrics` says of drafting, under vLLM's names; summed over engines and models. None: it has
     no such page, or does not draft."""
     try:
-        response = await client.get(f"{base_url}/metrics")
+        response = await client.get(f"{base_url}/metrics", timeout=LOOK_S)
         families = list(text_string_to_metric_families(response.text)) if response.status_code == 200 else []
     except (httpx2.HTTPError, ValueError):
         return None

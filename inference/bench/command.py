@@ -45,6 +45,8 @@ def _compare(flags: argparse.Namespace, options: BenchOptions, more: dict[str, G
         options, prepare(options, more), _servers(flags, options, folder), flags.concurrencies or LEVELS,
         together=together,
     )  # fmt: skip
+    if not together:
+        comparison |= {"speculative_config": flags.speculative_config, "serve_args": flags.serve_args}
     file = folder / (flags.result_filename or f"{COMPARISON}.json")
     save(comparison, file)
     picture = file.with_suffix(".png")

@@ -13,7 +13,7 @@ from inference.metrics import SpecDecodeCounters
 
 LATENCIES = {
     "ttft": "time to first token",
-    "tpot": "time per output token after the first",
+    "tpot": "per token after the first",
     "itl": "between pieces of the stream",
     "e2el": "end to end",
     "client_queue_time": "waiting here for a turn",

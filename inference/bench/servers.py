@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from speculators.errors import ConfigError, DraftsmithError
 HOST = "127.0.0.1"
 STOP_S = 40.0  # what a server gets to end by itself
 PREFIXES = "enable-prefix-caching"
+KEYS = ("DRAFTSMITH_API_KEY", "VLLM_API_KEY")  # would close a server that only this machine reaches
 
 
 @contextmanager
@@ -39,7 +41,8 @@ def started(
         command.append(f"--no-{PREFIXES}")
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen([*command, *flags], stdout=output, stderr=subprocess.STDOUT)
+        open_to_us = {name: value for name, value in os.environ.items() if name not in KEYS}
+        process = subprocess.Popen([*command, *flags], stdout=output, stderr=subprocess.STDOUT, env=open_to_us)
     try:
         url = f"http://{HOST}:{port}"
         _wait(process, url, log, ready_s)

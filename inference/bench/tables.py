@@ -46,7 +46,7 @@ def print_result(result: dict[str, Any], console: Console) -> None:
     console.print(totals)
     console.print(_latencies(result))
     if "spec_decode_num_drafts" in result:
-        drafting = _table("drafting, from the server's /metrics", "", "")
+        drafting = _table("drafting (/metrics)", "", "")
         for row in _named(result, DRAFTING):
             drafting.add_row(*row)
         for place, rate in enumerate(result["spec_decode_per_position_acceptance_rates"], 1):
@@ -66,7 +66,7 @@ def print_comparison(comparison: dict[str, Any], console: Console) -> None:
         off, on, ratios = level["off"], level["on"], level["ratios"]
         cells = [str(level["max_concurrency"])]
         for name in ("output_throughput", "tokens_per_second_per_user"):
-            cells += [_cell(off[name], ".1f"), _cell(on[name], ".1f"), _cell(ratios[name], ".2f")]
+            cells += [_speed(off[name]), _speed(on[name]), _cell(ratios[name], ".2f")]
         cells += [_cell(ratios["median_ttft_ms"], ".2f"), _cell(on.get("spec_decode_acceptance_length"), ".2f")]
         table.add_row(*cells, *([f"{level['identical_outputs']}/{level['compared_outputs']}"] if greedy else []))
     console.print(table)
@@ -93,11 +93,16 @@ def _latencies(result: dict[str, Any]) -> Table:
     names = [name for name in LATENCIES if f"mean_{name}_ms" in result]
     suffix = f"_{names[0]}_ms" if names else ""
     kinds = [key.removesuffix(suffix) for key in result if names and key.endswith(suffix)]
+    kinds = [kind for kind in kinds if kind != "p50"]  # the median
     table = _table("milliseconds", "", *kinds)
     for name in names:
         words = f"{name.upper().replace('_', ' ')}, {LATENCIES[name]}"
         table.add_row(words, *(_cell(result[f"{kind}_{name}_ms"], ".2f") for kind in kinds))
     return table
+
+
+def _speed(value: float | None) -> str:
+    return _cell(value, ".1f" if value is not None and value < 1000 else ".0f")
 
 
 def _cell(value: Any, form: str) -> str:

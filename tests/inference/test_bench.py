@@ -24,7 +24,7 @@ from inference.bench.run import BenchOptions, Work, measure, prepare
 from inference.metrics import SpecDecodeCounters
 from speculators.errors import ConfigError, DataError
 
-LATE_S = 0.25  # what a busy machine may add to a time
+LATE_S = 0.8  # what a busy machine may add to a time
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,10 @@ def test_failures_are_counted_and_in_no_figure():
     assert result["output_lens"] == [4, 0, 0, 0, 4] and result["total_output_tokens"] == 8
     assert [bool(error) for error in result["errors"]] == [False, True, True, True, False]
     assert "no room" in result["errors"][1] and "it broke" in result["errors"][2]
-    assert result["p99_e2el_ms"] < 300 and result["request_throughput"] * result["duration"] == pytest.approx(2)
+    good = [1000 * result["latencies"][i] for i in (0, 4)]
+    assert result["mean_e2el_ms"] == pytest.approx(np.mean(good))
+    assert result["p99_e2el_ms"] == pytest.approx(np.percentile(good, 99))
+    assert result["request_throughput"] * result["duration"] == pytest.approx(2)
     assert not any(name.startswith("spec_decode") for name in result)  # this server has no /metrics
 
 
@@ -265,10 +268,10 @@ def test_gaps_vary_as_the_burstiness_says(burstiness):
 
 def test_requests_are_sent_when_they_arrive():
     with running(FakeServer([Script(((0.0, 1),))])) as url:
-        result = measure(options(url, request_rate=20.0), work(10))
-    starts = np.array(result["start_times"])
-    times = np.array(arrival_times(10, 20.0, 1.0, 0))
-    assert np.all(np.abs((starts - starts[0]) - (times - times[0])) < LATE_S)
+        result = measure(options(url, request_rate=8.0), work(12))
+    late = np.array(result["start_times"]) - arrival_times(12, 8.0, 1.0, 0)  # by the same unknown start
+    assert late.max() - np.median(late) < LATE_S and np.median(late) - late.min() < LATE_S
+    assert result["duration"] >= 1.5
 
 
 def test_waiting_for_a_turn_is_in_no_latency():
