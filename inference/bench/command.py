@@ -60,9 +60,13 @@ def _compare(flags: argparse.Namespace, options: BenchOptions, more: dict[str, G
 def _servers(flags: argparse.Namespace, options: BenchOptions, folder: Path) -> dict[str, Server]:
     if flags.baseline_url is not None:
         urls = {"off": flags.baseline_url.rstrip("/").removesuffix("/v1"), "on": options.base_url}
-        return {mode: partial(nullcontext, url) for mode, url in urls.items()}
+        return {mode: _there_already(url) for mode, url in urls.items()}
     words = shlex.split(flags.serve_args or "")
     return {
         mode: partial(started, flags.model, config, words, folder / f"server-{mode}.log", flags.ready_check_timeout_sec)
         for mode, config in (("off", None), ("on", flags.speculative_config))
     }
+
+
+def _there_already(url: str) -> Server:
+    return lambda: nullcontext(url)

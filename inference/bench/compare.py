@@ -53,7 +53,8 @@ def compare(
             with servers[mode]() as url:
                 for concurrency in concurrencies:
                     at(mode, url, concurrency)
-    levels = [_level(c, *(measured[mode, c] for mode in MODES), _is_greedy(options)) for c in concurrencies]
+    greedy = options.body.get("temperature") == 0
+    levels = [_level(c, measured["off", c], measured["on", c], greedy) for c in concurrencies]
     _mark_front(levels)
     return {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
@@ -62,10 +63,6 @@ def compare(
         **({"note": LOAD_ONLY} if options.dataset.name == "random" else {}),
         "levels": levels,
     }
-
-
-def _is_greedy(options: BenchOptions) -> bool:
-    return options.body.get("temperature") == 0
 
 
 def _level(concurrency: int, off: dict[str, Any], on: dict[str, Any], greedy: bool) -> dict[str, Any]:

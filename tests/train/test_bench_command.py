@@ -119,7 +119,10 @@ def test_one_server_then_off_and_on(target, tmp_path):
         save = ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "one.json"]
         one = ["--base-url", url, "--tokenizer", str(target), *flags, *save]
         run = CliRunner().invoke(app, ["bench", *one, "--request-rate", "50"], catch_exceptions=False)
-    assert run.exit_code == 0, run.output
+        both = ["--compare", "--baseline-url", url + "/v1", "--concurrencies", "2", "--result-filename", "both.json"]
+        again = CliRunner().invoke(app, ["bench", *one, *both], catch_exceptions=False)
+    assert (run.exit_code, again.exit_code) == (0, 0), run.output + again.output
+    assert len(json.loads((tmp_path / "both.json").read_text())["levels"]) == 1 and (tmp_path / "both.png").exists()
     result = json.loads((tmp_path / "one.json").read_text())
     assert result["completed"] == 4 and result["request_rate"] == 50 and "ttfts" not in result
     assert {"p50_ttft_ms", "p90_tpot_ms", "p99_itl_ms", "mean_e2el_ms", "total_token_throughput"} <= set(result)
