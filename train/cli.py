@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 from inference import serve
 from inference.console import json_option, print_error
 from speculators.errors import ConfigError, DraftsmithError
-from train import artefact
+from train import artefact, bench_command
 from train.cli_evaluate import evaluate
 from train.push_command import push
 
@@ -275,6 +275,7 @@ def _print_masks(example: Example, tokenizer: ConversationTokenizer, *, regenera
 
 
 serve.register(app)
+bench_command.register(app)
 
 if __name__ == "__main__":
     app()
