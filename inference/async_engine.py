@@ -28,6 +28,7 @@ from inference.llm_prompts import Prompt
 from inference.outputs import RequestOutput
 from inference.request import Request
 from inference.response import Response
+from inference.round_trace import RoundTracer
 from inference.sampling_params import SamplingParams
 from inference.server_errors import APIError, log_fault
 from inference.server_metrics import ServerMetrics
@@ -47,6 +48,7 @@ class Generation:
     params: SamplingParams
     streaming: bool
     deadline: float
+    traced: bool = False  # its outputs have rounds
     answer: Response | None = None
     written: list[int] = field(default_factory=list)
     scheduled: list[float] = field(default_factory=list)
@@ -63,11 +65,11 @@ class Ticket:
         self.arrival = perf_counter()
         self._closed = False
 
-    def submit(self, asked: Sequence[tuple[Prompt, SamplingParams]], *, streaming: bool) -> None:
+    def submit(self, asked: Sequence[tuple[Prompt, SamplingParams]], *, streaming: bool, traced: bool = False) -> None:
         self._engine.require_health()
         deadline = self.arrival + self._engine.request_timeout_s
         self.generations = [
-            Generation(self, i, prompt, params, streaming, deadline) for i, (prompt, params) in enumerate(asked)
+            Generation(self, i, prompt, params, streaming, deadline, traced) for i, (prompt, params) in enumerate(asked)
         ]
         self._engine.call(lambda: self._engine.begin(self.generations))
 
@@ -115,6 +117,7 @@ class AsyncEngine:
         self._wake = threading.Condition()
         self._calls: list[Callable[[], None]] = []
         self._stopping = False
+        self._tracer = RoundTracer(llm.engine)
         self._active: dict[str, Generation] = {}  # by request id; the thread's own
         self._news: list[tuple[Generation, RequestOutput | APIError]] = []  # of this round; the thread's own
 
@@ -217,6 +220,8 @@ class AsyncEngine:
                 self._news.append((generation, self._told(error)))
                 continue
             generation.answer = answer
+            if generation.traced:
+                self._tracer.watch(answer.requests)
             generation.written = [0] * len(answer.requests)
             generation.scheduled = [generation.ticket.arrival] * len(answer.requests)
             generation.last_time = list(generation.scheduled)
@@ -233,7 +238,7 @@ class AsyncEngine:
         answer = generation.answer
         if answer is not None and self._active.pop(answer.request_id, None) is not None:
             self.llm.abort(answer.request_id)
-            self.metrics.finished(generation.params, answer.requests, generation.scheduled)
+            self._count_end(generation, answer)
         if error is not None:
             self._news.append((generation, error))
 
@@ -270,10 +275,12 @@ class AsyncEngine:
             self._end(generation, self._told(error))
             return
         if news is not None:
+            for each in news.outputs if generation.traced else ():
+                each.rounds = self._tracer.take(answer.requests[each.index])
             self._news.append((generation, news))
         if answer.finished:
             del self._active[answer.request_id]
-            self.metrics.finished(generation.params, answer.requests, generation.scheduled)
+            self._count_end(generation, answer)
 
     def _count(self, generation: Generation, requests: Sequence[Request], started: float, now: float) -> None:
         for i, request in enumerate(requests):
@@ -288,6 +295,10 @@ class AsyncEngine:
             self.metrics.generation_tokens.inc(new)
             generation.written[i] += new
             generation.last_time[i] = now
+
+    def _count_end(self, generation: Generation, answer: Response) -> None:
+        self._tracer.forget(answer.requests)
+        self.metrics.finished(generation.params, answer.requests, generation.scheduled)
 
     def _told(self, error: Exception) -> APIError:
         """A fault that a user can mend is told; what else failed is in the log."""

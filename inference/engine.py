@@ -75,7 +75,7 @@ class Engine:
         self.target, self.rule, self.max_model_len = target, rule, max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
         self.scheduler = Scheduler(max_num_seqs)
-        self._proposer, self._on_round = proposer, on_round
+        self._proposer, self.on_round = proposer, on_round
         drafts = proposer.max_places if proposer is not None else 0
         self._cache = RaggedCache(max_num_seqs, max_model_len + drafts, device=target.device)
         self._reuse = PrefixReuse(self._cache, enable_prefix_caching)
@@ -235,8 +235,8 @@ class Engine:
             proposer.see_logits(rows, proposal, logits)
         kept = self._decide(logits, proposal, rows)
         t4 = clock()
-        if self._on_round is not None:
-            self._on_round(rows, proposal, [each.tokens for each in kept])
+        if self.on_round is not None:
+            self.on_round(rows, proposal, [each.tokens for each in kept])
         depths = proposal.depths()
         for row, (request, each, drafted) in enumerate(zip(rows, kept, proposal.counts, strict=True)):
             self._cache.keep(row, [0, *(1 + place for place in each.places)])  # the anchor and the accepted drafts

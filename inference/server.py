@@ -44,6 +44,7 @@ from inference.server_errors import APIError, error_json, install, log_fault
 from inference.server_gate import Gate
 from inference.server_metrics import ServerMetrics
 from inference.server_options import ServerOptions
+from inference.server_page import add_page
 from inference.server_prompts import Intake
 from inference.server_responses import ChatWriter, CompletionWriter, TokenTexts
 
@@ -108,7 +109,7 @@ class Server:
         streaming = bool(request.stream)
         try:
             asked = await self.aside(prepare)
-            ticket.submit(asked, streaming=streaming)
+            ticket.submit(asked, streaming=streaming, traced=bool(request.return_rounds))
             written = writer(request, base, self.options, self.texts, ticket.generations, self.num_spec_tokens)
             if streaming:
                 kept = True  # by the stream, which closes it
@@ -181,6 +182,7 @@ def make_app(llm: LLM, options: ServerOptions) -> FastAPI:
     _add_generation(app, server)
     _add_tokens(app, server)
     _add_state(app, server)
+    add_page(app)
     _tell_the_truth(app)
     app.add_middleware(Gate, api_keys=options.api_keys, max_body_bytes=options.max_body_bytes)
     if options.allowed_origins:
