@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
+from typing import TypeVar
 
 from inference.isolation import guarded_step
 from inference.llm import LLM
@@ -35,6 +36,8 @@ from inference.server_metrics import ServerMetrics
 from speculators.errors import DraftsmithError
 
 LONGEST_RETRY_S = 60
+HEALTH_S = 0.5  # how often it is looked whether an answer can still come
+R = TypeVar("R")
 
 
 @dataclass(eq=False)
@@ -189,14 +192,31 @@ class AsyncEngine:
             self._calls.append(what)
             self._wake.notify()
 
+    async def between_rounds(self, what: Callable[[], R]) -> R:
+        """The same, and what came of it. APIError if the thread has ended."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[R] = loop.create_future()
+
+        def run() -> None:
+            try:
+                told = partial(answer.set_result, what())
+            except Exception as error:
+                told = partial(answer.set_exception, error)
+            self._in_loop(lambda: None if answer.done() else told())
+
+        self.call(run)
+        while not answer.done():
+            self.require_health()
+            await asyncio.wait([answer], timeout=HEALTH_S)
+        return answer.result()
+
     # ------------------------------------------------------------------ the thread's side
 
     def _run(self) -> None:
-        engine = self.llm.engine
         try:
             while True:
                 with self._wake:
-                    while not (self._calls or engine.has_unfinished or self._stopping):
+                    while not (self._calls or self.llm.engine.has_unfinished or self._stopping):
                         self._wake.wait()
                     calls, self._calls = self._calls, []
                 if self._stopping:
@@ -204,7 +224,7 @@ class AsyncEngine:
                 for call in calls:
                     call()
                 self._expire()
-                if engine.has_unfinished:
+                if self.llm.engine.has_unfinished:  # perhaps another one by now
                     self._round()
                 self._tell()
         except BaseException as error:  # nothing can be trusted any more

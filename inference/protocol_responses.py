@@ -33,6 +33,16 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
+class DrafterResponse(BaseModel):
+    """Who drafts from now on; None: nobody. `requests_computed_again`: those that had rows."""
+
+    name: str | None
+    method: str | None
+    num_speculative_tokens: int | None
+    requests_computed_again: int
+    seconds: float
+
+
 class PromptTokensDetails(BaseModel):
     cached_tokens: int
 

@@ -132,7 +132,7 @@ class _Writer:
         return SpeculativeDecodingMetrics(
             mean_acceptance_length=acceptance_length(counters.num_accepted_tokens, counters.num_drafts),
             draft_acceptance_rate=counters.num_accepted_tokens / max(counters.num_draft_tokens, 1),
-            acceptance_histogram=[accepted.count(j) for j in range(self._num_spec_tokens + 1)],
+            acceptance_histogram=[accepted.count(j) for j in range(max(self._num_spec_tokens, *accepted, 0) + 1)],
             num_spec_steps=counters.num_drafts,
             num_accepted_draft_tokens=counters.num_accepted_tokens,
             num_draft_tokens=counters.num_draft_tokens,
