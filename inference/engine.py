@@ -257,7 +257,7 @@ class Engine:
             request.count_round(drafted, accepted, depth := max(depths[row][:drafted], default=0))
             self.counters.add(drafted, accepted, depth)
             if proposer is not None:
-                proposer.counters.add(drafted, accepted, depth)
+                proposer.count(request, drafted, accepted, depth)
         self._row_rounds += len(rows)
         if proposer is not None:
             self.draft_length.learn(proposal.counts, [len(each.places) for each in kept], t1 - t0, t4 - t1)

@@ -33,12 +33,19 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
-class DrafterResponse(BaseModel):
-    """Who drafts from now on; None: nobody. `requests_computed_again`: those that had rows."""
+class DrafterCard(BaseModel):
+    """`method`: None: nothing is drafted. `share`: of new requests."""
 
-    name: str | None
+    name: str
     method: str | None
     num_speculative_tokens: int | None
+    share: float
+
+
+class DrafterResponse(BaseModel):
+    """Who drafts from now on. `requests_computed_again`: those that had rows."""
+
+    drafters: list[DrafterCard]
     requests_computed_again: int
     seconds: float
 

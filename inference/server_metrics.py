@@ -45,7 +45,7 @@ PER_POSITION_BY_DRAFTER = "draftsmith:spec_decode_num_accepted_tokens_per_pos"
 
 
 class DraftersSeen(Protocol):
-    """`counters` of each drafter by its name; `most_drafts` that any of them drafted at a time, None: there was none."""
+    """`counters` of each drafter by its name; `most_drafts` of any of them at a time, None: there was none."""
 
     counters: dict[str, SpecDecodeCounters]
     most_drafts: int | None

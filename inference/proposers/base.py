@@ -67,6 +67,10 @@ class Proposer:
     ) -> None:
         """After a round, for rows 0..B-1: features of the counts[b] positions kept, whose next tokens are committed."""
 
+    def count(self, request: Request, num_drafted: int, num_accepted: int, depth: int) -> None:
+        """What became of the request's drafts of this round; `depth` as in the counters."""
+        self.counters.add(num_drafted, num_accepted, depth)
+
     def see_logits(self, requests: Sequence[Request], proposal: Proposal, logits: Tensor) -> None:
         """Of the target [B, 1+K, V] over its own proposal, before anything is judged: entry 0 after the committed text,
         entry 1+k after place k, scaffold included."""
