@@ -29,6 +29,7 @@ from inference.metrics import SpecDecodeCounters
 from inference.proposers.base import Proposer
 from inference.proposers.split import Arm, SplitProposer
 from inference.protocol import Body
+from inference.rejection_sampler import is_lossless
 from inference.server_errors import APIError
 from inference.speculative_config import SpeculativeConfig, parse_speculative_config
 from inference.speculative_defaults import complete
@@ -136,6 +137,11 @@ class Drafters:
         """What is meant, and what it reads of the target."""
         target = self._llm.engine.target
         config = parse_speculative_config(complete(read_options({}, choice.speculative_config), target))
+        if not is_lossless(rule := config.rejection_sample_method):
+            raise ConfigError(
+                f"rejection_sample_method={rule!r} does not preserve the target's distribution, which requests in "
+                "flight were asked for with; leave it out, or start a server with it"
+            )
         name = choice.name or config.model or config.method or NONE
         return _Loaded(name, choice.share, config, taps_of(config, target))
 

@@ -122,6 +122,7 @@ def test_a_stream_goes_on_through_a_swap(serving, drafting_llm, model, heads):
     [
         ({"model": "nowhere/at-all-x", "method": "eagle3", "num_speculative_tokens": 3}, "nowhere"),
         ({"method": "ngram"}, "num_speculative_tokens"),
+        (NGRAM | {"rejection_sample_method": "lossy:typical"}, "does not preserve"),
         ({"method": "ngram", "num_speculative_tokens": 3, "unheard_of": 1}, "unheard_of"),
     ],
 )
