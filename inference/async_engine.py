@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
+from typing import TypeVar
 
 from inference.isolation import guarded_step
 from inference.llm import LLM
@@ -28,12 +29,15 @@ from inference.llm_prompts import Prompt
 from inference.outputs import RequestOutput
 from inference.request import Request
 from inference.response import Response
+from inference.round_trace import RoundTracer
 from inference.sampling_params import SamplingParams
 from inference.server_errors import APIError, log_fault
 from inference.server_metrics import ServerMetrics
 from speculators.errors import DraftsmithError
 
 LONGEST_RETRY_S = 60
+HEALTH_S = 0.5  # how often it is looked whether an answer can still come
+R = TypeVar("R")
 
 
 @dataclass(eq=False)
@@ -47,6 +51,7 @@ class Generation:
     params: SamplingParams
     streaming: bool
     deadline: float
+    traced: bool = False  # its outputs have rounds
     answer: Response | None = None
     written: list[int] = field(default_factory=list)
     scheduled: list[float] = field(default_factory=list)
@@ -63,11 +68,11 @@ class Ticket:
         self.arrival = perf_counter()
         self._closed = False
 
-    def submit(self, asked: Sequence[tuple[Prompt, SamplingParams]], *, streaming: bool) -> None:
+    def submit(self, asked: Sequence[tuple[Prompt, SamplingParams]], *, streaming: bool, traced: bool = False) -> None:
         self._engine.require_health()
         deadline = self.arrival + self._engine.request_timeout_s
         self.generations = [
-            Generation(self, i, prompt, params, streaming, deadline) for i, (prompt, params) in enumerate(asked)
+            Generation(self, i, prompt, params, streaming, deadline, traced) for i, (prompt, params) in enumerate(asked)
         ]
         self._engine.call(lambda: self._engine.begin(self.generations))
 
@@ -115,6 +120,7 @@ class AsyncEngine:
         self._wake = threading.Condition()
         self._calls: list[Callable[[], None]] = []
         self._stopping = False
+        self._tracer = RoundTracer(llm.engine)
         self._active: dict[str, Generation] = {}  # by request id; the thread's own
         self._news: list[tuple[Generation, RequestOutput | APIError]] = []  # of this round; the thread's own
 
@@ -186,14 +192,31 @@ class AsyncEngine:
             self._calls.append(what)
             self._wake.notify()
 
+    async def between_rounds(self, what: Callable[[], R]) -> R:
+        """The same, and what came of it. APIError if the thread has ended."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[R] = loop.create_future()
+
+        def run() -> None:
+            try:
+                told = partial(answer.set_result, what())
+            except Exception as error:
+                told = partial(answer.set_exception, error)
+            self._in_loop(lambda: None if answer.done() else told())
+
+        self.call(run)
+        while not answer.done():
+            self.require_health()
+            await asyncio.wait([answer], timeout=HEALTH_S)
+        return answer.result()
+
     # ------------------------------------------------------------------ the thread's side
 
     def _run(self) -> None:
-        engine = self.llm.engine
         try:
             while True:
                 with self._wake:
-                    while not (self._calls or engine.has_unfinished or self._stopping):
+                    while not (self._calls or self.llm.engine.has_unfinished or self._stopping):
                         self._wake.wait()
                     calls, self._calls = self._calls, []
                 if self._stopping:
@@ -201,7 +224,7 @@ class AsyncEngine:
                 for call in calls:
                     call()
                 self._expire()
-                if engine.has_unfinished:
+                if self.llm.engine.has_unfinished:  # perhaps another one by now
                     self._round()
                 self._tell()
         except BaseException as error:  # nothing can be trusted any more
@@ -217,6 +240,8 @@ class AsyncEngine:
                 self._news.append((generation, self._told(error)))
                 continue
             generation.answer = answer
+            if generation.traced:
+                self._tracer.watch(answer.requests)
             generation.written = [0] * len(answer.requests)
             generation.scheduled = [generation.ticket.arrival] * len(answer.requests)
             generation.last_time = list(generation.scheduled)
@@ -233,7 +258,7 @@ class AsyncEngine:
         answer = generation.answer
         if answer is not None and self._active.pop(answer.request_id, None) is not None:
             self.llm.abort(answer.request_id)
-            self.metrics.finished(generation.params, answer.requests, generation.scheduled)
+            self._count_end(generation, answer)
         if error is not None:
             self._news.append((generation, error))
 
@@ -270,10 +295,12 @@ class AsyncEngine:
             self._end(generation, self._told(error))
             return
         if news is not None:
+            for each in news.outputs if generation.traced else ():
+                each.rounds = self._tracer.take(answer.requests[each.index])
             self._news.append((generation, news))
         if answer.finished:
             del self._active[answer.request_id]
-            self.metrics.finished(generation.params, answer.requests, generation.scheduled)
+            self._count_end(generation, answer)
 
     def _count(self, generation: Generation, requests: Sequence[Request], started: float, now: float) -> None:
         for i, request in enumerate(requests):
@@ -288,6 +315,10 @@ class AsyncEngine:
             self.metrics.generation_tokens.inc(new)
             generation.written[i] += new
             generation.last_time[i] = now
+
+    def _count_end(self, generation: Generation, answer: Response) -> None:
+        self._tracer.forget(answer.requests)
+        self.metrics.finished(generation.params, answer.requests, generation.scheduled)
 
     def _told(self, error: Exception) -> APIError:
         """A fault that a user can mend is told; what else failed is in the log."""

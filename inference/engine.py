@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ class Engine:
     kv_cache_memory_bytes   most memory for keys and values (see KVMemory); None: as much as max_num_seqs rows need
     compilation             how rounds are compiled (docs/runtime.md); None: they run eager
 
+    `options`: those above as they were given, for another engine like this one.
     `timers`: seconds per phase since `reset_metrics`. verify is the target's forward, sample the decision what to keep;
     prefill includes the drafter's share of it. On a GPU a phase that only launches work is charged to the next one
     that waits for it (sample, as a rule).
@@ -72,10 +73,15 @@ class Engine:
     ) -> None:
         if max_num_batched_tokens < 1:
             raise ConfigError(f"max_num_batched_tokens={max_num_batched_tokens}; expected at least 1")
+        self.options: dict[str, Any] = dict(
+            max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching, kv_cache_memory_bytes=kv_cache_memory_bytes,
+            compilation=compilation,
+        )  # fmt: skip
         self.target, self.rule, self.max_model_len = target, rule, max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
         self.scheduler = Scheduler(max_num_seqs)
-        self._proposer, self._on_round = proposer, on_round
+        self._proposer, self.on_round = proposer, on_round
         drafts = proposer.max_places if proposer is not None else 0
         self._cache = RaggedCache(max_num_seqs, max_model_len + drafts, device=target.device)
         self._reuse = PrefixReuse(self._cache, enable_prefix_caching)
@@ -170,6 +176,13 @@ class Engine:
         self._reuse.forget()
         return finished
 
+    def take_over(self, other: Engine) -> None:
+        """Goes on with what another engine has not finished, computing it anew, and with its totals and its listener;
+        the other one is done. Between steps."""
+        other.preempt_all()
+        self.scheduler, self.on_round = other.scheduler, other.on_round
+        self.counters, self.timers, self._row_rounds = other.counters, other.timers, other._row_rounds
+
     # ------------------------------------------------------------------ one step
 
     @torch.inference_mode()
@@ -235,14 +248,16 @@ class Engine:
             proposer.see_logits(rows, proposal, logits)
         kept = self._decide(logits, proposal, rows)
         t4 = clock()
-        if self._on_round is not None:
-            self._on_round(rows, proposal, [each.tokens for each in kept])
+        if self.on_round is not None:
+            self.on_round(rows, proposal, [each.tokens for each in kept])
         depths = proposal.depths()
         for row, (request, each, drafted) in enumerate(zip(rows, kept, proposal.counts, strict=True)):
             self._cache.keep(row, [0, *(1 + place for place in each.places)])  # the anchor and the accepted drafts
             accepted = min(len(each.places), request.commit(each.tokens))  # what follows the end was not accepted
             request.count_round(drafted, accepted, depth := max(depths[row][:drafted], default=0))
             self.counters.add(drafted, accepted, depth)
+            if proposer is not None:
+                proposer.count(request, drafted, accepted, depth)
         self._row_rounds += len(rows)
         if proposer is not None:
             self.draft_length.learn(proposal.counts, [len(each.places) for each in kept], t1 - t0, t4 - t1)

@@ -59,9 +59,15 @@ def load_drafter_for(
 ) -> tuple[FrozenTarget, Drafter | None]:
     """The exported head, and the target with the taps that the head's configuration names. `tokenizer`: the target's;
     a draft model whose own means something else is refused."""
+    target = load_target(target, taps_of(config, target))
+    return target, drafter_onto(target, config, tokenizer)
+
+
+def taps_of(config: SpeculativeConfig, target: FrozenTarget) -> tuple[int, ...]:
+    """What the exported head reads of the target; a head of another family than was asked for is refused."""
     if not config.trained:
-        return load_target(target), None
-    from speculators.export import load_drafter, read_drafter_config
+        return ()
+    from speculators.export import read_drafter_config
 
     head = read_drafter_config(config.model, target.num_layers)
     if head.family != config.method:
@@ -69,7 +75,15 @@ def load_drafter_for(
             f"speculative_config: method is {config.method!r}, but {config.model} holds a drafter of "
             f"family {head.family!r}"
         )
-    target = load_target(target, head.tap_layers)
+    return tuple(head.tap_layers)
+
+
+def drafter_onto(target: FrozenTarget, config: SpeculativeConfig, tokenizer: Any = None) -> Drafter | None:
+    """The exported head, on a target that has its taps among others."""
+    if not config.trained:
+        return None
+    from speculators.export import load_drafter
+
     drafter = load_drafter(config.model, target)
     if tokenizer is not None:
         drafter.meet_tokenizers(
@@ -78,7 +92,7 @@ def load_drafter_for(
             intersection=config.use_heterogeneous_vocab,
             where="use_heterogeneous_vocab: true",
         )
-    return target, drafter
+    return drafter
 
 
 def make_proposer(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from inference.metrics import SpecDecodeCounters
+
+if TYPE_CHECKING:
+    from inference.round_trace import JudgedRound
 
 
 @dataclass
@@ -51,6 +55,7 @@ class CompletionOutput:
 
     logprobs             for each of `token_ids` its own and those of the most probable tokens; None unless asked for
     cumulative_logprob   sum over the tokens written so far; None unless `logprobs` is asked for
+    rounds               what became of the drafts; None unless a server was asked for them
     """
 
     index: int
@@ -61,6 +66,7 @@ class CompletionOutput:
     spec_decode_metrics: SpecDecodeCounters = field(default_factory=SpecDecodeCounters)
     logprobs: SampleLogprobs | None = None
     cumulative_logprob: float | None = None
+    rounds: list[JudgedRound] | None = None
 
 
 @dataclass

@@ -110,6 +110,9 @@ class GenerationRequest(Body):
     )
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = Field(False, description="tokens in logprobs as token_id:7")
+    return_rounds: bool | None = Field(
+        False, description="in a stream, what became of every draft: choices[].rounds (not of vLLM)"
+    )
     request_id: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")] | None = None
     per_request_spec_decode_metrics: SpecDecodeDetail | None = Field(
         None, description="acceptance in the answer's metrics; the server's setting if not given (n=1, one prompt)"
@@ -140,6 +143,8 @@ class GenerationRequest(Body):
     def _streaming(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options belong to stream: true")
+        if self.return_rounds and not self.stream:
+            raise ValueError("return_rounds belongs to stream: true")
         if self.stream and self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs come with whole answers; leave out stream, or use echo with logprobs")
         return self

@@ -33,6 +33,23 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
+class DrafterCard(BaseModel):
+    """`method`: None: nothing is drafted. `share`: of new requests."""
+
+    name: str
+    method: str | None
+    num_speculative_tokens: int | None
+    share: float
+
+
+class DrafterResponse(BaseModel):
+    """Who drafts from now on. `requests_computed_again`: those that had rows."""
+
+    drafters: list[DrafterCard]
+    requests_computed_again: int
+    seconds: float
+
+
 class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
@@ -78,6 +95,22 @@ class PromptLogprob(BaseModel):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
+class RoundToken(BaseModel):
+    """`position`: in its proposal, from 0 as in /metrics; None: the target's own."""
+
+    token_id: int
+    text: str
+    position: int | None
+
+
+class Round(BaseModel):
+    """One verification: what was committed, what was drafted and rejected, and how much was drafted."""
+
+    tokens: list[RoundToken]
+    rejected: list[RoundToken]
+    num_draft_tokens: int
+
+
 class CompletionLogprobs(BaseModel):
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -94,6 +127,7 @@ class CompletionChoice(BaseModel):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    rounds: list[Round] | None = None
 
 
 class CompletionResponse(BaseModel):
@@ -163,6 +197,7 @@ class ChatChunkChoice(BaseModel):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
+    rounds: list[Round] | None = None
 
 
 class ChatCompletionChunk(BaseModel):

@@ -174,6 +174,7 @@ def _add_answers(group: Any) -> None:
         help="acceptance of each response (%(default)s)")  # fmt: skip
     add("--enable-per-request-metrics", action="store_true", help="times of each response")
     add("--enable-prompt-tokens-details", action="store_true", help="cached prompt tokens in the usage")
+    add("--enable-drafter-swap", action="store_true", help="POST /drafter changes the drafter of a running server")
     add("--enable-force-include-usage", action="store_true", help="usage at the end of every stream")
 
 
@@ -182,7 +183,7 @@ def server_options(flags: argparse.Namespace, sampling_defaults: dict[str, Any])
     same = ("max_body_bytes", "max_prompt_tokens", "max_n", "max_output_tokens", "max_logprobs", "response_role",
             "max_num_queued_reqs", "trust_request_chat_template", "per_request_spec_decode_metrics", "root_path",
             "enable_per_request_metrics", "enable_prompt_tokens_details", "enable_force_include_usage",
-            "enable_log_requests", "disable_fastapi_docs")  # fmt: skip
+            "enable_log_requests", "enable_drafter_swap", "disable_fastapi_docs")  # fmt: skip
     return ServerOptions(
         served_model_names=tuple(flags.served_model_name or (flags.model,)),
         api_keys=tuple(flags.api_key or ([key] if key else [])),

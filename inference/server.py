@@ -40,10 +40,12 @@ from inference.protocol import (
 )
 from inference.provenance import package_version
 from inference.sampling_params import SamplingParams
+from inference.server_drafters import Drafters, add_drafters
 from inference.server_errors import APIError, error_json, install, log_fault
 from inference.server_gate import Gate
 from inference.server_metrics import ServerMetrics
 from inference.server_options import ServerOptions
+from inference.server_page import add_page
 from inference.server_prompts import Intake
 from inference.server_responses import ChatWriter, CompletionWriter, TokenTexts
 
@@ -61,25 +63,31 @@ class Server:
 
     def __init__(self, llm: LLM, options: ServerOptions) -> None:
         self.llm, self.options, self.started = llm, options, int(time.time())
-        engine, proposer = llm.engine, llm.engine.proposer
-        self.num_spec_tokens = None if proposer is None else proposer.num_speculative_tokens
-        self.metrics = ServerMetrics(options.served_model_names[0], engine.max_model_len, self.num_spec_tokens)
+        self.metrics = ServerMetrics(options.served_model_names[0], llm.engine.max_model_len)
         self.engine = AsyncEngine(
             llm,
             self.metrics,
             max_num_queued_reqs=options.max_num_queued_reqs,
             request_timeout_s=options.request_timeout_s,
         )
-        scheduler = engine.scheduler
+        self._workers = anyio.CapacityLimiter(WORKERS)
+        self.drafters = Drafters(llm, self.engine, self.aside)
+        scheduler, length = llm.engine.scheduler, llm.engine.max_model_len
         self.metrics.watch(
             lambda: len(scheduler.running),
             lambda: max(0, self.engine.in_flight - len(scheduler.running)),
-            lambda: sum(len(r.token_ids) for r in scheduler.running) / scheduler.max_num_seqs / engine.max_model_len,
-            lambda: engine.counters,
+            lambda: sum(len(r.token_ids) for r in scheduler.running) / scheduler.max_num_seqs / length,
+            lambda: llm.engine.counters,
+            self.drafters,
         )
         self.intake = Intake(llm, options)
         self.texts = TokenTexts(llm.get_tokenizer())
-        self._workers = anyio.CapacityLimiter(WORKERS)
+
+    @property
+    def num_spec_tokens(self) -> int | None:
+        """Of the drafter that drafts now."""
+        proposer = self.llm.engine.proposer
+        return None if proposer is None else proposer.num_speculative_tokens
 
     def named(self, model: str | None) -> str:
         """The name that answers carry; 404 for a model that is not here."""
@@ -108,7 +116,7 @@ class Server:
         streaming = bool(request.stream)
         try:
             asked = await self.aside(prepare)
-            ticket.submit(asked, streaming=streaming)
+            ticket.submit(asked, streaming=streaming, traced=bool(request.return_rounds))
             written = writer(request, base, self.options, self.texts, ticket.generations, self.num_spec_tokens)
             if streaming:
                 kept = True  # by the stream, which closes it
@@ -181,6 +189,9 @@ def make_app(llm: LLM, options: ServerOptions) -> FastAPI:
     _add_generation(app, server)
     _add_tokens(app, server)
     _add_state(app, server)
+    add_page(app)
+    if options.enable_drafter_swap:
+        add_drafters(app, server.drafters, _errors(400, 401, 413, 500, 503))
     _tell_the_truth(app)
     app.add_middleware(Gate, api_keys=options.api_keys, max_body_bytes=options.max_body_bytes)
     if options.allowed_origins:

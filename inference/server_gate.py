@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference.server_errors import APIError, error_response, log_fault
 
-OPEN_PATHS = ("/health",)
+OPEN_PATHS = ("/", "/health")  # the page holds nothing; what it asks for needs the key
 
 
 class Gate:

@@ -6,12 +6,13 @@ A "request" here is one response, as in vLLM: a prompt with n=2 counts twice. Ti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from inference.metrics import EngineCounters
+from inference.metrics import EngineCounters, SpecDecodeCounters
 from inference.request import Request
 from inference.sampling_params import SamplingParams
 
@@ -40,15 +41,20 @@ SPECULATIVE_COUNTERS = {
     "num_accepted_tokens": "Proposed tokens that were committed",
 }
 PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
+PER_POSITION_BY_DRAFTER = "draftsmith:spec_decode_num_accepted_tokens_per_pos"
+
+
+class DraftersSeen(Protocol):
+    """`counters` of each drafter by its name; `most_drafts` of any of them at a time, None: there was none."""
+
+    counters: dict[str, SpecDecodeCounters]
+    most_drafts: int | None
 
 
 class ServerMetrics:
-    """`most_drafts`: num_speculative_tokens; None: drafting is off, and its counters are not shown (as in vLLM)."""
-
-    def __init__(self, model_name: str, max_model_len: int, most_drafts: int | None) -> None:
+    def __init__(self, model_name: str, max_model_len: int) -> None:
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": ENGINE}
-        self._most_drafts = most_drafts
         tokens = _one_two_five(max_model_len)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that were begun")
         self.generation_tokens = self._counter("generation_tokens", "Tokens written")
@@ -79,7 +85,7 @@ class ServerMetrics:
 
     def watch(
         self, running: Callable[[], int], waiting: Callable[[], int], usage: Callable[[], float],
-        counters: Callable[[], EngineCounters],
+        counters: Callable[[], EngineCounters], drafters: DraftersSeen,
     ) -> None:  # fmt: skip
         """What is read when somebody asks: `usage` of memory for keys and values is between 0 and 1."""
         gauges = {
@@ -90,7 +96,7 @@ class ServerMetrics:
         for name, (text, read) in gauges.items():
             gauge = Gauge(f"vllm:{name}", text, LABELS, registry=self.registry)
             gauge.labels(**self._labels).set_function(read)
-        self.registry.register(_EngineCollector(counters, list(self._labels.values()), self._most_drafts))
+        self.registry.register(_EngineCollector(counters, drafters, list(self._labels.values())))
 
     def first_token(self, request: Request, seconds: float) -> None:
         self.prompt_tokens.inc(request.num_prompt_tokens)
@@ -127,22 +133,39 @@ class ServerMetrics:
 class _EngineCollector(Collector):
     """The engine's own totals, read when asked for."""
 
-    def __init__(self, counters: Callable[[], EngineCounters], labels: Sequence[str], most_drafts: int | None) -> None:
-        self._counters, self._labels, self._most_drafts = counters, labels, most_drafts
+    def __init__(self, counters: Callable[[], EngineCounters], drafters: DraftersSeen, labels: Sequence[str]) -> None:
+        self._counters, self._drafters, self._labels = counters, drafters, labels
 
     def collect(self) -> Iterator[Metric]:
         counters = self._counters()
         for name, text in ENGINE_COUNTERS.items():
             yield self._family(f"vllm:{name}", text, getattr(counters, name))
-        if self._most_drafts is None:
+        most = self._drafters.most_drafts
+        if most is None:  # nothing was ever drafted (as in vLLM)
             return
+        yield from self._by_drafter()
         for name, text in SPECULATIVE_COUNTERS.items():
             yield self._family(f"vllm:spec_decode_{name}", text, getattr(counters, name))
         counts = list(counters.num_accepted_tokens_per_pos)
-        counts += [0] * (self._most_drafts - len(counts))
+        counts += [0] * (most - len(counts))
         family = CounterMetricFamily(PER_POSITION, "Accepted by place in the proposal", labels=(*LABELS, "position"))
         for position, count in enumerate(counts):
             family.add_metric([*self._labels, str(position)], count)
+        yield family
+
+    def _by_drafter(self) -> Iterator[Metric]:
+        """Under names of our own: vLLM's are the totals."""
+        drafters = dict(self._drafters.counters)
+        labels = (*LABELS, "drafter")
+        for name, text in SPECULATIVE_COUNTERS.items():
+            family = CounterMetricFamily(f"draftsmith:spec_decode_{name}", f"{text}, by drafter", labels=labels)
+            for drafter, counters in drafters.items():
+                family.add_metric([*self._labels, drafter], getattr(counters, name))
+            yield family
+        family = CounterMetricFamily(PER_POSITION_BY_DRAFTER, "Accepted by place", labels=(*labels, "position"))
+        for drafter, counters in drafters.items():
+            for position, count in enumerate(counters.num_accepted_tokens_per_pos):
+                family.add_metric([*self._labels, drafter, str(position)], count)
         yield family
 
     def _family(self, name: str, text: str, value: float) -> Metric:

@@ -33,6 +33,7 @@ class ServerOptions:
     enable_per_request_metrics        times of each response, in the answer
     enable_prompt_tokens_details      how many prompt tokens were computed before, in the usage
     enable_force_include_usage        usage at the end of every stream
+    enable_drafter_swap     whether the drafter can be changed while the server runs (docs/server.md)
     enable_log_requests     a line per request: its id, tokens, seconds; never a text
     """
 
@@ -55,6 +56,7 @@ class ServerOptions:
     enable_per_request_metrics: bool = False
     enable_prompt_tokens_details: bool = False
     enable_force_include_usage: bool = False
+    enable_drafter_swap: bool = False
     enable_log_requests: bool = False
     allowed_origins: tuple[str, ...] = ()
     root_path: str = ""

@@ -26,12 +26,14 @@ from inference.protocol_responses import (
     PromptLogprob,
     PromptLogprobs,
     PromptTokensDetails,
+    Round,
     SpeculativeDecodingMetrics,
     TokenLogprob,
     TopLogprob,
     Usage,
 )
 from inference.server_options import ServerOptions
+from inference.server_rounds import RoundTexts
 from speculators.errors import ConfigError
 from speculators.surfaces import surfaces
 
@@ -57,6 +59,11 @@ class TokenTexts:
         known = entry.decoded_token if entry is not None else None
         return self.tokenizer.decode([token]) if known is None else known
 
+    def alone(self, token: int) -> str:
+        """With the space it may begin with, which decoders leave out at the beginning of a text."""
+        known = self._bytes.get(token)
+        return self.tokenizer.decode([token]) if known is None else known.decode("utf-8", "replace")
+
     def top(self, token: int, entry: Logprob, as_id: bool) -> TopLogprob:
         text = self.text(token, entry, as_id)
         written = self._bytes.get(token, text.encode())
@@ -79,6 +86,7 @@ class _Writer:
         self._running_usage = bool(wanted and wanted.continuous_usage_stats)
         self._last_usage = bool(wanted and wanted.include_usage) or options.enable_force_include_usage
         self._began: set[int] = set()  # choices
+        self._rounds: dict[int, RoundTexts] = {}  # by choice
         self._completion_tokens = 0
         self._cached_tokens: int | None = None
 
@@ -124,7 +132,7 @@ class _Writer:
         return SpeculativeDecodingMetrics(
             mean_acceptance_length=acceptance_length(counters.num_accepted_tokens, counters.num_drafts),
             draft_acceptance_rate=counters.num_accepted_tokens / max(counters.num_draft_tokens, 1),
-            acceptance_histogram=[accepted.count(j) for j in range(self._num_spec_tokens + 1)],
+            acceptance_histogram=[accepted.count(j) for j in range(max(self._num_spec_tokens, *accepted, 0) + 1)],
             num_spec_steps=counters.num_drafts,
             num_accepted_draft_tokens=counters.num_accepted_tokens,
             num_draft_tokens=counters.num_draft_tokens,
@@ -132,6 +140,16 @@ class _Writer:
             per_step_accepted=accepted if self._detail == "detailed" else None,
             per_step_drafted=[each for each, _ in steps] if self._detail == "detailed" else None,
         )
+
+    def _rounds_of(self, prompt: int, choice: int, completion: CompletionOutput) -> dict[str, list[Round]]:
+        """What became of the drafts, if somebody asked."""
+        if completion.rounds is None:
+            return {}
+        if choice not in self._rounds:
+            asked, texts = self._generations[prompt], self._texts
+            tokens, skip = asked.prompt.token_ids, asked.params.skip_special_tokens
+            self._rounds[choice] = RoundTexts(texts.tokenizer, texts.alone, tokens, skip)
+        return {"rounds": self._rounds[choice].rounds(completion)}
 
     def _chat_logprobs(self, completion: CompletionOutput, count: int) -> ChatLogprobs | None:
         if completion.logprobs is None:
@@ -165,7 +183,7 @@ class CompletionWriter(_Writer):
     def chunks(self, prompt: int, output: RequestOutput) -> Iterator[CompletionResponse]:
         for completion in output.outputs:
             choice = self._choice(prompt, output, completion)
-            if choice.text or choice.finish_reason or choice.logprobs or choice.token_ids:
+            if choice.text or choice.finish_reason or choice.logprobs or choice.token_ids or choice.rounds:
                 yield CompletionResponse(**self._base, object="text_completion", choices=[choice], **self._usage_now())
 
     def last(self) -> Iterator[CompletionResponse]:
@@ -184,7 +202,7 @@ class CompletionWriter(_Writer):
         logprobs: list[Any] = list(completion.logprobs or ())
         if self._prompt_only:
             text, token_ids, logprobs = "", [], []
-            completion.token_ids = []
+            completion.token_ids, completion.rounds = [], None
         self._count(output, completion)
         shown = token_ids
         if self._echo and first:
@@ -192,6 +210,7 @@ class CompletionWriter(_Writer):
             text, shown = before + text, asked.token_ids + token_ids
             logprobs = [*(output.prompt_logprobs or ()), *logprobs]
         fields: dict[str, Any] = {"stop_reason": completion.stop_reason} if completion.stop_reason is not None else {}
+        fields |= self._rounds_of(prompt, index, completion)
         if self._with_ids:
             fields |= {"token_ids": token_ids} | ({"prompt_token_ids": asked.token_ids} if first else {})
         if self._prompt_logprobs:
@@ -261,10 +280,11 @@ class ChatWriter(_Writer):
                 )
             self._count(output, each)
             logprobs = self._chat_logprobs(each, self._top) if each.token_ids else None
-            if each.text or each.finish_reason or logprobs or (self._with_ids and each.token_ids):
+            if each.text or each.finish_reason or logprobs or each.rounds or (self._with_ids and each.token_ids):
                 extra: dict[str, Any] = {"token_ids": each.token_ids} if self._with_ids else {}
                 if each.stop_reason is not None:
                     extra["stop_reason"] = each.stop_reason
+                extra |= self._rounds_of(prompt, each.index, each)
                 yield self._chunk(
                     ChatChunkChoice(
                         index=each.index, delta=ChatDelta(content=each.text), logprobs=logprobs,

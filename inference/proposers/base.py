@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from inference.cache import RaggedCache
+from inference.metrics import SpecDecodeCounters
 from inference.proposal import Proposal
 from inference.request import Request
 
@@ -24,6 +25,7 @@ class Proposer:
     that a proposal has besides its drafts. `reads_features`: whether the engine must call `prefill` and `observe`;
     features are taps [b, T, n·H] (None without taps) and last_hidden [b, T, H]. `reads_logits`: whether it must call
     `see_logits`.
+    `counters`: what became of its drafts since it was made, kept by the engine.
     `go_on`: set by whoever chooses lengths. A proposer that `asks` calls it before each depth is drawn: one that
     drafts one depth after the other, where asking needs no waiting for a device. Others tell `Proposal.confidence`."""
 
@@ -35,6 +37,7 @@ class Proposer:
 
     def __init__(self, num_speculative_tokens: int) -> None:
         self.num_speculative_tokens = num_speculative_tokens
+        self.counters = SpecDecodeCounters()
 
     @property
     def max_places(self) -> int:
@@ -63,6 +66,10 @@ class Proposer:
         self, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
     ) -> None:
         """After a round, for rows 0..B-1: features of the counts[b] positions kept, whose next tokens are committed."""
+
+    def count(self, request: Request, num_drafted: int, num_accepted: int, depth: int) -> None:
+        """What became of the request's drafts of this round; `depth` as in the counters."""
+        self.counters.add(num_drafted, num_accepted, depth)
 
     def see_logits(self, requests: Sequence[Request], proposal: Proposal, logits: Tensor) -> None:
         """Of the target [B, 1+K, V] over its own proposal, before anything is judged: entry 0 after the committed text,

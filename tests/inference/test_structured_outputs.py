@@ -165,7 +165,7 @@ def test_forbidden_drafts_are_rejected_and_leave_the_state_as_it_was(options, mo
             assert torch.equal(matcher.masks(text, [[]])[0], fresh.masks(text, [[]])[0])
             seen.append(len(text))
 
-    llm.engine._on_round = check
+    llm.engine.on_round = check
     params = replace(params_of(**options)[0], max_tokens=60)
     (output,) = llm.generate(PROMPTS[0], params, False)
     assert output.outputs[0].finish_reason == "length" or valid(output.outputs[0].text)
