@@ -6,6 +6,7 @@ One that fails with "fault N is gone" is good news: what was written because of 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from inference.vllm_plugin.cpu_repairs import SWITCH
 from speculators.config import config_for_target
 from speculators.errors import DraftsmithError
 from speculators.export import export_drafter, load_drafter
@@ -94,7 +96,8 @@ def test_fault_3_no_engine_in_a_process_that_has_numba(serve, job) -> None:
 
 
 def test_fault_4_the_command_does_not_know_its_own_version(vllm_python: str) -> None:
-    done = subprocess.run([Path(vllm_python).with_name("vllm"), "serve", "--help"], capture_output=True, text=True)
+    command = [Path(vllm_python).with_name("vllm"), "serve", "--help"]
+    done = subprocess.run(command, env=os.environ | {SWITCH: "0"}, capture_output=True, text=True)
     assert done.returncode != 0, gone("4", f"{REPAIRS} (repair_version)")
     assert "PackageNotFoundError" in done.stderr, f"another error than fault 4's: {done.stderr[-2000:]}"
 
