@@ -58,7 +58,7 @@ def vllm_python(given: str | None = None) -> str:
     where = "--vllm-python" if given else PYTHON
     ask = "import importlib.util as i, sys; sys.exit(getattr(i.find_spec('vllm'), 'origin', None) is None)"
     try:
-        done = subprocess.run([python, "-c", ask], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run([python, "-c", ask], capture_output=True, text=True, timeout=300, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"{where}={python}: cannot be run ({error}); name the python of an environment") from None
     if done.returncode != 0:
