@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +36,9 @@ def target_config(
     if isinstance(model, (FrozenTarget, PreTrainedModel)):
         return model.config.get_text_config()
     name, revision = split_revision(str(model), revision)
+    adapter = Path(name) / "adapter_config.json"
+    if adapter.is_file() and not adapter.with_name("config.json").exists():  # peft writes it without the model's own
+        return target_config(_base_of(adapter), trust_remote_code=trust_remote_code)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, revision=revision)
     except (OSError, ValueError) as error:
@@ -41,6 +46,16 @@ def target_config(
             f"target {model}: its config.json could not be read: {hub_trouble(error) or error}"
         ) from error
     return config.get_text_config()
+
+
+def _base_of(adapter: Path) -> str:
+    """The model that a folder's adapter changes."""
+    base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base:
+        raise CheckpointError(
+            f"target {adapter.parent}: {adapter.name} names no base_model_name_or_path; merge it first"
+        )
+    return base
 
 
 def load_target(

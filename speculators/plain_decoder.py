@@ -60,6 +60,8 @@ def plain_decoder(runner: FrozenTarget) -> PlainDecoder | None:
     config = runner.config
     if config.model_type not in MODEL_TYPES or getattr(config, "mlp_bias", False) or runner.has_window:
         return None
+    if runner.device.type == "meta":  # without values there is nothing to try out
+        return None
     plain = PlainDecoder(runner)
     return plain if _agrees(plain, runner) else None
 
