@@ -27,14 +27,10 @@ class FrozenLinear:
         packed = self.packed is not None and x.dtype == torch.bfloat16 and x.numel() > 0
         # a compiler chooses its own layout, and cannot read this one
         if not torch.compiler.is_compiling() and packed and not torch.is_grad_enabled():
-            out = _linear(rows, self.packed, self.bias, "none", [], "")
+            out = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
         else:
             out = nn.functional.linear(rows, self.weight, self.bias)
         return out if len(shape) == 2 else out.view(*shape[:-1], -1 if len(rows) else self.weight.shape[0])
-
-
-def _linear(*arguments):
-    return torch.ops.mkldnn._linear_pointwise(*arguments)
 
 
 def freeze_linears(module: nn.Module) -> None:
