@@ -292,7 +292,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
     )
     drafter, history, before = None, [], ""
     for name, part in recipe.training_stages():
-        data = RunData(part, target, tokenizer, accelerator, stages)
+        data = RunData(part, target, tokenizer, accelerator, stages, stage=name)
         rows, held_out = data.training_rows(), data.held_out()
         prompts = data.prompts() if part.on_policy else []
         del data.llm
