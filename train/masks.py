@@ -21,6 +21,7 @@ Must not know: where examples come from, how rows are packed, what a loss is.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from inference.provenance import text_sha256
 from speculators.errors import DataError
 from train.bad_rows import BadRow
 from train.sources import REASONING_FIELDS, Example, Message
@@ -90,6 +92,12 @@ class ConversationTokenizer:
         self.chat_template = chat_template
         self.template_kwargs = dict(template_kwargs or {})
         self.reasoning = reasoning
+
+    def template_facts(self) -> dict[str, Any]:
+        """Which template text is rendered with, and its variables: what serving has to do the same."""
+        template = self.chat_template or self.tokenizer.chat_template
+        text = template if isinstance(template, str | None) else json.dumps(template, sort_keys=True)
+        return {"chat_template_sha256": text_sha256(text), "chat_template_kwargs": self.template_kwargs}
 
     def prompt_ids(self, example: Example) -> list[int]:
         """What serving would send for the last response of `example`.

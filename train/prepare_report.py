@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from inference.provenance import text_sha256
 from speculators.errors import DataError
 from train.bad_rows import BadRow
 from train.data import RowStatistics, fit_rows, tokenise
@@ -114,13 +113,6 @@ class DataReport:
         }
 
 
-def template_facts(tokenizer: ConversationTokenizer) -> dict[str, Any]:
-    """Which chat template data was rendered with, and its variables, enable_thinking among them."""
-    template = tokenizer.chat_template or tokenizer.tokenizer.chat_template
-    text = template if isinstance(template, str | None) else repr(sorted(template.items()))
-    return {"chat_template_sha256": text_sha256(text), "chat_template_kwargs": tokenizer.template_kwargs}
-
-
 def report(recipe: Recipe, prepared: Prepared, tokenizer: ConversationTokenizer) -> DataReport:
     """Tokenises all examples, as the run would; bad ones go to `prepared.bad`. DataError if no row is left.
 
@@ -164,7 +156,7 @@ def report(recipe: Recipe, prepared: Prepared, tokenizer: ConversationTokenizer)
         path for path, some in ((bad.path, bad.count()), (prepared.listed_in, len(prepared.left_out))) if path and some
     ]
     workloads = [of(name, [name]) for name in rows]
-    facts = template_facts(tokenizer)
+    facts = tokenizer.template_facts()
     return DataReport(bad.use, data.max_length, regenerated, workloads, whole, left_out, lists, facts, edges)
 
 
