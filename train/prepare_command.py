@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ELIDED = 300  # characters shown at either end of a long stretch without supervision
+FIRST = 120  # characters of the first row left out for a reason
 LEFT_OUT = {
     "duplicate": "asks what an earlier example asks",
     "near_duplicate": "asks nearly what an earlier example asks",
@@ -131,7 +132,8 @@ def _left_out(found: DataReport) -> Table | None:
     table = _table("Left out", "why", "rows", "the first", right=("rows",))
     for why, count, first in found.left_out:
         words = REASONS.get(why) or LEFT_OUT.get(why) or why
-        table.add_row(Text(words), f"{count:,}", Text(first if len(first) <= 200 else first[:197] + "...", style="dim"))
+        told = first if len(first) <= FIRST else first[: FIRST - 3] + "..."
+        table.add_row(Text(words), f"{count:,}", Text(told, style="dim"))
     return table if found.left_out else None
 
 

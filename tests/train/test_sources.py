@@ -8,12 +8,13 @@ from pathlib import Path
 
 import datasets
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from speculators.errors import DataError
-from train.bad_rows import BadRow
+from train.bad_rows import REASONS, BadRow
 from train.prepare import bad_rows, training_examples
 from train.presets import PRESETS, markdown
 from train.recipe import make_recipe
@@ -97,6 +98,13 @@ def test_a_local_copy_of_a_preset_is_read_the_same(preset, tmp_path):
 def test_the_presets_are_those_of_the_manual():
     assert markdown() in (ROOT / "docs" / "data.md").read_text()
     assert set(ROWS) == set(PRESETS)
+
+
+def test_the_manuals_recipe_is_one():
+    text = (ROOT / "docs" / "data.md").read_text()
+    section = DataSection.model_validate(yaml.safe_load(text.split("```yaml")[1].split("```")[0])["data"])
+    assert sum(source.share or 0 for source in section.train) == 1
+    assert all(f"| `{reason}` | {words} |" in text for reason, words in REASONS.items())
 
 
 def test_columns_of_any_name(tmp_path):
