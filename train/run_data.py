@@ -45,6 +45,7 @@ class RunData:
         self.folder = Path(recipe.output_dir) if accelerator.is_main_process else None
         self.bad = bad_rows(recipe.data, self.folder, stage)
         self._prepared: Prepared | None = None
+        self._askable: list[Example] | None = None
         weights = weights_sha256(cached_folder(recipe.target.model, recipe.target.revision))
         self.target_hash = hashlib.sha256((weights + text_sha256(tokenizer.chat_template or "")).encode()).hexdigest()
         self.responses_folder = Path(recipe.regenerate.cache_dir or Path(recipe.output_dir) / "responses")
@@ -55,7 +56,7 @@ class RunData:
         """Packed rows of the training sources, their responses rewritten by the target unless the recipe says no."""
         data = self.recipe.data
         if self.recipe.regenerate.enabled:
-            examples = askable(self._examples(), self.tokenizer, self.bad)
+            examples = self._asked()
             self._account()
             rows, statistics = fit_rows((r.row() for r in self._responses("regenerate", examples)), data.max_length)
         else:
@@ -80,8 +81,7 @@ class RunData:
         """What serving would send for the last response of every training example; those that leave no room for one
         are left out. DataError if none is left."""
         room = min(self.recipe.data.max_length, self.llm.engine.max_model_len) - 2
-        asked = askable(self._examples(), self.tokenizer, self.bad)
-        found = [tuple(self.tokenizer.prompt_ids(example)) for example in asked]
+        found = [tuple(self.tokenizer.prompt_ids(example)) for example in self._asked()]
         if not any(fits := [len(prompt) <= room for prompt in found]):
             raise DataError(f"on_policy: all {len(found)} prompts are longer than {room} tokens; raise data.max_length")
         return [prompt for prompt, kept in zip(found, fits) if kept]
@@ -92,6 +92,13 @@ class RunData:
             self._prepared = training_examples(self.recipe, self.bad, self.folder, self.stage)
             self._say(str(self._prepared))
         return self._prepared.examples
+
+    def _asked(self) -> list[Example]:
+        """Those of which a prompt can be made; found once."""
+        if self._askable is None:
+            examples, self.bad.use = self._examples(), "train"
+            self._askable = askable(examples, self.tokenizer, self.bad)
+        return self._askable
 
     def _account(self) -> None:
         """Says which rows were bad; DataError if they are more than the recipe takes."""
