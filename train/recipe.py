@@ -160,6 +160,10 @@ class Recipe(Section):
                 f"on_policy.written_by: a drafter of family {self.family} writes no text of its own in the target's "
                 "tokens; let the target write (target), with the drafter drafting"
             )
+        if self.data.fan_out and not self.regenerate.enabled:
+            raise ValueError(
+                "data.fan_out: without regeneration every assistant turn is learnt already, in one row; leave it out"
+            )
         compared = [temperature for temperature, figure in map(split_gate, self.gates) if figure == "vllm_gap"]
         if compared and "vllm" not in self.evaluation.engines:
             raise ValueError("gates: vllm_gap compares two engines; needs evaluation.engines: [draftsmith, vllm]")

@@ -30,6 +30,7 @@ from speculators.export.upload import account
 from speculators.target import FrozenTarget, TargetFeatures
 from speculators.vocab import choose_draft_vocabulary, coverage
 from train import checkpoint
+from train.data import conversation_tokenizer
 from train.engines import require_engines
 from train.export_formats import fitting, write_formats
 from train.features import RowFeatures
@@ -292,7 +293,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
     )
     drafter, history, before = None, [], ""
     for name, part in recipe.training_stages():
-        data = RunData(part, target, tokenizer, accelerator, stages)
+        data = RunData(part, target, tokenizer, accelerator, stages, stage=name)
         rows, held_out = data.training_rows(), data.held_out()
         prompts = data.prompts() if part.on_policy else []
         del data.llm
@@ -404,7 +405,8 @@ def export(recipe: Recipe, trained: Trained) -> Path:
     too if it was trained along."""
     drafter, state, out = trained.drafter, trained.state, Path(recipe.output_dir)
     dtype = drafter.target.dtype if recipe.export.dtype == "auto" else getattr(torch, recipe.export.dtype)
-    provenance = recipe.provenance(state.best_step or state.step)
+    template = conversation_tokenizer(recipe.data, trained.tokenizer).template_facts()
+    provenance = recipe.provenance(state.best_step or state.step) | template
     if trained.joint is not None:
         texts = [(r.prompt_ids, r.output_ids) for responses in trained.held_out.values() for r in responses]
         before, after = trained.joint.held_out_loss(texts)

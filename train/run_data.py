@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accelerate import Accelerator
+from rich.markup import escape
 
 from inference import LLM
 from inference.provenance import text_sha256, weights_sha256
@@ -18,6 +19,7 @@ from speculators.errors import DataError
 from speculators.hub import cached_folder
 from speculators.target import FrozenTarget
 from train.data import PackedRow, conversation_tokenizer, fit_rows, pack, prepare_rows
+from train.prepare import Prepared, askable, bad_rows, training_examples
 from train.progress import Stages
 from train.recipe import Recipe
 from train.regenerate import Response, regenerate
@@ -28,10 +30,22 @@ class RunData:
     """Training rows, their prompts and held-out texts of a run."""
 
     def __init__(
-        self, recipe: Recipe, target: FrozenTarget, tokenizer, accelerator: Accelerator, stages: Stages
+        self,
+        recipe: Recipe,
+        target: FrozenTarget,
+        tokenizer,
+        accelerator: Accelerator,
+        stages: Stages,
+        *,
+        stage: str = "",
     ) -> None:
+        """`stage`: of the training, if it has several; names the lists of what is left out."""
         self.recipe, self.target, self.tokenizer = recipe, target, conversation_tokenizer(recipe.data, tokenizer)
-        self.accelerator, self.stages = accelerator, stages
+        self.accelerator, self.stages, self.stage = accelerator, stages, stage
+        self.folder = Path(recipe.output_dir) if accelerator.is_main_process else None
+        self.bad = bad_rows(recipe.data, self.folder, stage)
+        self._prepared: Prepared | None = None
+        self._askable: list[Example] | None = None
         weights = weights_sha256(cached_folder(recipe.target.model, recipe.target.revision))
         self.target_hash = hashlib.sha256((weights + text_sha256(tokenizer.chat_template or "")).encode()).hexdigest()
         self.responses_folder = Path(recipe.regenerate.cache_dir or Path(recipe.output_dir) / "responses")
@@ -40,19 +54,23 @@ class RunData:
 
     def training_rows(self) -> list[PackedRow]:
         """Packed rows of the training sources, their responses rewritten by the target unless the recipe says no."""
-        data, examples = self.recipe.data, self._examples()
+        data = self.recipe.data
         if self.recipe.regenerate.enabled:
+            examples = self._asked()
+            self._account()
             rows, statistics = fit_rows((r.row() for r in self._responses("regenerate", examples)), data.max_length)
         else:
+            examples = self._examples()
             with self.stages.stage("tokenise", len(examples)) as advance:
                 rows, statistics = prepare_rows(
                     examples,
                     self.tokenizer,
                     max_length=data.max_length,
-                    on_bad_row=data.on_bad_row,
+                    bad=self.bad,
                     num_proc=data.num_proc,
                     progress=lambda done, total: advance(done),
                 )
+            self._account()
         if not rows:
             raise DataError("data.train: no row with a supervised token is left")
         packed = pack(rows, data.max_length, packing=data.packing)
@@ -63,19 +81,41 @@ class RunData:
         """What serving would send for the last response of every training example; those that leave no room for one
         are left out. DataError if none is left."""
         room = min(self.recipe.data.max_length, self.llm.engine.max_model_len) - 2
-        found = [tuple(self.tokenizer.prompt_ids(example)) for example in self._examples()]
+        found = [tuple(self.tokenizer.prompt_ids(example)) for example in self._asked()]
         if not any(fits := [len(prompt) <= room for prompt in found]):
             raise DataError(f"on_policy: all {len(found)} prompts are longer than {room} tokens; raise data.max_length")
         return [prompt for prompt, kept in zip(found, fits) if kept]
 
     def _examples(self) -> list[Example]:
-        return load_sources(self.recipe.data.train, seed=self.recipe.data.shuffle_seed)
+        """Read once."""
+        if self._prepared is None:
+            self._prepared = training_examples(self.recipe, self.bad, self.folder, self.stage)
+            self._say(str(self._prepared))
+        return self._prepared.examples
+
+    def _asked(self) -> list[Example]:
+        """Those of which a prompt can be made; found once."""
+        if self._askable is None:
+            examples, self.bad.use = self._examples(), "train"
+            self._askable = askable(examples, self.tokenizer, self.bad)
+        return self._askable
+
+    def _account(self) -> None:
+        """Says which rows were bad; DataError if they are more than the recipe takes."""
+        self.bad.finish()
+        self._say(str(self.bad))
+
+    def _say(self, text: str) -> None:
+        if text:
+            self.stages.say(f"      {escape(text)}")
 
     def held_out(self, limit: int = 8) -> dict[float, list[Response]]:
         """Texts the target wrote to validation prompts at each evaluated temperature, at most `limit` per workload."""
         if not self.recipe.data.validation:
             return {}
-        examples = _per_workload(load_sources(self.recipe.data.validation), limit)
+        found = load_sources(self.recipe.data.validation, bad=self.bad.begin("validation"))
+        examples = _per_workload(askable(found, self.tokenizer, self.bad), limit)
+        self._account()
         chosen = [(e, t) for t in self.recipe.evaluation.temperatures for e in examples]
         responses = self._responses(
             "held-out responses",
