@@ -66,11 +66,25 @@ class TokenRow:
 
 
 @dataclass(frozen=True, eq=False)
-class _Turn:
+class Turn:
     """One assistant turn: the tokens up to its end, and which of them it wrote."""
 
     ids: list[int]
     mask: np.ndarray  # bool [len(ids)]
+
+
+def fewest_rows(turns: Sequence[Turn], workload: str) -> list[TokenRow]:
+    """Turns of one conversation, in order, as rows: a turn that another one begins with is supervised in its row."""
+    pending, rows = list(turns), []
+    while pending:
+        last = pending[-1]
+        covered = [turn for turn in pending if last.ids[: len(turn.ids)] == turn.ids]
+        mask = np.zeros(len(last.ids), dtype=bool)
+        for turn in covered:
+            mask[: len(turn.ids)] |= turn.mask
+        rows.append(TokenRow(np.asarray(last.ids), mask, workload))
+        pending = [turn for turn in pending if turn not in covered]
+    return rows[::-1]
 
 
 class ConversationTokenizer:
@@ -113,21 +127,11 @@ class ConversationTokenizer:
                 f"{example.origin}: the conversation has no assistant turn to learn from; turn "
                 "regenerate on to have the target answer it"
             )
-        pending = [self._turn(example, messages, i) for i in spoken]
-        rows: list[TokenRow] = []
-        while pending:
-            last = pending[-1]
-            covered = [turn for turn in pending if last.ids[: len(turn.ids)] == turn.ids]
-            mask = np.zeros(len(last.ids), dtype=bool)
-            for turn in covered:
-                mask[: len(turn.ids)] |= turn.mask
-            rows.append(TokenRow(np.asarray(last.ids), mask, example.workload))
-            pending = [turn for turn in pending if turn not in covered]
-        return rows[::-1]
+        return fewest_rows([self._turn(example, messages, i) for i in spoken], example.workload)
 
     # ------------------------------------------------------------------------------------------ one turn
 
-    def _turn(self, example: Example, messages: list[Message], index: int) -> _Turn:
+    def _turn(self, example: Example, messages: list[Message], index: int) -> Turn:
         refusal = partial(_refusal, example, messages, index)
         if index == 0:
             raise refusal("no turn comes before it, so nothing prompts it; drop it or put a user turn first")
@@ -164,7 +168,7 @@ class ConversationTokenizer:
         if not mask.any():
             raise refusal("its mask is empty: the template renders no token of it")
         end = int(np.flatnonzero(mask)[-1]) + 1
-        return _Turn(ids[:end], mask[:end])
+        return Turn(ids[:end], mask[:end])
 
     def _marked_mask(self, example: Example, messages: list[Message], index: int) -> np.ndarray:
         """The tokens that the template's own markers enclose, up to turn `index`: bool [T]."""

@@ -18,6 +18,7 @@ from speculators.export import describe_target, export_drafter
 from speculators.target import FrozenTarget
 from train import checkpoint
 from train.recipe_load import load_recipe
+from train.regenerate_record import summary
 from train.run import checkpoints, drafter_config
 from train.target_sketch import sketch_target
 
@@ -47,5 +48,5 @@ def reexport(run_dir: Path, out: Path, *, dtype: str = "auto", format: str = "vl
         drafter.load_state_dict(load_file(newest / "drafter.safetensors"), strict=True)
     wanted = dtype if dtype != "auto" else recipe.export.dtype
     exported = target.dtype if wanted == "auto" else getattr(torch, wanted)
-    provenance = recipe.provenance(step) | {"target": describe_target(target)}
+    provenance = recipe.provenance(step) | {"target": describe_target(target)} | summary(run_dir)
     return export_drafter(drafter, out, dtype=exported, provenance=provenance, format=format), step

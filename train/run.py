@@ -40,7 +40,8 @@ from train.on_policy import OnPolicy
 from train.progress import Stages
 from train.recipe import Recipe
 from train.recipe_load import load_recipe
-from train.regenerate import Response
+from train.regenerate_record import summary
+from train.responses import Response
 from train.rollout import LLMWriter
 from train.run_data import RunData
 
@@ -373,7 +374,8 @@ def _fingerprint(recipe: Recipe, target_hash: str, before: str) -> str:
     names = {"family", "target", "drafter", "data", "regenerate", "loss", "joint", "training"}
     if recipe.on_policy is not None:  # runs without it are what they were before there was such a section
         names.add("on_policy")
-    parts = [recipe.model_dump(mode="json", include=names), target_hash, before]
+    kept = recipe.model_dump(mode="json", include=names, exclude={"regenerate": recipe.regenerate.not_in_fingerprint()})
+    parts = [kept, target_hash, before]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -404,7 +406,7 @@ def export(recipe: Recipe, trained: Trained) -> Path:
     too if it was trained along."""
     drafter, state, out = trained.drafter, trained.state, Path(recipe.output_dir)
     dtype = drafter.target.dtype if recipe.export.dtype == "auto" else getattr(torch, recipe.export.dtype)
-    provenance = recipe.provenance(state.best_step or state.step)
+    provenance = recipe.provenance(state.best_step or state.step) | summary(out)
     if trained.joint is not None:
         texts = [(r.prompt_ids, r.output_ids) for responses in trained.held_out.values() for r in responses]
         before, after = trained.joint.held_out_loss(texts)
