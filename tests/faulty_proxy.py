@@ -20,7 +20,7 @@ FAULTS = ("http_500", "http_503", "reset", "silence", "half_json", "no_answer", 
 class FaultyProxy:
     """`share` of the POST and GET requests fail; `seen`: what became of them."""
 
-    def __init__(self, upstream: str, share: float, *, seed: int = 0, silence_s: float = 3.0) -> None:
+    def __init__(self, upstream: str, share: float, *, seed: int = 0, silence_s: float = 6.0) -> None:
         self.upstream, self.share, self.silence_s = upstream, share, silence_s
         self.seen: Counter[str] = Counter()
         self._dice, self._lock = random.Random(seed), threading.Lock()
@@ -56,7 +56,7 @@ class FaultyProxy:
     def _fate(self) -> str:
         with self._lock:
             fault = self._dice.choice(FAULTS) if self._dice.random() < self.share else "ok"
-            if fault == "silence" and self.seen["silence"] >= 2:  # each costs the client its patience
+            if fault == "silence" and self.seen["silence"]:  # each costs the client its patience
                 fault = "reset"
             self.seen[fault] += 1
             return fault
@@ -79,7 +79,9 @@ class FaultyProxy:
                 self._pass(None)
 
             def do_POST(self):
-                self._pass(self.rfile.read(int(self.headers["Content-Length"])))
+                body = self.rfile.read(length := int(self.headers["Content-Length"]))
+                if len(body) == length:  # else it was killed meanwhile
+                    self._pass(body)
 
             def _pass(self, body):
                 fate = proxy._fate()
@@ -106,6 +108,10 @@ class FaultyProxy:
                 return self._answer(status, answer, {})
 
             def _answer(self, status, body, headers):
+                with proxy._lock:
+                    if self.connection not in proxy._open:  # killed meanwhile
+                        self.close_connection = True
+                        return
                 self.send_response(status)
                 for name, value in {"Content-Type": "application/json", "Content-Length": len(body), **headers}.items():
                     self.send_header(name, str(value))

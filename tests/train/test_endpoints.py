@@ -165,12 +165,13 @@ def test_calls_of_tools_stay_as_they_are(write):
 # ------------------------------------------------------------------ trouble
 
 
+@pytest.mark.slow
 def test_a_fifth_fails_and_the_server_is_restarted_twice(write, server, here, tmp_path, monkeypatch):
     """Complete, none twice, none lost, and not a token other than in process."""
     monkeypatch.setattr(endpoint_pool, "FIRST_PAUSE_S", 0.02)
     monkeypatch.setattr(endpoint_pool, "LONGEST_PAUSE_S", 0.2)
     ours = write("here", [*PROMPTS, *CHATS], turns="all")
-    proxy = FaultyProxy(server, 0.2, silence_s=2.0)
+    proxy = FaultyProxy(server, 0.2)
     lines = lambda: sum(path.read_bytes().count(b"\n") for path in (tmp_path / "there").glob("*.0*.jsonl"))
 
     def restart() -> None:
@@ -184,7 +185,7 @@ def test_a_fifth_fails_and_the_server_is_restarted_twice(write, server, here, tm
     restarts = threading.Thread(target=restart, daemon=True)
     restarts.start()
     endpoints = [{"url": proxy.url, "max_concurrency": 12}]
-    found = write("there", [*PROMPTS, *CHATS], turns="all", endpoints=endpoints, request_timeout_s=2.0, max_attempts=30)
+    found = write("there", [*PROMPTS, *CHATS], turns="all", endpoints=endpoints, request_timeout_s=6.0, max_attempts=30)
     restarts.join(10)
     proxy.kill()
     assert found == ours
@@ -249,7 +250,7 @@ def test_patience_ends(write, server, monkeypatch, tmp_path):
     proxy._fate = fate
     assert write("x", endpoints=endpoints) == write("here")
     account = kept(tmp_path / "x")[1]["account"]
-    assert account["reused"] == written and account["written"] == 60 - written - account["left_out"].get("", 0)
+    assert (account["reused"], account["written"]) == (written, 60 - written)
     proxy.kill()
 
 
