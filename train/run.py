@@ -29,7 +29,7 @@ from speculators.export import describe_target, load_weights, read_drafter_confi
 from speculators.export.upload import account
 from speculators.target import FrozenTarget, TargetFeatures
 from speculators.vocab import choose_draft_vocabulary, coverage
-from train import checkpoint
+from train import checkpoint, trackers
 from train.engines import require_engines
 from train.export_formats import fitting, write_formats
 from train.features import RowFeatures
@@ -105,6 +105,7 @@ def run(
         from train.acceptance import accept
 
         code = accept(recipe, stages=stages, history=trained.state.history)
+        trackers.attach_report(recipe, accelerator, trained.state.step)
         if recipe.export.push_to_hub:
             _push(recipe, stages, code)
     accelerator.end_training()
@@ -122,26 +123,13 @@ def _push(recipe: Recipe, stages: Stages, code: int) -> None:
 
 def make_accelerator(recipe: Recipe) -> Accelerator:
     """Precision and trackers of the recipe. ConfigError names a tracker that is not installed."""
-    import importlib.util
-    import os
-
-    for tracker in recipe.trackers:
-        if importlib.util.find_spec(tracker) is None:
-            raise ConfigError(f"trackers: {tracker} is not installed; pip install 'draftsmith[{tracker}]' or remove it")
-    if "wandb" in recipe.trackers and not (os.environ.get("WANDB_API_KEY") or (Path.home() / ".netrc").exists()):
-        os.environ.setdefault("WANDB_MODE", "offline")
+    trackers.require(recipe)
     accelerator = Accelerator(
         mixed_precision=recipe.training.mixed_precision,
         log_with=list(recipe.trackers) or None,
         project_dir=recipe.output_dir,
     )
-    if recipe.trackers:
-        flat = {
-            "recipe": recipe.name,
-            "recipe_hash": recipe.recipe_hash(),
-            "learning_rate": recipe.training.learning_rate,
-        }
-        accelerator.init_trackers(recipe.project, config=flat)
+    trackers.start(recipe, accelerator)
     return accelerator
 
 
