@@ -164,7 +164,9 @@ class Endpoint:
             return self._tokens(ask, _choice(tree))
         body, fields = self._as_text(ask), sampling_fields(ask.params, self.facts.end)
         del fields["ignore_eos"], fields["stop_token_ids"]  # the server knows how its model ends
-        if not self.like_vllm:
+        if self.like_vllm:  # with the token that ended it, which is one of several
+            fields |= {"skip_special_tokens": False, "include_stop_str_in_output": True}
+        else:
             fields = {name: value for name, value in fields.items() if name in OPENAI}
         route = "completions" if "prompt" in body else "chat/completions"
         tree = await self._told("POST", f"{self.url}/{route}", json={"model": self.served, **body, **fields})
@@ -194,18 +196,20 @@ class Endpoint:
         return body
 
     def _retokenised(self, ask: Ask, choice: Mapping[str, Any], usage: Mapping[str, Any]) -> Answer:
-        """Text to tokens, with the end that a server does not show. Proved if as many tokens as the server counted
-        stand for this very text, after as many as our own prompt has."""
+        """Text to tokens. Proved if as many tokens as the server counted stand for this very text, after as many as
+        our own prompt has. The end that other servers do not show is the tokenizer's; certain if there is no other."""
         text = choice["text"] if "text" in choice else (choice.get("message") or {}).get("content")
         if not isinstance(text, str):
             raise Trouble("not_an_answer", "the answer has no text")
-        tokenizer = self.facts.tokenizer
+        tokenizer, stopped = self.facts.tokenizer, choice.get("finish_reason") == "stop"
         ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) if text else []
         same = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) == text
-        if choice.get("finish_reason") == "stop" and tokenizer.eos_token_id is not None:
+        if stopped and not self.like_vllm and tokenizer.eos_token_id is not None:
             ids.append(tokenizer.eos_token_id)
+            same = same and len(self.facts.end) == 1
+        ended = bool(ids) and ids[-1] in self.facts.end
         counted = (usage.get("prompt_tokens"), usage.get("completion_tokens"))
-        return Answer(tuple(ids), proved=same and counted == (len(ask.prompt_ids), len(ids)))
+        return Answer(tuple(ids), proved=same and ended == stopped and counted == (len(ask.prompt_ids), len(ids)))
 
     async def _told(self, verb: str, url: str, **content: Any) -> dict[str, Any]:
         """A JSON object that came with 200."""

@@ -128,6 +128,58 @@ def test_the_target_that_is_loaded_is_compared_with(write, server, here, tiny_mo
     assert not list((tmp_path / "bad").glob("*.jsonl"))
 
 
+def without(proxy: FaultyProxy, *names: str, routes: tuple[str, ...] = ()) -> None:
+    """Leaves `names` out of answers and their choices; answers 404 on `routes`."""
+    forward = proxy._forward
+
+    def answer(path, body):
+        if path in routes:
+            return 404, b"{}"
+        status, told = forward(path, body)
+        tree = json.loads(told)
+        for each in (tree, *tree.get("choices", ())):
+            for name in names:
+                each.pop(name, None)
+        return status, json.dumps(tree).encode()
+
+    proxy._forward = answer
+
+
+def test_a_server_without_token_ids_is_refused_by_name(write, server):
+    proxy = FaultyProxy(server, 0.0)
+    without(proxy, "token_ids")
+    with pytest.raises(EndpointError, match=r"have no token_ids.* regenerate\.exchange: text"):
+        write("x", endpoints=[proxy.url])
+    proxy.kill()
+
+
+def test_text_that_is_proved_is_what_was_written(write, server, tmp_path):
+    """A random model writes tokens that no tokenizer would; what is taken for proved is right all the same."""
+    examples = [*PROMPTS[:30], *CHATS]
+    ours = {(r.example, r.prompt_ids): r.output_ids for r in write("here", examples)}
+    found = write("text", examples, endpoints=[server], exchange="text", max_failures=1.0)
+    assert found and all(ours[r.example, r.prompt_ids] == r.output_ids for r in found)
+    account = kept(tmp_path / "text")[1]["account"]
+    assert account["failed"] == {"unproved_tokens": account["unproved"]} and account["unproved"] > 0
+    assert account["unproved"] + account["written"] == account["wanted"] == len(ours)
+    assert kept(tmp_path / "text")[1]["chat_template_of"] == "server"
+    whole = write("kept", examples, endpoints=[server], exchange="text", unproved_tokens="keep")
+    assert len(whole) == len(ours) and {(r.example, r.output_ids) for r in found} <= {
+        (r.example, r.output_ids) for r in whole
+    }
+
+
+def test_a_server_that_counts_nothing_proves_nothing(write, server):
+    proxy = FaultyProxy(server, 0.0)
+    without(proxy, "usage", "token_ids", routes=("/version", "/tokenize"))  # as little as OpenAI's
+    with pytest.raises(EndpointError, match="not one of 8 responses could be proved"):
+        write("x", CHATS, endpoints=[proxy.url], exchange="text")
+    with pytest.raises(EndpointError, match="no server that knows top_k"):
+        write("x", CHATS, endpoints=[proxy.url], exchange="text", top_k=5)
+    assert len(write("x", CHATS, endpoints=[proxy.url], exchange="text", unproved_tokens="keep")) >= 20
+    proxy.kill()
+
+
 # ------------------------------------------------------------------ turn by turn
 
 
