@@ -24,6 +24,7 @@ from train import artefact, bench_command
 from train.cli_evaluate import evaluate
 from train.prepare_command import prepare
 from train.push_command import push
+from train.regenerate_command import regenerate
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,6 +47,7 @@ app = typer.Typer(
 )  # fmt: skip
 
 app.command()(push)
+app.command()(regenerate)
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe: a YAML file, such as those in recipes/.")]
 Overrides = Annotated[

@@ -295,7 +295,9 @@ def _data_rows(plan: DryRun) -> Rows:
     rewritten = (
         f"{_shares_text(r.temperatures)}; at most {r.max_new_tokens} tokens, counted above as long as those of the data"
     )
-    rows.append(("responses", f"by the target: {rewritten}" if r.enabled else "as in the data"))
+    where = f"by the target at {len(r.endpoints)} endpoints" if r.endpoints else "by the target"
+    which = ", every turn" if r.turns == "all" else ""
+    rows.append(("responses", f"{where}{which}: {rewritten}" if r.enabled else "as in the data"))
     rows.append(
         ("rows", f"{recipe.data.max_length} tokens, {'packed' if recipe.data.packing else 'one document each'}")
     )

@@ -89,7 +89,7 @@ class Recipe(Section):
         default_factory=dict,
         description="bounds on measured figures, such as t0.acceptance_length: {min: 3.0}; empty: nothing is gated",
     )
-    trackers: list[Literal["wandb", "tensorboard"]] = Field(
+    trackers: list[Literal["wandb", "trackio", "tensorboard"]] = Field(
         default_factory=list,
         description="where curves are sent besides the run's folder; none or []: nowhere",
     )

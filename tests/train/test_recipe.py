@@ -252,7 +252,7 @@ MALFORMED = {
     "export: {formats: [gguf]}": AT + "export.formats.0: expected one of vllm, speculators, sglang, transformers, "
     "got 'gguf'",
     "export: {formats: [vllm, vllm]}": AT + "export.formats: each format may be given once, got ['vllm', 'vllm']",
-    "trackers: [mlflow]": AT + "trackers.0: expected one of wandb, tensorboard, got 'mlflow'",
+    "trackers: [mlflow]": AT + "trackers.0: expected one of wandb, trackio, tensorboard, got 'mlflow'",
     "name: ../escape": AT + "name: expected a string matching ...",
 }
 
