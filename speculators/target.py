@@ -41,7 +41,7 @@ _SHIFTED_NORMS = ("gemma", "gemma2", "gemma3", "gemma3_text")  # their norms sca
 
 @dataclass
 class TargetFeatures:
-    """What a drafter learns from; every field but `taps` and `last_hidden` as given to `FrozenTarget.features`.
+    """What a drafter learns from; all but `taps`, `last_hidden` and `seeds` as given to `FrozenTarget.features`.
 
     `paths` and `forks` are those of rows whose text is followed by branches, tokens that were drafted and rejected:
     the paths lead into them (`drafter.term_paths`). Other rows have neither.
@@ -55,6 +55,7 @@ class TargetFeatures:
     last_hidden: Tensor  # [B, T, H], after the final norm: the output head's input
     paths: Tensor | None = None  # [B, T, K], the slot that depth k of slot t reads and must match; -1: no term
     forks: Tensor | None = None  # [B, T], of a branch's token the slot after which it left its text; of others -1
+    seeds: Tensor | None = None  # [B], in the host's memory: of the random numbers of each row; None: any
 
 
 class FrozenTarget(nn.Module):
@@ -150,6 +151,10 @@ class FrozenTarget(nn.Module):
     def embed_tokens(self) -> nn.Module:
         """The input embedding as the architecture has it, with its scale where the module applies one (Gemma)."""
         return self._parts.embed_tokens
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self._parts.layers
 
     @property
     def lm_head(self) -> nn.Module:

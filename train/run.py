@@ -130,6 +130,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     if "wandb" in recipe.trackers and not (os.environ.get("WANDB_API_KEY") or (Path.home() / ".netrc").exists()):
         os.environ.setdefault("WANDB_MODE", "offline")
     accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(),  # said aloud, since processes on CPUs find each other only then
         mixed_precision=recipe.training.mixed_precision,
         log_with=list(recipe.trackers) or None,
         project_dir=recipe.output_dir,
@@ -373,7 +374,11 @@ def _fingerprint(recipe: Recipe, target_hash: str, before: str) -> str:
     names = {"family", "target", "drafter", "data", "regenerate", "loss", "joint", "training"}
     if recipe.on_policy is not None:  # runs without it are what they were before there was such a section
         names.add("on_policy")
-    parts = [recipe.model_dump(mode="json", include=names), target_hash, before]
+    sections = recipe.model_dump(mode="json", include=names)
+    del sections["training"]["activation_checkpointing"], sections["target"]["sharding"]  # how, and not what
+    if recipe.training.global_batch_size is None:  # likewise
+        del sections["training"]["global_batch_size"]
+    parts = [sections, target_hash, before]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
