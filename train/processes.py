@@ -16,10 +16,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from speculators.drafter import Drafter
 from speculators.errors import ConfigError
+from speculators.target import FrozenTarget
+from speculators.target_sharding import shard_target
 
 MESSAGE_BYTES = 64 << 20  # of gradients that are summed at once
 Result = TypeVar("Result")
@@ -94,8 +97,7 @@ class Sharded(Replicated):
 
         super().__init__(accelerator, drafter)
         self.module = drafter.twin()
-        mesh = torch.distributed.device_mesh.init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-        plugin = _plugin(accelerator)
+        mesh, plugin = mesh_of(accelerator), _plugin(accelerator)
         for unit in self.module.shard_units():
             fully_shard(unit, mesh=mesh, reshard_after_forward=bool(plugin.reshard_after_forward))
         fully_shard(self.module, mesh=mesh, reshard_after_forward=False)
@@ -158,11 +160,24 @@ def spread(accelerator: Accelerator, drafter: Drafter, *, joint: bool = False) -
     return Sharded(accelerator, drafter) if sharded else Replicated(accelerator, drafter)
 
 
+def share_out(accelerator: Accelerator, target: FrozenTarget, sharding: str) -> None:
+    """The target as `target.sharding` wants it, in place; with one process it stays whole."""
+    if sharding == "fsdp" and accelerator.num_processes > 1:
+        shard_target(target, mesh_of(accelerator))
+
+
+def mesh_of(accelerator: Accelerator) -> DeviceMesh:
+    """All processes in a row."""
+    return init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+
+
 def wants_shards(accelerator: Accelerator) -> bool:
     """Whether the launch configuration asks for FSDP2. ConfigError for ways of sharding that the loop does not have."""
     kind = accelerator.distributed_type
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise ConfigError(f"accelerate: distributed_type {kind.value} is not supported; use MULTI_GPU, or FSDP version 2")
+        raise ConfigError(
+            f"accelerate: distributed_type {kind.value} is not supported; use MULTI_GPU, or FSDP version 2"
+        )
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return False
     if _plugin(accelerator).fsdp_version != 2:

@@ -36,11 +36,10 @@ class TargetSection(Section):
         "sdpa", description="attention kernel of the target; packed rows need one that takes a mask"
     )
 
-    sharding: Literal["none", "fsdp", "tp"] = Field(
+    sharding: Literal["none", "fsdp"] = Field(
         "none",
         description="how several processes hold the target while a head is trained: none, each all of it; fsdp, each a "
-        "part of every layer, gathered while the layer computes; tp, each a part that computes, by the model's own "
-        "tp_plan, all of them on the same rows",
+        "part of every layer, gathered while the layer computes",
     )
 
     @model_validator(mode="before")

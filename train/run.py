@@ -37,6 +37,7 @@ from train.joint import FOLDER as TARGET
 from train.joint import JointTarget
 from train.loop import Interrupted, Trainer
 from train.on_policy import OnPolicy
+from train.processes import share_out
 from train.progress import Stages
 from train.recipe import Recipe
 from train.recipe_load import load_recipe
@@ -304,6 +305,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
             drafter = make_drafter(part, config, target, features, stages, folder)
             meet_tokenizers(recipe, drafter, tokenizer)
             drafter.prepare_training(part.drafter)
+            share_out(accelerator, target, recipe.target.sharding)
             trained = sum(p.numel() for p in drafter.trainable_parameters())
             stages.say(
                 f"      {recipe.family}: {trained / 1e6:.2f} M trainable parameters on a target of "

@@ -1,4 +1,4 @@
-"""Which rows a step sees, and which of them each process takes: a function of the step, whatever the number of processes.
+"""Which rows a step sees, and which of them each process takes: a function of the step, on any number of processes.
 
 The rows of a step are the next `rows_per_step` of an endless stream. They are cut into micro-steps, which processes
 take in turn, so that with a global batch size the union over processes is the same for any number of them. Random

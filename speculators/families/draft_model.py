@@ -283,6 +283,13 @@ class DraftModel(TokenDrafter):
             self.config = self.config.model_copy(update={"adapter_of": options.init_from if alone else None})
         return self
 
+    def checkpoint_activations(self, wanted: bool) -> None:
+        super().checkpoint_activations(wanted)
+        if wanted:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            self.model.gradient_checkpointing_disable()
+
     def freeze(self) -> Drafter:
         if self.adapter is not None:
             self.adapter.merge()

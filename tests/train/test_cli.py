@@ -22,8 +22,8 @@ from speculators.export import export_drafter, load_drafter
 from speculators.target import FrozenTarget
 from train import checkpoint, dry_run
 from train.cli import app
-from train.recipe import describe_schema
 from train.optimizer_state import optimizer_state
+from train.recipe import describe_schema
 from train.recipe_load import load_recipe
 from train.run import drafter_config
 from train.target_sketch import sketch_target
