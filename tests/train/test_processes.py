@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
 
 from speculators.config import config_for_target
 from speculators.drafter import Drafter, family_class
@@ -59,12 +61,16 @@ def make_trainer(folder: Path, family: str, sharding: str = "none", **training) 
     drafter = made(config_for_target(target, family, **shape)).attach(target)
     drafter.initialise_from(target, recipe.drafter)
     share_out(accelerator, target, sharding)
-    return Trainer(recipe, target, drafter, make_rows(60), accelerator=accelerator, folder=folder, evaluate=size_of)
+    trainer = Trainer(recipe, target, drafter, make_rows(60), accelerator=accelerator, folder=folder, evaluate=size_of)
+    several = accelerator.num_processes > 1
+    assert all(isinstance(p, DTensor) for p in target.layers.parameters()) == (several and sharding == "fsdp")
+    assert all(isinstance(p, DTensor) for p in trainer.parameters) == (several and "ACCELERATE_USE_FSDP" in os.environ)
+    return trainer
 
 
 def size_of(drafter: Drafter) -> dict[str, float]:
     """In place of a held-out evaluation: something of the whole drafter."""
-    return {"expected_acceptance_length": sum(float(p.double().abs().mean()) for p in drafter.parameters())}
+    return {"expected_acceptance_length": sum(float(p.detach().double().abs().mean()) for p in drafter.parameters())}
 
 
 def train(folder: Path, family: str, run: str, stop_after: int | None = None, on_policy: bool = False, **training):
