@@ -32,6 +32,7 @@ from train.prepare import bad_rows
 from train.recipe import Recipe
 from train.recipe_data import Source, TemperatureShare
 from train.sources import Example, load_source
+from train.step_rows import StepRows
 from train.target_sketch import TargetSketch, sketch_target
 
 SAMPLE = 200  # examples of each source that are tokenised
@@ -177,7 +178,7 @@ def _steps(plan: DryRun) -> int | None:
     rows = plan.tokens / plan.recipe.data.max_length  # packed rows are nearly full
     if not plan.recipe.data.packing:
         rows = sum(source.rows for source in plan.sources)
-    return math.ceil(rows * t.epochs / (t.batch_size * t.gradient_accumulation_steps))
+    return math.ceil(rows * t.epochs / StepRows(t).rows_per_step)
 
 
 # --------------------------------------------------------------------------------------------- memory and disk
@@ -319,7 +320,8 @@ def _source_text(source: TokenCount) -> str:
 
 def _training_rows(plan: DryRun) -> Rows:
     t, d = plan.recipe.training, plan.recipe.drafter
-    per_step = t.batch_size * t.gradient_accumulation_steps * plan.recipe.data.max_length
+    shared = StepRows(t)
+    per_step = shared.rows_per_step * plan.recipe.data.max_length
     passes = (
         f", about {plan.steps * per_step / plan.tokens:.2g} passes over the data" if plan.steps and plan.tokens else ""
     )
@@ -333,7 +335,8 @@ def _training_rows(plan: DryRun) -> Rows:
         ("budget", "; ".join(part for part in (budget, limit) if part)),
         (
             "a step",
-            f"{per_step:,} tokens per process ({t.batch_size} rows x {t.gradient_accumulation_steps} micro-steps)",
+            f"{per_step:,} tokens {'per process' if t.global_batch_size is None else 'over all processes'} "
+            f"({shared.rows} rows x {shared.micro_steps} micro-steps)",
         ),
         ("depths", f"{d.unroll_steps}, weighted {weights}"),
         ("loss", ", ".join(f"{weight} x {name}" for name, weight in plan.recipe.loss.items())),

@@ -178,6 +178,18 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _shards_run_together(self) -> Recipe:
+        """The processes of a sharded target run it the same number of times."""
+        parts = {"joint": self.joint, "on_policy": self.on_policy, "stages": self.stages}
+        parts["training.keep_features_gb"] = self.training.keep_features_gb
+        if self.target.sharding != "none" and (given := [name for name, part in parts.items() if part]):
+            raise ValueError(
+                f"target.sharding: {self.target.sharding}, but with {given[0]} some processes would run the target "
+                f"alone; leave {given[0]} out or set target.sharding: none"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _stages_are_recipes(self) -> Recipe:
         names = [stage.name for stage in self.stages]
         if len(set(names)) < len(names):

@@ -38,6 +38,7 @@ from train.joint import FOLDER as TARGET
 from train.joint import JointTarget
 from train.loop import Interrupted, Trainer
 from train.on_policy import OnPolicy
+from train.processes import share_out
 from train.progress import Stages
 from train.recipe import Recipe
 from train.recipe_load import load_recipe
@@ -126,6 +127,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     """Precision and trackers of the recipe. ConfigError names a tracker that is not installed."""
     trackers.require(recipe)
     accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(),  # said aloud, since processes on CPUs find each other only then
         mixed_precision=recipe.training.mixed_precision,
         log_with=list(recipe.trackers) or None,
         project_dir=recipe.output_dir,
@@ -293,6 +295,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
             drafter = make_drafter(part, config, target, features, stages, folder)
             meet_tokenizers(recipe, drafter, tokenizer)
             drafter.prepare_training(part.drafter)
+            share_out(accelerator, target, recipe.target.sharding)
             trained = sum(p.numel() for p in drafter.trainable_parameters())
             stages.say(
                 f"      {recipe.family}: {trained / 1e6:.2f} M trainable parameters on a target of "
@@ -363,8 +366,12 @@ def _fingerprint(recipe: Recipe, target_hash: str, before: str) -> str:
     names = {"family", "target", "drafter", "data", "regenerate", "loss", "joint", "training"}
     if recipe.on_policy is not None:  # runs without it are what they were before there was such a section
         names.add("on_policy")
-    kept = recipe.model_dump(mode="json", include=names, exclude={"regenerate": recipe.regenerate.not_in_fingerprint()})
-    parts = [kept, target_hash, before]
+    left_out = {"regenerate": recipe.regenerate.not_in_fingerprint()}
+    sections = recipe.model_dump(mode="json", include=names, exclude=left_out)
+    del sections["training"]["activation_checkpointing"], sections["target"]["sharding"]  # how, and not what
+    if recipe.training.global_batch_size is None:  # likewise
+        del sections["training"]["global_batch_size"]
+    parts = [sections, target_hash, before]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
