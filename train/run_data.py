@@ -32,8 +32,10 @@ class RunData:
     ) -> None:
         self.recipe, self.target, self.tokenizer = recipe, target, conversation_tokenizer(recipe.data, tokenizer)
         self.accelerator, self.stages = accelerator, stages
-        weights = weights_sha256(cached_folder(recipe.target.model, recipe.target.revision))
-        self.target_hash = hashlib.sha256((weights + text_sha256(tokenizer.chat_template or "")).encode()).hexdigest()
+        self.pad_token_id = tokenizer.pad_token_id or 0
+        self.weights_hash = weights_sha256(cached_folder(recipe.target.model, recipe.target.revision))
+        template = text_sha256(tokenizer.chat_template or "")
+        self.target_hash = hashlib.sha256((self.weights_hash + template).encode()).hexdigest()
         self.responses_folder = Path(recipe.regenerate.cache_dir or Path(recipe.output_dir) / "responses")
         batch = recipe.regenerate.batch_size
         self.llm = LLM(target, tokenizer, max_num_seqs=batch, max_num_batched_tokens=max(512, 32 * batch))
