@@ -1,7 +1,7 @@
 """Hidden states of texts by real vLLM (its method `extract_hidden_states`): whoever vLLM can run, it can ask.
 
-vLLM leaves the states of each prompt in a file; this reads and removes them. Its own connector on a GPU; on a CPU, where
-that one asks for CUDA streams, `vllm_connectors/cpu_hidden_states.py`. Knows tokens and layers, no target of ours.
+vLLM leaves the states of each prompt in a file; this reads and removes them. Its own connector writes them on a GPU; on
+a CPU, where that one asks for CUDA streams, `vllm_connectors/cpu_hidden_states.py`. Knows no target of ours.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class HiddenStates:
         states: Tensor = found["hidden_states"]
         if found["token_ids"].tolist() != list(text) or states.shape[:2] != (len(text), len(self.layers)):
             raise VllmError(
-                f"vLLM: left hidden states {tuple(states.shape)} of {len(found['token_ids'])} tokens; expected those of "
-                f"{len(self.layers)} layers and {len(text)} tokens"
+                f"vLLM: left hidden states {tuple(states.shape)} of {len(found['token_ids'])} tokens; expected those "
+                f"of {len(self.layers)} layers and {len(text)} tokens"
             )
         if not torch.isfinite(states).all():
             raise VllmError(f"vLLM: hidden states of a text of {len(text)} tokens are not finite")

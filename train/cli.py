@@ -22,6 +22,7 @@ from inference.console import json_option, print_error
 from speculators.errors import ConfigError, DraftsmithError
 from train import artefact, bench_command
 from train.cli_evaluate import evaluate
+from train.feature_command import cache_features
 from train.push_command import push
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ app.command()(artefact.inspect)
 
 
 app.command()(evaluate)
+app.command()(cache_features)
 
 
 @app.command()

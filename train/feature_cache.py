@@ -32,7 +32,7 @@ from torch import Tensor
 
 from speculators.errors import DataError
 from train.data import PackedRow
-from train.feature_encodings import Encoding, make_encoding, relative_error
+from train.feature_encodings import Encoding, bytes_per_token, make_encoding, relative_error
 
 FORMAT = 1
 KEY_FILE = "key.json"
@@ -102,16 +102,15 @@ class FeatureCache:
 
     def __init__(self, root: Path, key: CacheKey) -> None:
         self.key, self.folder = key, root / key.address
-        dtype = getattr(torch, key.dtype)
-        self.taps: Encoding = make_encoding(key.encoding, key.hidden_size, dtype)
-        self.last_hidden: Encoding = make_encoding(key.last_hidden_encoding, key.hidden_size, dtype)
+        self._names, self._dtype = (key.encoding, key.last_hidden_encoding), getattr(torch, key.dtype)
+        self.taps, self.last_hidden = (make_encoding(name, key.hidden_size, self._dtype) for name in self._names)
         self._places: dict[bytes, Place] = {}
         self._scanned: set[Path] = set()
         self._open = lru_cache(OPEN_SHARDS)(self._opened)
 
     @property
     def bytes_per_token(self) -> int:
-        return len(self.key.taps) * self.taps.bytes_per_vector + self.last_hidden.bytes_per_vector
+        return bytes_per_token(self._names, len(self.key.taps), self.key.hidden_size, self._dtype)
 
     def __contains__(self, text: bytes) -> bool:
         return text in self._places
@@ -301,6 +300,4 @@ def _checksum(parts: dict[str, Tensor]) -> int:
 
 def missing(cache: FeatureCache, rows: Sequence[PackedRow]) -> dict[bytes, int]:
     """The texts of `rows` that are not in the cache, and their lengths."""
-    return {
-        text: place.stop - place.start for row in rows for text, place in texts_of(row) if text not in cache
-    }
+    return {text: place.stop - place.start for row in rows for text, place in texts_of(row) if text not in cache}

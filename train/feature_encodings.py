@@ -145,7 +145,8 @@ class Rotated(Scaled):
 
     def _codes(self, grouped: Tensor) -> tuple[Tensor, Tensor]:
         turned = grouped @ _rotation(self.group, grouped.device)
-        scales = _scale(turned.square().mean(-1, keepdim=True).sqrt())
+        largest = turned.abs().amax(-1, keepdim=True).clamp(min=TINY)  # squares of the numbers themselves may overflow
+        scales = _scale(largest * (turned / largest).square().mean(-1, keepdim=True).sqrt())
         edges = normal_levels(self.bits)[1].to(grouped.device)
         return scales, pack_bits(torch.bucketize(turned / scales.float(), edges).to(torch.uint8), self.bits)
 
@@ -174,10 +175,17 @@ def make_encoding(name: str, width: int, dtype: torch.dtype) -> Encoding:
     raise ConfigError(f"features.encoding: unknown encoding {name!r}; expected one of {', '.join(NAMES)}")
 
 
+def bytes_per_token(names: tuple[str, str], taps: int, width: int, dtype: torch.dtype) -> int:
+    """Of so many taps and the last hidden state, in the encodings of either."""
+    of_taps, of_last_hidden = (make_encoding(name, width, dtype).bytes_per_vector for name in names)
+    return taps * of_taps + of_last_hidden
+
+
 def relative_error(vectors: Tensor, decoded: Tensor) -> Tensor:
     """|x - x̂|² / |x|² of each vector, [..., H] -> [...]; of a zero vector 0 if it came back as zeros."""
-    wrong = (vectors.float() - decoded.float()).square().sum(-1)
-    return wrong / vectors.float().square().sum(-1).clamp(min=TINY)
+    largest = vectors.float().abs().amax(-1, keepdim=True).clamp(min=TINY)
+    x, found = vectors.float() / largest, decoded.float() / largest
+    return (x - found).square().sum(-1) / x.square().sum(-1).clamp(min=TINY)
 
 
 # --------------------------------------------------------------------------------------------- bits

@@ -22,7 +22,7 @@ from speculators.target import FrozenTarget
 from train.data import PackedRow
 from train.feature_cache import SOURCE, CacheKey, FeatureCache, ShardWriter, missing, texts_of
 from train.features import RowFeatures
-from train.progress import Stages
+from train.progress import Stages, size_text
 from train.recipe import Recipe
 from train.run_data import RunData
 
@@ -78,8 +78,8 @@ def open_cache(recipe: Recipe, data: RunData, stages: Stages, *, main: bool = Tr
         what = f"{path}: features of {key.target} with other {', '.join(changed)} than it has now"
         if section.on_change == "error":
             raise ConfigError(
-                f"features.dir: {what}; set features.on_change to rebuild, which deletes them, or to keep, which leaves "
-                "them there and writes new ones beside them"
+                f"features.dir: {what}; set features.on_change to rebuild, which deletes them, or to keep, which "
+                "leaves them there and writes new ones beside them"
             )
         if main and section.on_change == "rebuild":
             shutil.rmtree(path, ignore_errors=True)
@@ -183,11 +183,3 @@ def features_of_states(target: FrozenTarget, states: Tensor) -> tuple[Tensor | N
     states = states.to(target.device, target.dtype)
     taps = states if target.num_layers in target.tap_layers else states[:, :-1]
     return taps.flatten(1) if target.tap_layers else None, target.final_norm(states[:, -1])
-
-
-def size_text(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
