@@ -28,7 +28,7 @@ from speculators.errors import ConfigError
 GROUP = 64  # numbers that share a scale in int4
 BLOCK = 256  # numbers that are turned together, and share a scale, at most
 FP8_MAX = 448.0  # of e4m3
-TINY = torch.finfo(torch.bfloat16).tiny  # the scale of zeros
+TINY = torch.finfo(torch.bfloat16).tiny  # nothing is divided by less
 
 
 class Encoding(ABC):
@@ -113,8 +113,8 @@ class Fp8(Scaled):
         self.group = width
 
     def _codes(self, grouped: Tensor) -> tuple[Tensor, Tensor]:
-        scales = _scale(grouped.abs().amax(-1, keepdim=True) / FP8_MAX)
-        fitted = (grouped / scales.float()).clamp(-FP8_MAX, FP8_MAX)  # the scale was rounded
+        scales = (grouped.abs().amax(-1, keepdim=True) / FP8_MAX).to(torch.bfloat16)
+        fitted = _divided(grouped, scales).clamp(-FP8_MAX, FP8_MAX)  # the scale was rounded
         return scales, fitted.to(torch.float8_e4m3fn).view(torch.uint8)
 
     def _values(self, scales: Tensor, codes: Tensor) -> Tensor:
@@ -127,8 +127,8 @@ class Int4(Scaled):
     bits, group, largest = 4, GROUP, 7
 
     def _codes(self, grouped: Tensor) -> tuple[Tensor, Tensor]:
-        scales = _scale(grouped.abs().amax(-1, keepdim=True) / self.largest)
-        steps = (grouped / scales.float()).round().clamp(-self.largest, self.largest)
+        scales = (grouped.abs().amax(-1, keepdim=True) / self.largest).to(torch.bfloat16)
+        steps = _divided(grouped, scales).round().clamp(-self.largest, self.largest)
         return scales, pack_bits((steps + self.largest).to(torch.uint8), self.bits)
 
     def _values(self, scales: Tensor, codes: Tensor) -> Tensor:
@@ -146,9 +146,9 @@ class Rotated(Scaled):
     def _codes(self, grouped: Tensor) -> tuple[Tensor, Tensor]:
         turned = grouped @ _rotation(self.group, grouped.device)
         largest = turned.abs().amax(-1, keepdim=True).clamp(min=TINY)  # squares of the numbers themselves may overflow
-        scales = _scale(largest * (turned / largest).square().mean(-1, keepdim=True).sqrt())
+        scales = (largest * (turned / largest).square().mean(-1, keepdim=True).sqrt()).to(torch.bfloat16)
         edges = normal_levels(self.bits)[1].to(grouped.device)
-        return scales, pack_bits(torch.bucketize(turned / scales.float(), edges).to(torch.uint8), self.bits)
+        return scales, pack_bits(torch.bucketize(_divided(turned, scales), edges).to(torch.uint8), self.bits)
 
     def _values(self, scales: Tensor, codes: Tensor) -> Tensor:
         levels = normal_levels(self.bits)[0].to(codes.device)
@@ -216,8 +216,9 @@ def _numbers(payload: Tensor, dtype: torch.dtype) -> Tensor:
     return payload.contiguous().view(dtype)
 
 
-def _scale(values: Tensor) -> Tensor:
-    return values.clamp(min=TINY).to(torch.bfloat16)
+def _divided(numbers: Tensor, scales: Tensor) -> Tensor:
+    """By their scales as they are kept, in bfloat16; that of zeros is 0, and zeros come back."""
+    return numbers / scales.float().clamp(min=TINY)
 
 
 # --------------------------------------------------------------------------------------------- levels and turning

@@ -72,7 +72,7 @@ def test_any_width_comes_back_within_the_error_of_its_bits(name, width):
     found = through(name, x)
     bits = {"exact": 24, "bf16": 8, "fp8": 4, "int4": 3}.get(name) or int(name.removeprefix("rotated"))
     assert relative_error(x, found).mean() < 3 * 4.0**-bits
-    assert torch.equal(found[2], torch.zeros(width)) or found[2].abs().max() < 1e-37
+    assert torch.equal(found[2], torch.zeros(width))
 
 
 def test_int4_is_off_by_half_a_step_of_its_group():
