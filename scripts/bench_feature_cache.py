@@ -73,8 +73,8 @@ class Bench:
         return FeatureCache(self.out / "features", key)
 
     def measure(self, name: str) -> dict[str, float]:
-        """Size and speed, per second of processor time of one thread; the disk is the system's own cache of files. Writing
-        checks what it wrote, reading decodes."""
+        """Size, error, and tokens per second of processor time of one thread. Writing checks what it wrote, reading
+        decodes; what was just written is still in the system's memory."""
         cache = self.cache(name)
         shutil.rmtree(cache.folder, ignore_errors=True)
         began = time.process_time()
