@@ -25,6 +25,8 @@ class HiddenStates:
     """`with HiddenStates(model, layers, …) as engine: engine.of(texts)`.
 
     layers: k is the residual stream after k layers, the number of layers the one before the final norm.
+    longest: tokens of a text, at most.
+    folder: where vLLM's files lie until they are read; None: the system's.
     """
 
     def __init__(
@@ -36,9 +38,10 @@ class HiddenStates:
         dtype: str,
         python: str | None = None,
         options: Mapping[str, Any] | None = None,
+        folder: Path | None = None,
     ) -> None:
         self.layers, self._python = tuple(layers), vllm_python(python)
-        self._folder = tempfile.TemporaryDirectory(prefix="hidden-states-")
+        self._folder = tempfile.TemporaryDirectory(prefix="hidden-states-", dir=folder)
         extraction = {
             "method": "extract_hidden_states",
             "num_speculative_tokens": 1,

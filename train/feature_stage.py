@@ -19,7 +19,7 @@ from inference.vllm_hidden_states import HiddenStates
 from speculators.errors import ConfigError
 from speculators.hub import cached_folder
 from speculators.target import FrozenTarget
-from train.data import PackedRow
+from train.data import PackedRow, best_fit
 from train.feature_cache import SOURCE, CacheKey, FeatureCache, ShardWriter, missing, texts_of
 from train.features import RowFeatures
 from train.progress import Stages, size_text
@@ -27,7 +27,7 @@ from train.recipe import Recipe
 from train.run_data import RunData
 
 Text = tuple[bytes, Tensor | None, Tensor]  # its name, taps [L, n·H], last hidden states [L, H]
-TOGETHER = 64  # texts that vLLM is given at once
+TOGETHER = 1 << 16  # tokens that vLLM is given at once, whose states it leaves in files
 SPARE = 1.02  # of the disk: names, headers, other writers
 
 
@@ -37,14 +37,20 @@ def training_features(
     """The features of the rows, for the loop; with `mode: cache` from the disk, once all of them are there."""
     cache = None
     if recipe.features.mode == "cache":
-        part = (accelerator.process_index, accelerator.num_processes)
-        cache = open_cache(recipe, data, stages, main=accelerator.is_main_process)
-        accelerator.wait_for_everyone()
-        fill(recipe, data, rows, cache.scan(), stages, part)
+        for main in (True, False):  # the others after the main process, which may delete what is there
+            if accelerator.is_main_process == main:
+                cache = open_cache(recipe, data, stages).scan()
+            accelerator.wait_for_everyone()
+        assert cache is not None
+        fill(recipe, data, rows, cache, stages, (accelerator.process_index, accelerator.num_processes))
         accelerator.wait_for_everyone()
         cache.scan()
     keep_bytes = recipe.training.keep_features_gb * 2**30
     return RowFeatures(data.target, rows, pad_token_id=data.pad_token_id, keep_bytes=keep_bytes, cache=cache)
+
+
+def _root(recipe: Recipe) -> Path:
+    return Path(recipe.features.dir or Path(recipe.output_dir) / "features")
 
 
 def cache_key(recipe: Recipe, data: RunData) -> CacheKey:
@@ -56,7 +62,7 @@ def cache_key(recipe: Recipe, data: RunData) -> CacheKey:
         weights=data.weights_hash,
         config=str(text_sha256((folder / "config.json").read_text(encoding="utf-8"))),
         tokenizer=str(text_sha256(words.to_str() if words else str(sorted(tokenizer.get_vocab().items())))),
-        template=str(text_sha256(data.tokenizer.chat_template or "")),
+        template=str(text_sha256(data.tokenizer.chat_template or tokenizer.chat_template or "")),
         hidden_size=target.hidden_size,
         taps=target.tap_layers,
         dtype=str(target.dtype).removeprefix("torch."),
@@ -66,12 +72,11 @@ def cache_key(recipe: Recipe, data: RunData) -> CacheKey:
     )
 
 
-def open_cache(recipe: Recipe, data: RunData, stages: Stages, *, main: bool = True) -> FeatureCache:
+def open_cache(recipe: Recipe, data: RunData, stages: Stages) -> FeatureCache:
     """The recipe's cache. ConfigError if its folder has features of a target that has changed, unless the recipe says
     what shall become of them; whatever else lies there unused is said."""
     section = recipe.features
-    root = Path(section.dir or Path(recipe.output_dir) / "features")
-    cache = FeatureCache(root, cache_key(recipe, data))
+    cache = FeatureCache(_root(recipe), cache_key(recipe, data))
     outdated = cache.outdated()
     for path, key in outdated:
         changed = [name for name in SOURCE if name in cache.key.differences(key)]
@@ -81,8 +86,8 @@ def open_cache(recipe: Recipe, data: RunData, stages: Stages, *, main: bool = Tr
                 f"features.dir: {what}; set features.on_change to rebuild, which deletes them, or to keep, which "
                 "leaves them there and writes new ones beside them"
             )
-        if main and section.on_change == "rebuild":
-            shutil.rmtree(path, ignore_errors=True)
+        if section.on_change == "rebuild":
+            shutil.rmtree(path)
         stages.say(f"      {what}: {'deleted' if section.on_change == 'rebuild' else 'not used'}")
     for path, key in cache.others:
         if path.exists() and path not in [each for each, _ in outdated]:
@@ -170,10 +175,11 @@ def _from_vllm(
             longest=max(len(ids) for _, ids in texts),
             dtype=str(target.dtype).removeprefix("torch."),
             options={"trust_remote_code": recipe.target.trust_remote_code, **recipe.features.vllm_options},
+            folder=_root(recipe),
         )
     )
-    for start in range(0, len(texts), TOGETHER):
-        some = texts[start : start + TOGETHER]
+    for members in best_fit([min(len(ids), TOGETHER) for _, ids in texts], TOGETHER):
+        some = [texts[i] for i in members]
         for (text, _), states in zip(some, engine.of([ids for _, ids in some]), strict=True):
             yield text, *features_of_states(target, states)
 

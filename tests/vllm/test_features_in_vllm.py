@@ -68,7 +68,7 @@ def test_training_from_either_is_the_same_training(saved, vllm_python, tmp_path,
     recipe = type(recipe).model_validate(tree)
     data = SimpleNamespace(
         target=target,
-        tokenizer=SimpleNamespace(tokenizer=SimpleNamespace(get_vocab=dict), chat_template=""),
+        tokenizer=SimpleNamespace(tokenizer=SimpleNamespace(get_vocab=dict), chat_template="{{ messages }}"),
         weights_hash="w",
         pad_token_id=0,
     )
