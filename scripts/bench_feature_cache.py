@@ -147,9 +147,10 @@ def table(results: dict[str, Any], names: Sequence[str], seeds: Sequence[int]) -
         cells += [f"{m[f'{way}_tokens']:,.0f} ({m[f'{way}_mb']:.0f})" for way in ("write", "read")]
         cells.append(f"{m['kl']:.1e}")
         for key in temperatures:
-            runs = [(results[f"{name}/{seed}"][key], base[key]) for seed, base in zip(seeds, online)]
-            change = mean(value / base - 1 for value, base in runs)
-            cells.append(f"{mean(value for value, _ in runs):.3f} ({change:+.2%})")
+            found = [(results.get(f"{name}/{seed}"), base[key]) for seed, base in zip(seeds, online)]
+            runs = [(run[key], base) for run, base in found if run is not None]
+            change = [value / base - 1 for value, base in runs]
+            cells.append(f"{mean(value for value, _ in runs):.3f} ({mean(change):+.2%})" if runs else "-")
         lines.append(cells)
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -162,6 +163,7 @@ def main(
     recipe: Annotated[Path, typer.Argument(help="A recipe, such as recipes/quickstart/eagle3.yaml.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Overrides, such as training.steps=150.")] = None,
     encodings: Annotated[str, typer.Option(help="With commas between; taps+last_hidden, or one for both.")] = ENCODINGS,
+    trained: Annotated[str, typer.Option(help="Those of them that a head is trained from; empty: all.")] = "",
     seeds: Annotated[str, typer.Option(help="Of the trainings, with commas between.")] = "0,1",
     rows: Annotated[int, typer.Option(help="Packed rows.")] = 160,
     held_out: Annotated[int, typer.Option(help="Held-out texts per workload and temperature.")] = 8,
@@ -174,7 +176,8 @@ def main(
     results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     jobs: list[tuple[str, Callable[[Bench], Any]]] = [(name, lambda b, n=name: b.measure(n)) for name in names]
     for seed in numbers:
-        jobs += [(f"{name}/{seed}", lambda b, n=name, s=seed: b.train(n, s)) for name in (ONLINE, *names)]
+        heads = (ONLINE, *(trained.split(",") if trained else names))
+        jobs += [(f"{name}/{seed}", lambda b, n=name, s=seed: b.train(n, s)) for name in heads]
     for job, work in jobs:
         if job in results:
             continue
