@@ -22,6 +22,7 @@ from inference.console import json_option, print_error
 from speculators.errors import ConfigError, DraftsmithError
 from train import artefact, bench_command
 from train.cli_evaluate import evaluate
+from train.feature_command import cache_features
 from train.prepare_command import prepare
 from train.push_command import push
 from train.regenerate_command import regenerate
@@ -97,6 +98,7 @@ app.command()(artefact.inspect)
 
 
 app.command()(evaluate)
+app.command()(cache_features)
 
 
 @app.command()

@@ -33,6 +33,7 @@ from train import checkpoint, trackers
 from train.data import conversation_tokenizer
 from train.engines import require_engines
 from train.export_formats import fitting, write_formats
+from train.feature_stage import training_features
 from train.features import RowFeatures
 from train.joint import FOLDER as TARGET
 from train.joint import JointTarget
@@ -96,7 +97,8 @@ def run(
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "recipe.yaml").write_text(recipe.resolved_yaml())
     fits = getattr(recipe.drafter, "init", None) == "least_squares" and recipe.drafter.init_from is None
-    count = len(STAGES) * len(recipe.training_stages()) + len(LAST_STAGES) + fits
+    cached = recipe.features.mode == "cache"
+    count = (len(STAGES) + cached) * len(recipe.training_stages()) + len(LAST_STAGES) + fits
     stages = Stages(count, enabled=accelerator.is_main_process)
     trained = train(recipe, accelerator, stages)
     accelerator.wait_for_everyone()
@@ -288,8 +290,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
         rows, held_out = data.training_rows(), data.held_out()
         prompts = data.prompts() if part.on_policy else []
         del data.llm
-        keep_bytes = part.training.keep_features_gb * 2**30
-        features = RowFeatures(target, rows, pad_token_id=tokenizer.pad_token_id or 0, keep_bytes=keep_bytes)
+        features = training_features(part, data, rows, accelerator, stages)
         folder = checkpoints(recipe, name)
         if drafter is None:
             drafter = make_drafter(part, config, target, features, stages, folder)
@@ -372,6 +373,8 @@ def _fingerprint(recipe: Recipe, target_hash: str, before: str) -> str:
     if recipe.training.global_batch_size is None:  # likewise
         del sections["training"]["global_batch_size"]
     parts = [sections, target_hash, before]
+    if recipe.features.mode == "cache":
+        parts += [recipe.features.engine, *recipe.features.encodings]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
