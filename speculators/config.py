@@ -13,6 +13,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from speculators.errors import ConfigError
+from speculators.sizes import NO_ATTENTION, AttentionSizes
 from speculators.target import FrozenTarget
 
 
@@ -69,6 +70,11 @@ class DrafterConfig(BaseModel):
     def describe(self) -> str:
         """The head in a few words."""
         return f"{self.hidden_size} wide"
+
+    @property
+    def attention(self) -> AttentionSizes:
+        """Of the head's own layers."""
+        return NO_ATTENTION
 
     def activation_bytes(self, tokens: int, width: int, *, recompute: bool) -> int:
         """About what one depth of an unroll keeps for its backward pass, per token of rows of `tokens` tokens, in
@@ -129,6 +135,12 @@ class DecoderConfig(DrafterConfig):
             f"{self.num_layers} x {self.hidden_size}, MLP {self.intermediate_size}, {self.num_attention_heads} heads "
             f"of {self.head_dim} ({self.num_key_value_heads} key/value)"
         )
+
+    @property
+    def attention(self) -> AttentionSizes:
+        kv = self.num_layers * self.num_key_value_heads * 2 * self.head_dim
+        heads = self.num_layers * self.num_attention_heads
+        return AttentionSizes(self.num_layers, heads, 2 * heads * self.head_dim, kv)
 
     def activation_bytes(self, tokens: int, width: int, *, recompute: bool) -> int:
         H, inner = self.hidden_size, self.intermediate_size

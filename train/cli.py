@@ -22,6 +22,7 @@ from inference.console import json_option, print_error
 from speculators.errors import ConfigError, DraftsmithError
 from train import artefact, bench_command
 from train.cli_evaluate import evaluate
+from train.plan_command import plan
 from train.push_command import push
 
 if TYPE_CHECKING:
@@ -90,6 +91,9 @@ def train(
 
     with _resumable():
         raise typer.Exit(run(recipe, overrides or (), dry_run=dry_run))
+
+
+app.command()(plan)
 
 
 @app.command()

@@ -6,6 +6,7 @@ command again continues. Knows the order of the stages and nothing of how they w
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import sys
@@ -101,9 +102,12 @@ def run(
     if accelerator.is_main_process:
         with stages.stage("export"):
             export(recipe, trained)
+        history = trained.state.history
+        del trained  # what is measured is loaded from the export, and needs the memory
+        gc.collect()
         from train.acceptance import accept
 
-        code = accept(recipe, stages=stages, history=trained.state.history)
+        code = accept(recipe, stages=stages, history=history)
         if recipe.export.push_to_hub:
             _push(recipe, stages, code)
     accelerator.end_training()

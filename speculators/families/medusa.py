@@ -123,6 +123,10 @@ class Medusa(SlotwiseDrafter):
         """Head `depth`'s blocks: [N, H] -> [N, H]."""
         return self.blocks[depth](state)
 
+    def multiplied(self, depth: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """See `Drafter.multiplied`: each depth has blocks of its own."""
+        return [], [p for p in self.blocks[depth].parameters() if p.ndim > 1]
+
     def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
         """[N, H] -> [N, V]."""
         return self.lm_heads[min(depth, len(self.lm_heads) - 1)](hidden)

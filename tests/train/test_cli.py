@@ -20,8 +20,9 @@ from speculators.config import config_for_target
 from speculators.drafter import family_class
 from speculators.export import export_drafter, load_drafter
 from speculators.target import FrozenTarget
-from train import checkpoint, dry_run
+from train import checkpoint
 from train.cli import app
+from train.estimate import outline
 from train.recipe import describe_schema
 from train.recipe_load import load_recipe
 from train.run import drafter_config
@@ -169,13 +170,13 @@ def test_dry_run_needs_config_json_alone(recipe_file, tmp_path, target_folder):
     shutil.copy(target_folder / "config.json", bare)
     code, output = call("train", recipe_file, f"target.model={bare}", "--dry-run")
     assert code == 0, output
-    assert "the target's tokenizer" in output and "trainable parameters" in output
+    assert "the target's tokenizer" in output and "trained parameters" in output
 
 
 def test_dry_run_counts_what_the_run_would_have(recipe_file, target_folder):
     """Parameters and taps of the sketch are those of the loaded target and drafter."""
     recipe = load_recipe(recipe_file)
-    plan, target = dry_run.estimate(recipe), FrozenTarget.from_pretrained(str(target_folder))
+    plan, target = outline(recipe), FrozenTarget.from_pretrained(str(target_folder))
     config = drafter_config(recipe, target)
     drafter = family_class("eagle3")(config).attach(target)
     assert plan.drafter == config
