@@ -1,7 +1,7 @@
 """How far `draftsmith plan` is off: short trainings on this machine's CPU, estimated first and then measured.
 
-Families at two sizes of target, row and batch. The shares of the CPU's peaks (train/hardware.py) are fitted on the
-small ones, and the error is that of the large ones, which the fit has not seen. One thread, counted in seconds of the
+Four families, each at two sizes of target, row and batch. The shares of the CPU's peaks (train/hardware.py) are fitted
+on two of them, and the error is that of the others, which the fit has not seen. One thread, counted in seconds of the
 CPU, so that what else the machine does hardly matters; memory is the peak of a process of its own beyond what it held
 before the target was loaded.
 
@@ -46,6 +46,7 @@ MID = {  # of the large runs' target
     "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 64, "dtype": "float32",
 }  # fmt: skip
+FITTED = ("eagle3", "draft_model")  # families that the fit sees
 FIGURES = ("seconds per step", "seconds per token written", "peak memory", "checkpoint bytes", "export bytes")
 
 
@@ -72,7 +73,7 @@ def main(
             runs.append({"family": family, "size": size, "recipe": recipe, **json.loads(done.stdout.splitlines()[-1])})
             print(f"{family}, {size}: measured", file=sys.stderr)
         outlines = [sized(run["recipe"]) for run in runs]
-    shares = fit([pair for pair in zip(outlines, runs) if pair[1]["size"] == "small"], device)
+    shares = fit([pair for pair in zip(outlines, runs) if pair[1]["family"] in FITTED], device)
     fitted = replace(device, **shares)
     for run, plan in zip(runs, outlines):
         run["estimated"] = estimates(plan, fitted)
@@ -191,53 +192,54 @@ def sized(path: Path) -> Any:
     return outline(load_recipe(path))
 
 
-def estimates(plan: Any, device: Any) -> dict[str, float]:
-    """The measured figures, as the plan has them."""
-    from train.memory_estimate import checkpoint_bytes, disk, memory
+def works(plan: Any) -> tuple[Any, Any]:
+    """Of a step, and of a token that is written."""
     from train.phases import generation, phases, texts_of
+    from train.work import total
 
     r = plan.recipe.regenerate
     texts = texts_of(plan.sources, plan.recipe.data.max_length, r.max_new_tokens)
-    writing = generation(plan, texts, r.batch_size, r.max_new_tokens).seconds(device).likely
+    writing = generation(plan, texts, r.batch_size, r.max_new_tokens)
+    return total(p.whole for p in phases(plan, steps=1)), writing * (1 / (texts.count * texts.response))
+
+
+def estimates(plan: Any, device: Any) -> dict[str, float]:
+    """The measured figures, as the plan has them."""
+    from train.memory_estimate import checkpoint_bytes, disk, memory
+
+    times = [work.seconds(device).likely for work in works(plan)]
     peaks = [stage.total for stage in memory(plan) if stage.name != "measure"]
-    return {
-        "seconds per step": sum(p.whole.seconds(device).likely for p in phases(plan, steps=1)),
-        "seconds per token written": writing / (texts.count * texts.response),
-        "peak memory": max(peaks),
-        "checkpoint bytes": checkpoint_bytes(plan),
-        "export bytes": disk(plan)["export"],
-    }
+    return dict(zip(FIGURES, [*times, max(peaks), checkpoint_bytes(plan), disk(plan)["export"]], strict=True))
 
 
 def fit(pairs: list[tuple[Any, dict[str, float]]], device: Any) -> dict[str, Any]:
     """Shares of the peaks and the cost of a call with the least squares of log ratios of the times."""
     from train.hardware import Range
 
-    best: tuple[float, dict[str, Any]] = (math.inf, {})
+    known = [(work, run[name]) for plan, run in pairs for work, name in zip(works(plan), FIGURES)]
+    found: list[tuple[float, dict[str, Any]]] = []
     for products, transfers, calls in itertools.product(
-        (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9), (0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8), (1.0, 2.0, 3.0, 4.5, 7.0, 10.0)
+        (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
+        (0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0),
+        (1.0, 2.0, 3.0, 4.5, 7.0, 10.0, 14.0),
     ):
         tried = {
-            "products": Range(*[products] * 3),
-            "transfers": Range(*[transfers] * 3),
+            "products": Range(products, products, products),
+            "transfers": Range(transfers, transfers, transfers),
             "call_seconds": calls * device.call_seconds,
         }
-        error = 0.0
-        for plan, run in pairs:
-            found = estimates(plan, replace(device, **tried))
-            error += sum(math.log(found[name] / run[name]) ** 2 for name in FIGURES[:2])
-        if error < best[0]:
-            best = error, tried
-            print(f"shares {products}, {transfers}; a call costs {calls} x the smallest: {error:.3f}", file=sys.stderr)
-    return best[1]
+        fitted = replace(device, **tried)
+        error = sum(math.log(work.seconds(fitted).likely / measured) ** 2 for work, measured in known)
+        found.append((error, tried))
+    return min(found, key=lambda each: each[0])[1]
 
 
 def report(runs: list[dict[str, Any]], device: Any) -> None:
     """Ratios, and their error on the large runs."""
     console = Console(width=140)
-    gemm, copied = device.flops["float32"] / 1e9, device.bandwidth / 1e9
+    exact, half, copied = device.flops["float32"] / 1e9, device.flops["bfloat16"] / 1e9, device.bandwidth / 1e9
     console.print(
-        f"measured: {gemm:.0f} GFLOP/s in float32, {device.flops['bfloat16'] / 1e9:.0f} in bfloat16, {copied:.1f} GB/s; "
+        f"measured: {exact:.0f} GFLOP/s in float32, {half:.0f} in bfloat16, {copied:.1f} GB/s; "
         f"fitted: products reach {device.products.likely:.0%}, transfers {device.transfers.likely:.0%}, a call "
         f"{device.call_seconds * 1e6:.1f} us"
     )
@@ -245,8 +247,8 @@ def report(runs: list[dict[str, Any]], device: Any) -> None:
     for run in runs:
         cells = [f"{run['estimated'][name] / run[name]:.2f} ({run[name]:.3g})" for name in FIGURES]
         table.add_row(f"{run['family']}, {run['size']}", *cells)
-    unseen = [run for run in runs if run["size"] == "large"]
-    for name, pick in (("median error, large", statistics.median), ("worst error, large", max)):
+    unseen = [run for run in runs if run["family"] not in FITTED]
+    for name, pick in (("median error, not fitted", statistics.median), ("worst error, not fitted", max)):
         errors = [pick([abs(math.log(run["estimated"][n] / run[n])) for run in unseen]) for n in FIGURES]
         table.add_row(name, *(f"x {math.exp(e):.2f}" for e in errors), style="bold")
     console.print(table)

@@ -146,7 +146,8 @@ class DecoderConfig(DrafterConfig):
         H, inner = self.hidden_size, self.intermediate_size
         heads, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         layer = width * (10 * H + 2 * heads + 2 * kv + 3 * inner) + 4 * 4 * H  # norms run in float32
-        scores = 0 if recompute else self.num_attention_heads * tokens * (4 + width)
+        # in float32, and again in fewer bits where there are fewer
+        scores = 0 if recompute else self.num_attention_heads * tokens * (4 + width % 4)
         return self.num_layers * (layer + scores)
 
     def llama_fields(self) -> dict[str, Any]:

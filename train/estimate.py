@@ -18,6 +18,8 @@ from train.data_count import TokenCount, counter
 from train.recipe import Recipe
 from train.target_sketch import TargetSketch, sketch_target
 
+FULLEST = 1.05  # terms of the row of a batch that has the most, relative to the mean row's
+
 
 @dataclass
 class Outline:
@@ -68,6 +70,13 @@ class Outline:
         return self.supervised / self.tokens if self.tokens else 1.0
 
     @property
+    def used_share(self) -> float:
+        """Of a row's slots, those with a term at some depth, in the row that has the most of them."""
+        rows = sum(source.rows for source in self.sources)
+        response = self.supervised / rows if rows and self.supervised else float(self.recipe.data.max_length)
+        return min(self.supervised_share * (1 + (self.depths - 1) / max(response, 1)) * FULLEST, 1.0)
+
+    @property
     def packed_rows(self) -> float:
         """Of `data.max_length` tokens; packed ones are nearly full."""
         if self.recipe.data.packing:
@@ -81,8 +90,8 @@ class Outline:
         if not whole:
             return t.batch_size, t.gradient_accumulation_steps
         share = max(whole // processes, 1)
-        rows = min(t.batch_size, share)
-        return rows, math.ceil(share / rows)
+        rows = max(n for n in range(1, min(t.batch_size, share) + 1) if share % n == 0)
+        return rows, share // rows
 
     def rows_per_step(self, processes: int = 1) -> int:
         rows, micro = self.micro_steps(processes)

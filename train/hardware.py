@@ -16,7 +16,6 @@ import torch
 
 from speculators.errors import ConfigError
 
-
 Clock = Callable[[], float]
 
 
@@ -70,7 +69,7 @@ DEVICES = _table(
     h100=("NVIDIA H100 SXM 80 GB", 989.4, 494.7, 66.9, 80, 3350, 450),
     h100_pcie=("NVIDIA H100 PCIe 80 GB", 756, 378, 51.2, 80, 2000, 64),
     h200=("NVIDIA H200 SXM 141 GB", 989.4, 494.7, 66.9, 141, 4800, 450),
-    b200=("NVIDIA B200 180 GB", 2250, 1100, 75, 180, 7700, 900),
+    b200=("NVIDIA B200 SXM 179 GB", 2250, 1100, 80, 179, 8000, 900),
     a100_80=("NVIDIA A100 SXM 80 GB", 312, 156, 19.5, 80, 2039, 300),
     a100_40=("NVIDIA A100 SXM 40 GB", 312, 156, 19.5, 40, 1555, 300),
     l40s=("NVIDIA L40S 48 GB", 362, 183, 91.6, 48, 864, 32),
@@ -102,7 +101,9 @@ def measure_cpu(clock: Clock = time.perf_counter) -> Device:
     calls. `clock`: seconds, for one thread `time.process_time` where others use the machine."""
     import psutil
 
-    rates = {str(dtype).removeprefix("torch."): _product_rate(dtype, clock) for dtype in (torch.float32, torch.bfloat16)}
+    rates = {
+        str(dtype).removeprefix("torch."): _product_rate(dtype, clock) for dtype in (torch.float32, torch.bfloat16)
+    }
     bandwidth = _copy_rate(clock)
     return Device(
         name=f"this machine's CPU, {torch.get_num_threads()} threads",

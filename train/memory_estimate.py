@@ -51,7 +51,8 @@ def memory(plan: Outline, *, processes: int = 1, device: str = "cpu") -> list[St
     stages = [_training(plan, processes, device)]
     if plan.recipe.regenerate.enabled or plan.validation:
         r = plan.recipe.regenerate
-        longest = min(plan.recipe.data.max_length, _prompt_tokens(plan) + r.max_new_tokens)
+        most = r.max_new_tokens if r.enabled else plan.recipe.evaluation.max_tokens
+        longest = min(plan.recipe.data.max_length, _prompt_tokens(plan) + most)
         held = {"target's weights": _target_bytes(plan, processes)}
         stages.insert(0, StageMemory("regenerate", held, {"decode": _generation(plan, r.batch_size, longest)}))
     if plan.recipe.evaluation.prompts or plan.recipe.data.validation:
@@ -117,16 +118,18 @@ def checkpointed(plan: Outline) -> bool:
 
 
 def activations(plan: Outline, rows: int) -> int:
-    """What an unroll over `rows` rows keeps for its backward pass, about. Recomputed depths keep what they read, and
-    one of them is there whole."""
+    """What an unroll over `rows` rows keeps for its backward pass, about: of the slots that have a term, where the rest
+    is not computed. Recomputed depths keep what they read, and one of them is there whole."""
     T, K = plan.recipe.data.max_length, plan.depths
     width = 2 if plan.recipe.training.mixed_precision == "bf16" else 4
     one = plan.drafter.activation_bytes(T, width, recompute=T > RECOMPUTE_FROM)
-    depths = 1 if plan.recipe.family == "draft_model" else K  # its one pass serves every depth
+    asked = bool(plan.head.multiplied(0)[1])
+    slots = rows * T * (plan.used_share if asked else 1.0)
+    depths = K if any(map(len, plan.head.multiplied(K - 1))) else 1  # or one pass serves them all
+    gathered = K * 4 * plan.drafter.hidden_size  # states for the loss, and their gradients
     if checkpointed(plan) and depths > 1:
-        return rows * T * (one + 3 * depths * width * plan.drafter.hidden_size)
-    states = depths * 4 * plan.drafter.hidden_size  # gathered for the loss
-    return rows * T * (depths * one + states)
+        return round(slots * (one + 3 * depths * width * plan.drafter.hidden_size + gathered))
+    return round(slots * (depths * one + gathered))
 
 
 def adapter_parameters(plan: Outline) -> int:

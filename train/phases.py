@@ -7,6 +7,7 @@ sizes and counts; no device.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +29,6 @@ HELD_OUT = 8  # texts per workload and temperature (RunData.held_out)
 CHUNK_ROWS = 8  # times regenerate.batch_size: texts that are asked for at once (train/regenerate.py)
 LONGEST = 1.5  # times the mean: the longest response of a chunk
 EVALUATIONS = 10  # of a run that does not say how many
-ROWS_IN_USE = 1.05  # slots of the row that has most, relative to the mean row's
 
 
 @dataclass(frozen=True)
@@ -183,6 +183,8 @@ def _features(plan: Outline, tokens: float, processes: int, products: float = 1.
 def _share_computed(plan: Outline, steps: int, processes: int) -> float:
     """Of the features of a run, those that are not kept from an earlier epoch."""
     keep = plan.recipe.training.keep_features_gb * 2**30 * processes
+    if getattr(getattr(plan.recipe, "features", None), "mode", "online") == "cache":
+        keep = math.inf  # on disk
     read = steps * plan.rows_per_step(processes)
     if not keep or not read or not plan.packed_rows:
         return 1.0
@@ -195,27 +197,20 @@ def _compute_dtype(plan: Outline) -> torch.dtype:
     return torch.bfloat16 if plan.recipe.training.mixed_precision == "bf16" else torch.float32
 
 
-def used_share(plan: Outline) -> float:
-    """Of a row's slots, those with a term at some depth."""
-    rows = sum(s.rows for s in plan.sources)
-    response = plan.supervised / rows if rows and plan.supervised else float(plan.recipe.data.max_length)
-    return min(plan.supervised_share * (1 + (plan.depths - 1) / max(response, 1)) * ROWS_IN_USE, 1.0)
-
-
 def drafter(plan: Outline, processes: int) -> Work:
     """Every depth of the unroll, forward and backward, and its recomputation where it is not kept."""
     rows, _ = plan.micro_steps(processes)
     T, dtype = plan.recipe.data.max_length, _compute_dtype(plan)
     slots, attention = float(rows * T), plan.drafter.attention
-    used = used_share(plan) * slots
-    trained = {id(p) for p in plan.head.trainable_parameters()}
-    again = checkpointed(plan)
-    done = Work(traffic=6 * sum(p.numel() for p in plan.head.weight_matrices()) if dtype != torch.float32 else 0)
+    used = plan.used_share * slots
+    again, matrices = checkpointed(plan), plan.head.weight_matrices()
+    whole = sum(p.numel() for p in matrices)
+    backward = 1 + sum(p.numel() for p in matrices if p.requires_grad) / max(whole, 1)  # frozen ones pass gradients on
+    done = Work(traffic=6 * whole if dtype != torch.float32 else 0)  # cast by autocast
     for depth, (everywhere, asked) in enumerate(depth_products(plan.head, plan.depths)):
         for parts, tokens, attends in ((everywhere, slots, not asked), (asked, used, bool(asked))):
             if not parts.count:
                 continue
-            backward = 2.0 if trained else 1.0
             recomputed = 1.0 if again and depth else 0.0
             done += work.forward(parts, tokens, dtype, products=1 + backward + recomputed, passes=3 + recomputed)
             if attends and attention.width:

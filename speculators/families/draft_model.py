@@ -55,7 +55,7 @@ class DraftModelConfig(DrafterConfig):
         """See `DrafterConfig.activation_bytes`: as a decoder of the usual shape."""
         model = config_of(self.model)
         inner = self.model.get("intermediate_size") or self.model.get("ffn_dim") or 4 * self.hidden_size
-        scores = 0 if recompute else model.num_attention_heads * tokens * (4 + width)
+        scores = 0 if recompute else model.num_attention_heads * tokens * (4 + width % 4)
         return model.num_hidden_layers * (width * (14 * self.hidden_size + 3 * inner) + scores)
 
 
