@@ -26,15 +26,7 @@ def describe(recipe: Recipe, console: Console | None = None) -> None:
     """Print what a run of this recipe would do."""
     plan, console = outline(recipe), console or Console()
     for title, rows in _sections(plan):
-        table = Table(
-            title=title, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False
-        )
-        table.add_column(style="dim", no_wrap=True)
-        table.add_column()
-        for name, value in rows:
-            table.add_row(name, escape(value))
-        console.print(table)
-        console.print()
+        print_pairs(console, title, rows)
     shapes = Table(
         "tensor", "shape", title="Trained tensors", title_justify="left", title_style="bold", box=SIMPLE_HEAD
     )
@@ -42,6 +34,17 @@ def describe(recipe: Recipe, console: Console | None = None) -> None:
         shapes.add_row(name, " x ".join(map(str, shape)) + (f"  ({count} of them)" if count > 1 else ""))
     console.print(shapes)
     console.print("Nothing was loaded, generated or written.", style="dim")
+
+
+def print_pairs(console: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
+    """A table of names and values."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for name, value in rows:
+        table.add_row(name, escape(value))
+    console.print(table)
+    console.print()
 
 
 # --------------------------------------------------------------------------------------------- what is printed

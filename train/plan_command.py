@@ -106,7 +106,7 @@ def _print(made: Plan, advice: list[Advice]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from train.dry_run import byte_rows, in_bytes, memory_rows
+    from train.dry_run import byte_rows, in_bytes, memory_rows, print_pairs
 
     console = Console()
     console.print(f"[bold]{escape(made.recipe.name)}[/bold] on {made.count} x {made.device.name}", highlight=False)
@@ -121,15 +121,15 @@ def _print(made: Plan, advice: list[Advice]) -> None:
     console.print(times)
     rows = memory_rows(made.peak)[:-1]
     rows += [("runtime and libraries", in_bytes(made.device.context)), ("needed", in_bytes(made.needed))]
-    _print_pairs(console, f"Memory of one device at its peak, when it has to {made.peak.name}", rows)
+    print_pairs(console, f"Memory of one device at its peak, when it has to {made.peak.name}", rows)
     others = [
         (f"{stage.name}: {each.name}" if stage.name else each.name, in_bytes(each.total + made.device.context))
         for stage in made.stages
         for each in stage.memory
     ]
-    _print_pairs(console, "Memory by stage", others)
-    _print_pairs(console, "Disk", byte_rows(made.disk))
-    _print_pairs(console, "Assumed", [("", text) for text in made.assumptions])
+    print_pairs(console, "Memory by stage", others)
+    print_pairs(console, "Disk", byte_rows(made.disk))
+    print_pairs(console, "Assumed", [("", text) for text in made.assumptions])
     style = "green" if made.fits else "red"
     console.print(f"[bold {style}]{escape(verdict(made))}[/bold {style}]", highlight=False, soft_wrap=True)
     for each in advice:
@@ -139,19 +139,6 @@ def _print(made: Plan, advice: list[Advice]) -> None:
         console.print(
             "  no change of the recipe that was tried makes it fit, and no device of the table", soft_wrap=True
         )
-
-
-def _print_pairs(console: Any, title: str, rows: list[tuple[str, str]]) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
-    for name, value in rows:
-        table.add_row(name, escape(value))
-    console.print(table)
-    console.print()
 
 
 def _duration(time: Range) -> str:
