@@ -247,7 +247,7 @@ def report(runs: list[dict[str, Any]], device: Any) -> None:
     for run in runs:
         cells = [f"{run['estimated'][name] / run[name]:.2f} ({run[name]:.3g})" for name in FIGURES]
         table.add_row(f"{run['family']}, {run['size']}", *cells)
-    unseen = [run for run in runs if run["family"] not in FITTED]
+    unseen = [run for run in runs if run["family"] not in FITTED] or runs
     for name, pick in (("median error, not fitted", statistics.median), ("worst error, not fitted", max)):
         errors = [pick([abs(math.log(run["estimated"][n] / run[n])) for run in unseen]) for n in FIGURES]
         table.add_row(name, *(f"x {math.exp(e):.2f}" for e in errors), style="bold")

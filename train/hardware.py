@@ -79,6 +79,7 @@ DEVICES = _table(
     mi300x=("AMD Instinct MI300X 192 GB", 1307.4, 653.7, 163.4, 192, 5300, 448),
 )
 CPU = "cpu"
+CALL = 10.0  # times the smallest call: what one costs on a CPU, fitted as the shares of it are
 
 
 def find_device(name: str) -> Device:
@@ -112,9 +113,9 @@ def measure_cpu(clock: Clock = time.perf_counter) -> Device:
         bandwidth=bandwidth,
         link=bandwidth / 2,  # between processes of one host
         kind="cpu",
-        call_seconds=_call_seconds(clock),
-        products=Range(0.5, 0.75, 1.0),
-        transfers=Range(0.3, 0.5, 0.8),
+        call_seconds=CALL * _call_seconds(clock),
+        products=Range(0.6, 0.9, 1.0),
+        transfers=Range(0.1, 0.15, 0.3),
         context=6e8,
     )
 
