@@ -214,7 +214,7 @@ def estimates(plan: Any, device: Any) -> dict[str, float]:
 
 def fit(pairs: list[tuple[Any, dict[str, float]]], device: Any) -> dict[str, Any]:
     """Shares of the peaks and the cost of a call with the least squares of log ratios of the times."""
-    from train.hardware import Range
+    from train.hardware import CALL, Range
 
     known = [(work, run[name]) for plan, run in pairs for work, name in zip(works(plan), FIGURES)]
     found: list[tuple[float, dict[str, Any]]] = []
@@ -226,7 +226,7 @@ def fit(pairs: list[tuple[Any, dict[str, float]]], device: Any) -> dict[str, Any
         tried = {
             "products": Range(products, products, products),
             "transfers": Range(transfers, transfers, transfers),
-            "call_seconds": calls * device.call_seconds,
+            "call_seconds": calls * device.call_seconds / CALL,
         }
         fitted = replace(device, **tried)
         error = sum(math.log(work.seconds(fitted).likely / measured) ** 2 for work, measured in known)
