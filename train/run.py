@@ -6,6 +6,7 @@ command again continues. Knows the order of the stages and nothing of how they w
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import sys
@@ -106,10 +107,13 @@ def run(
     if accelerator.is_main_process:
         with stages.stage("export"):
             export(recipe, trained)
+        history, steps = trained.state.history, trained.state.step
+        del trained  # what is measured is loaded from the export, and needs the memory
+        gc.collect()
         from train.acceptance import accept
 
-        code = accept(recipe, stages=stages, history=trained.state.history)
-        trackers.attach_report(recipe, accelerator, trained.state.step)
+        code = accept(recipe, stages=stages, history=history)
+        trackers.attach_report(recipe, accelerator, steps)
         if recipe.export.push_to_hub:
             _push(recipe, stages, code)
     accelerator.end_training()
