@@ -98,9 +98,6 @@ _KEYS = (
 def _values(plan: Plan, recipe: Recipe, key: str) -> Iterator[tuple[str, Recipe]]:
     """(how to write it, the recipe) for smaller and smaller values of a key."""
     section, _, name = key.partition(".")
-    fields = type(getattr(recipe, section)).model_fields
-    if name not in fields:
-        return
     value = getattr(getattr(recipe, section), name)
     if key == "training.loss_chunk_size":
         value = chunk_size(plan.stages[0].outline, plan.device.kind)
