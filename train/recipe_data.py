@@ -168,7 +168,8 @@ class Source(Section):
         """The same without a preset: what it stands for is written out."""
         if self.preset is None:
             return self
-        known, own = PRESETS[self.preset], {}
+        known = PRESETS[self.preset]
+        own: dict[str, Any] = {}
         if self.path is None:
             own = {"name": known.name, "config": self.config or known.config, "split": self.split or known.split}
         if self.columns is None and self.field == "auto":
