@@ -22,8 +22,10 @@ from inference.console import json_option, print_error
 from speculators.errors import ConfigError, DraftsmithError
 from train import artefact, bench_command
 from train.cli_evaluate import evaluate
+from train.feature_command import cache_features
 from train.prepare_command import prepare
 from train.push_command import push
+from train.regenerate_command import regenerate
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,6 +48,7 @@ app = typer.Typer(
 )  # fmt: skip
 
 app.command()(push)
+app.command()(regenerate)
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe: a YAML file, such as those in recipes/.")]
 Overrides = Annotated[
@@ -95,6 +98,7 @@ app.command()(artefact.inspect)
 
 
 app.command()(evaluate)
+app.command()(cache_features)
 
 
 @app.command()

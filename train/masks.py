@@ -69,11 +69,25 @@ class TokenRow:
 
 
 @dataclass(frozen=True, eq=False)
-class _Turn:
+class Turn:
     """One assistant turn: the tokens up to its end, and which of them it wrote."""
 
     ids: list[int]
     mask: np.ndarray  # bool [len(ids)]
+
+
+def fewest_rows(turns: Sequence[Turn], workload: str) -> list[TokenRow]:
+    """Turns of one conversation, in order, as rows: a turn that another one begins with is supervised in its row."""
+    pending, rows = list(turns), []
+    while pending:
+        last = pending[-1]
+        covered = [turn for turn in pending if last.ids[: len(turn.ids)] == turn.ids]
+        mask = np.zeros(len(last.ids), dtype=bool)
+        for turn in covered:
+            mask[: len(turn.ids)] |= turn.mask
+        rows.append(TokenRow(np.asarray(last.ids), mask, workload))
+        pending = [turn for turn in pending if turn not in covered]
+    return rows[::-1]
 
 
 class ConversationTokenizer:
@@ -126,23 +140,13 @@ class ConversationTokenizer:
                 "no_response",
                 "the conversation has no assistant turn to learn from; turn regenerate on to have the target answer it",
             )
-        pending = self._turns(example, messages, spoken, max_length)
-        rows: list[TokenRow] = []
-        while pending:
-            last = pending[-1]
-            covered = [turn for turn in pending if last.ids[: len(turn.ids)] == turn.ids]
-            mask = np.zeros(len(last.ids), dtype=bool)
-            for turn in covered:
-                mask[: len(turn.ids)] |= turn.mask
-            rows.append(TokenRow(np.asarray(last.ids), mask, example.workload))
-            pending = [turn for turn in pending if turn not in covered]
-        return rows[::-1]
+        return fewest_rows(self._turns(example, messages, spoken, max_length), example.workload)
 
     # ------------------------------------------------------------------------------------------ one turn
 
     def _turns(
         self, example: Example, messages: list[Message], spoken: list[int], max_length: int | None
-    ) -> list[_Turn]:
+    ) -> list[Turn]:
         """The assistant turns at the places `spoken`, but for those that begin behind `max_length` tokens.
 
         They do where the text before them begins with that of an earlier turn, up to the special token that ends it
@@ -160,7 +164,7 @@ class ConversationTokenizer:
                 full = tail
         return turns
 
-    def _turn(self, example: Example, messages: list[Message], index: int, head_text: str, tail_text: str) -> _Turn:
+    def _turn(self, example: Example, messages: list[Message], index: int, head_text: str, tail_text: str) -> Turn:
         """Turn `index`; `head_text`: all before it with the generation prompt, `tail_text`: all up to its end."""
         refusal = partial(_refusal, example, messages, index)
         if not (messages[index]["content"].strip() or messages[index].get("tool_calls") or _thought(messages[index])):
@@ -201,7 +205,7 @@ class ConversationTokenizer:
         if not mask.any():
             raise refusal("no_mask", "its mask is empty: the template renders no token of it")
         end = int(np.flatnonzero(mask)[-1]) + 1
-        return _Turn(ids[:end], mask[:end])
+        return Turn(ids[:end], mask[:end])
 
     def _marked_mask(self, example: Example, messages: list[Message], index: int) -> np.ndarray:
         """The tokens that the template's own markers enclose, up to turn `index`: bool [T]."""

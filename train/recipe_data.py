@@ -5,7 +5,7 @@ Must not know how sources are read (`train.sources`) nor how turns are masked.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
@@ -278,8 +278,31 @@ def check_shares(value: list[TemperatureShare]) -> list[TemperatureShare]:
 Shares = Annotated[list[TemperatureShare], BeforeValidator(read_shares), AfterValidator(check_shares)]
 
 
+class EndpointSection(Section):
+    """One server that writes responses, compatible with OpenAI's."""
+
+    url: str = Field(pattern=r"^https?://[^\s/]+(/\S*)?$", description="its address, such as http://host:8000/v1")
+    model: Text | None = Field(
+        None, description="the name it serves the target under; null: target.model, or the only one it has"
+    )
+    api_key_env: Text | None = Field(None, description="environment variable that holds its key; null: it asks none")
+    max_concurrency: PositiveInt = Field(64, description="requests under way at a time; a server's max_num_seqs fits")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _url_alone(cls, value: Any) -> Any:
+        return {"url": value} if isinstance(value, str) else value
+
+
 class RegenerateSection(Section):
     """Responses rewritten by the target itself: without it a head learns another model's habits."""
+
+    # Who writes and how patiently, not what is written: a run may be continued with other values.
+    operational: ClassVar[frozenset[str]] = frozenset(
+        {"endpoints", "max_failures", "max_attempts", "request_timeout_s", "patience_s", "min_agreement"}
+    )
+    # Left out of a run's fingerprint at their defaults: so runs are those of before these keys.
+    later: ClassVar[tuple[str, ...]] = ("turns", "exchange", "unproved_tokens")
 
     enabled: bool = Field(True, description="replace every response by the target's own; off: train on the data as is")
     temperatures: Shares = Field(
@@ -295,3 +318,47 @@ class RegenerateSection(Section):
     cache_dir: Text | None = Field(
         None, description="where responses are kept by content; null: <output_dir>/responses"
     )
+    turns: Literal["last", "all"] = Field(
+        "last",
+        description="last: the last response of a conversation, after the data's own earlier ones; all: every "
+        "response, each after those written before it",
+    )
+    endpoints: list[EndpointSection] = Field(
+        default_factory=list,
+        description="servers that write the responses, each a URL or a mapping; empty: this process does",
+    )
+    exchange: Literal["tokens", "text"] = Field(
+        "tokens",
+        description="with endpoints: tokens are sent and returned as ids; text, for servers that cannot, goes through "
+        "their own chat template and is tokenised again",
+    )
+    unproved_tokens: Literal["drop", "keep"] = Field(
+        "drop",
+        description="with exchange: text, what to do with a response whose tokens may be others than those written; "
+        "either way they are counted",
+    )
+    max_failures: Share = Field(
+        0.0, description="share of the responses that may fail for good; beyond it the run stops, and keeps what it has"
+    )
+    max_attempts: PositiveInt = Field(8, description="times a request is sent before it has failed")
+    request_timeout_s: float = Field(600.0, gt=0, description="seconds for one response")
+    patience_s: float = Field(
+        1800.0, gt=0, description="seconds without any endpoint that answers, after which the run stops"
+    )
+    min_agreement: Share = Field(
+        0.9,
+        description="share of greedy tokens in which an endpoint must agree with the target, or with another endpoint "
+        "where the target is not loaded",
+    )
+
+    def not_in_fingerprint(self) -> set[str]:
+        """Keys that shape no training, as they are here."""
+        fields = type(self).model_fields
+        return {*self.operational, *(name for name in self.later if getattr(self, name) == fields[name].default)}
+
+    @model_validator(mode="after")
+    def _each_once(self) -> RegenerateSection:
+        urls = [endpoint.url.rstrip("/") for endpoint in self.endpoints]
+        if len(set(urls)) < len(urls):
+            raise ValueError(f"endpoints: each address may be given once, got {', '.join(urls)}")
+        return self

@@ -20,6 +20,7 @@ from speculators.target import FrozenTarget
 from train import checkpoint
 from train.data import conversation_tokenizer
 from train.recipe_load import load_recipe
+from train.regenerate_record import summary
 from train.run import checkpoints, drafter_config
 from train.target_sketch import sketch_target
 
@@ -51,6 +52,6 @@ def reexport(run_dir: Path, out: Path, *, dtype: str = "auto", format: str = "vl
     exported = target.dtype if wanted == "auto" else getattr(torch, wanted)
     t = recipe.target
     tokenizer = load_tokenizer(t.model, None, revision=t.revision, trust_remote_code=t.trust_remote_code)
-    template = conversation_tokenizer(recipe.data, tokenizer).template_facts()
-    provenance = recipe.provenance(step) | template | {"target": describe_target(target)}
+    facts = conversation_tokenizer(recipe.data, tokenizer).template_facts() | summary(run_dir)
+    provenance = recipe.provenance(step) | facts | {"target": describe_target(target)}
     return export_drafter(drafter, out, dtype=exported, provenance=provenance, format=format), step

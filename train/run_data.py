@@ -1,6 +1,6 @@
 """What the stages of a run read: packed training rows, prompts, and held-out texts that the target wrote.
 
-Knows recipes, files and the target that writes; no drafter and no loop.
+Knows recipes, files and the target that writes, which need not be loaded where endpoints do; no drafter and no loop.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 from rich.markup import escape
@@ -22,7 +23,9 @@ from train.data import PackedRow, conversation_tokenizer, fit_rows, pack, prepar
 from train.prepare import Prepared, askable, bad_rows, training_examples
 from train.progress import Stages
 from train.recipe import Recipe
-from train.regenerate import Response, regenerate
+from train.regenerate import facts_of, regenerate, settings_hash
+from train.regenerate_record import Record, keep_summary
+from train.responses import Response, rows_of
 from train.sources import Example, load_sources
 
 
@@ -32,33 +35,45 @@ class RunData:
     def __init__(
         self,
         recipe: Recipe,
-        target: FrozenTarget,
-        tokenizer,
+        target: FrozenTarget | None,
+        tokenizer: Any,
         accelerator: Accelerator,
         stages: Stages,
         *,
         stage: str = "",
+        part: tuple[int, int] = (0, 1),
+        retry_failed: bool = False,
     ) -> None:
-        """`stage`: of the training, if it has several; names the lists of what is left out."""
+        """`stage`: of the training, if it has several; names the lists of what is left out. `target`: None only where
+        endpoints write; `part` and `retry_failed` as in `regenerate`."""
         self.recipe, self.target, self.tokenizer = recipe, target, conversation_tokenizer(recipe.data, tokenizer)
+        self.part, self.retry_failed = part, retry_failed
         self.accelerator, self.stages, self.stage = accelerator, stages, stage
         self.folder = Path(recipe.output_dir) if accelerator.is_main_process else None
         self.bad = bad_rows(recipe.data, self.folder, stage)
         self._prepared: Prepared | None = None
         self._askable: list[Example] | None = None
-        weights = weights_sha256(cached_folder(recipe.target.model, recipe.target.revision))
-        self.target_hash = hashlib.sha256((weights + text_sha256(tokenizer.chat_template or "")).encode()).hexdigest()
+        self.pad_token_id = tokenizer.pad_token_id or 0
+        self.weights_hash = weights_sha256(cached_folder(recipe.target.model, recipe.target.revision))
+        template = text_sha256(tokenizer.chat_template or "")
+        self.target_hash = hashlib.sha256((self.weights_hash + template).encode()).hexdigest()
         self.responses_folder = Path(recipe.regenerate.cache_dir or Path(recipe.output_dir) / "responses")
+        self.record = Record(
+            recipe.target.model,
+            recipe.target.revision,
+            self.target_hash,
+            text_sha256(self.tokenizer.chat_template or tokenizer.chat_template),
+            recipe.data.chat_template_kwargs,
+        )
         batch = recipe.regenerate.batch_size
-        self.llm = LLM(target, tokenizer, max_num_seqs=batch, max_num_batched_tokens=max(512, 32 * batch))
+        self.llm = target and LLM(target, tokenizer, max_num_seqs=batch, max_num_batched_tokens=max(512, 32 * batch))
+        self.facts = facts_of(recipe, tokenizer) if self.llm is None else None
 
     def training_rows(self) -> list[PackedRow]:
         """Packed rows of the training sources, their responses rewritten by the target unless the recipe says no."""
         data = self.recipe.data
         if self.recipe.regenerate.enabled:
-            examples = self._asked()
-            self._account()
-            rows, statistics = fit_rows((r.row() for r in self._responses("regenerate", examples)), data.max_length)
+            rows, statistics = fit_rows(rows_of(self.responses()), data.max_length)
         else:
             examples = self._examples()
             with self.stages.stage("tokenise", len(examples)) as advance:
@@ -80,11 +95,18 @@ class RunData:
     def prompts(self) -> list[tuple[int, ...]]:
         """What serving would send for the last response of every training example; those that leave no room for one
         are left out. DataError if none is left."""
+        assert self.llm is not None, "texts are written on policy by a target that is loaded"
         room = min(self.recipe.data.max_length, self.llm.engine.max_model_len) - 2
         found = [tuple(self.tokenizer.prompt_ids(example)) for example in self._asked()]
         if not any(fits := [len(prompt) <= room for prompt in found]):
             raise DataError(f"on_policy: all {len(found)} prompts are longer than {room} tokens; raise data.max_length")
         return [prompt for prompt, kept in zip(found, fits) if kept]
+
+    def responses(self) -> list[Response]:
+        """The target's own, to every training example that can be asked; DataError if too many cannot."""
+        asked = self._asked()
+        self._account()
+        return self._responses("regenerate", asked)
 
     def _examples(self) -> list[Example]:
         """Read once."""
@@ -122,16 +144,13 @@ class RunData:
             [e for e, _ in chosen],
             [t for _, t in chosen],
             max_new_tokens=self.recipe.evaluation.max_tokens,
+            turns="last",
         )
         return {t: [r for r in responses if r.temperature == t] for t in self.recipe.evaluation.temperatures}
 
-    def _responses(
-        self, name: str, examples: list[Example], temperatures=None, max_new_tokens: int | None = None
-    ) -> list[Response]:
-        """Written by the main process, read by the others."""
-        section = self.recipe.regenerate
-        if max_new_tokens is not None:
-            section = section.model_copy(update={"max_new_tokens": max_new_tokens})
+    def _responses(self, name: str, examples: list[Example], temperatures=None, **changed: Any) -> list[Response]:
+        """Written by the main process, read by the others. `changed`: keys of the section."""
+        section = self.recipe.regenerate.model_copy(update=changed)
         responses: list[Response] = []
         for main in (True, False):
             if self.accelerator.is_main_process == main:
@@ -144,9 +163,17 @@ class RunData:
                         target_hash=self.target_hash,
                         folder=self.responses_folder,
                         max_length=self.recipe.data.max_length,
+                        facts=self.facts,
                         temperatures=temperatures,
-                        progress=lambda done, total: advance(done, total=total),
+                        progress=lambda done, total, note: advance(done, note, total=total),
+                        say=self.stages.say,
+                        part=self.part,
+                        retry_failed=self.retry_failed,
+                        record=self.record,
                     )
+                if main:
+                    kept = self.responses_folder / f"{settings_hash(section, self.target_hash)}.json"
+                    keep_summary(Path(self.recipe.output_dir), kept)
             self.accelerator.wait_for_everyone()
         return responses
 
