@@ -367,6 +367,16 @@ def test_turns_out_of_reach_are_passed_over_and_change_nothing(tokenizer, monkey
         assert rows[0].loss_mask.tolist() == whole[0][0].loss_mask.tolist()
 
 
+def test_turns_behind_a_history_that_is_rewritten_are_in_reach(tokenizer):
+    """Long thoughts fill a row; once they are dropped, the next turn is near again."""
+    thoughts = f"<think>\n{'hm ' * 99}\n</think>\n\nhi"
+    turns = ("user", "hello"), ("assistant", thoughts), ("user", "bye"), ("assistant", "ok")
+    converter = ConversationTokenizer(tokenizer, chat_template=QWEN3)
+    rows, statistics = fit_rows(converter.rows(conversation(*turns), 60), 60)
+    assert (statistics.rows, statistics.truncated) == (2, 1)
+    assert supervised(tokenizer, rows[1]) == ["<think>\n\n</think>\n\nok<|im_end|>"]
+
+
 def test_tokenizer_without_template_is_refused(tokenizer):
     with pytest.raises(DataError, match=r"no chat template; give one with data.chat_template"):
         ConversationTokenizer(tokenizer).rows(chat("a", "b"))
