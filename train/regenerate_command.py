@@ -47,10 +47,10 @@ def regenerate(
     t = checked.target
     tokenizer = load_tokenizer(t.model, None, revision=t.revision, trust_remote_code=t.trust_remote_code)
     target = None
-    for _, each in checked.training_stages():
+    for name, each in checked.training_stages():
         if target is None and (check_target or not each.regenerate.endpoints):
             target = load_target(checked, accelerator, ())
-        data = RunData(each, target, tokenizer, accelerator, stages, part=mine, retry_failed=retry_failed)
+        data = RunData(each, target, tokenizer, accelerator, stages, stage=name, part=mine, retry_failed=retry_failed)
         if each.regenerate.enabled:
             data.responses()
         data.held_out()

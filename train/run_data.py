@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from rich.markup import escape
 
 from inference import LLM
 from inference.provenance import text_sha256, weights_sha256
@@ -19,6 +20,7 @@ from speculators.errors import DataError
 from speculators.hub import cached_folder
 from speculators.target import FrozenTarget
 from train.data import PackedRow, conversation_tokenizer, fit_rows, pack, prepare_rows
+from train.prepare import Prepared, askable, bad_rows, training_examples
 from train.progress import Stages
 from train.recipe import Recipe
 from train.regenerate import facts_of, regenerate, settings_hash
@@ -38,15 +40,23 @@ class RunData:
         accelerator: Accelerator,
         stages: Stages,
         *,
+        stage: str = "",
         part: tuple[int, int] = (0, 1),
         retry_failed: bool = False,
     ) -> None:
-        """`target`: None only where endpoints write; `part` and `retry_failed` as in `regenerate`."""
+        """`stage`: of the training, if it has several; names the lists of what is left out. `target`: None only where
+        endpoints write; `part` and `retry_failed` as in `regenerate`."""
         self.recipe, self.target, self.tokenizer = recipe, target, conversation_tokenizer(recipe.data, tokenizer)
         self.part, self.retry_failed = part, retry_failed
-        self.accelerator, self.stages = accelerator, stages
-        weights = weights_sha256(cached_folder(recipe.target.model, recipe.target.revision))
-        self.target_hash = hashlib.sha256((weights + text_sha256(tokenizer.chat_template or "")).encode()).hexdigest()
+        self.accelerator, self.stages, self.stage = accelerator, stages, stage
+        self.folder = Path(recipe.output_dir) if accelerator.is_main_process else None
+        self.bad = bad_rows(recipe.data, self.folder, stage)
+        self._prepared: Prepared | None = None
+        self._askable: list[Example] | None = None
+        self.pad_token_id = tokenizer.pad_token_id or 0
+        self.weights_hash = weights_sha256(cached_folder(recipe.target.model, recipe.target.revision))
+        template = text_sha256(tokenizer.chat_template or "")
+        self.target_hash = hashlib.sha256((self.weights_hash + template).encode()).hexdigest()
         self.responses_folder = Path(recipe.regenerate.cache_dir or Path(recipe.output_dir) / "responses")
         self.record = Record(
             recipe.target.model,
@@ -61,19 +71,21 @@ class RunData:
 
     def training_rows(self) -> list[PackedRow]:
         """Packed rows of the training sources, their responses rewritten by the target unless the recipe says no."""
-        data, examples = self.recipe.data, self._examples()
+        data = self.recipe.data
         if self.recipe.regenerate.enabled:
-            rows, statistics = fit_rows(rows_of(self.responses(examples)), data.max_length)
+            rows, statistics = fit_rows(rows_of(self.responses()), data.max_length)
         else:
+            examples = self._examples()
             with self.stages.stage("tokenise", len(examples)) as advance:
                 rows, statistics = prepare_rows(
                     examples,
                     self.tokenizer,
                     max_length=data.max_length,
-                    on_bad_row=data.on_bad_row,
+                    bad=self.bad,
                     num_proc=data.num_proc,
                     progress=lambda done, total: advance(done),
                 )
+            self._account()
         if not rows:
             raise DataError("data.train: no row with a supervised token is left")
         packed = pack(rows, data.max_length, packing=data.packing)
@@ -85,23 +97,47 @@ class RunData:
         are left out. DataError if none is left."""
         assert self.llm is not None, "texts are written on policy by a target that is loaded"
         room = min(self.recipe.data.max_length, self.llm.engine.max_model_len) - 2
-        found = [tuple(self.tokenizer.prompt_ids(example)) for example in self._examples()]
+        found = [tuple(self.tokenizer.prompt_ids(example)) for example in self._asked()]
         if not any(fits := [len(prompt) <= room for prompt in found]):
             raise DataError(f"on_policy: all {len(found)} prompts are longer than {room} tokens; raise data.max_length")
         return [prompt for prompt, kept in zip(found, fits) if kept]
 
-    def responses(self, examples: list[Example] | None = None) -> list[Response]:
-        """The target's own, to every training example."""
-        return self._responses("regenerate", self._examples() if examples is None else examples)
+    def responses(self) -> list[Response]:
+        """The target's own, to every training example that can be asked; DataError if too many cannot."""
+        asked = self._asked()
+        self._account()
+        return self._responses("regenerate", asked)
 
     def _examples(self) -> list[Example]:
-        return load_sources(self.recipe.data.train, seed=self.recipe.data.shuffle_seed)
+        """Read once."""
+        if self._prepared is None:
+            self._prepared = training_examples(self.recipe, self.bad, self.folder, self.stage)
+            self._say(str(self._prepared))
+        return self._prepared.examples
+
+    def _asked(self) -> list[Example]:
+        """Those of which a prompt can be made; found once."""
+        if self._askable is None:
+            examples, self.bad.use = self._examples(), "train"
+            self._askable = askable(examples, self.tokenizer, self.bad)
+        return self._askable
+
+    def _account(self) -> None:
+        """Says which rows were bad; DataError if they are more than the recipe takes."""
+        self.bad.finish()
+        self._say(str(self.bad))
+
+    def _say(self, text: str) -> None:
+        if text:
+            self.stages.say(f"      {escape(text)}")
 
     def held_out(self, limit: int = 8) -> dict[float, list[Response]]:
         """Texts the target wrote to validation prompts at each evaluated temperature, at most `limit` per workload."""
         if not self.recipe.data.validation:
             return {}
-        examples = _per_workload(load_sources(self.recipe.data.validation), limit)
+        found = load_sources(self.recipe.data.validation, bad=self.bad.begin("validation"))
+        examples = _per_workload(askable(found, self.tokenizer, self.bad), limit)
+        self._account()
         chosen = [(e, t) for t in self.recipe.evaluation.temperatures for e in examples]
         responses = self._responses(
             "held-out responses",
