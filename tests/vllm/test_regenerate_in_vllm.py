@@ -40,13 +40,13 @@ def server(vllm_server) -> str:
 
 @pytest.fixture
 def write(here, tmp_path):
-    def run(folder: str, *, llm=None, **keys):
+    def run(folder: str, *, llm=None, max_length=256, **keys):
         section = RegenerateSection.model_validate({"max_new_tokens": 24, "turns": "all"} | keys)
         facts = target_facts(here, str(TARGET))
         return regenerate(
             llm if section.endpoints else here, [chat(i) for i in range(9)],
             ConversationTokenizer(here.get_tokenizer()), section, target_hash="t", folder=tmp_path / folder,
-            max_length=256, facts=facts, record=Record(str(TARGET), None, "t", None, {}),
+            max_length=max_length, facts=facts, record=Record(str(TARGET), None, "t", None, {}),
         )  # fmt: skip
 
     return run
@@ -78,6 +78,6 @@ def test_text_is_proved_to_be_the_tokens(write, server, tmp_path):
     assert record_of(tmp_path / "text")["account"]["unproved"] == 0
 
 
-def test_too_short_a_server_is_refused(vllm_server, write):
-    with pytest.raises(EndpointError, match=r"serves up to 128 tokens, .* --max-model-len 256"):
-        write("x", endpoints=[vllm_server(str(TARGET))])
+def test_too_short_a_server_is_refused(server, write):
+    with pytest.raises(EndpointError, match=r"serves up to 512 tokens, .* --max-model-len 1024"):
+        write("x", endpoints=[server], max_length=1024)
