@@ -22,16 +22,19 @@ from rich.table import Table
 from inference.llm_loading import load_tokenizer
 from speculators.attention import RECOMPUTE_FROM
 from speculators.config import DrafterConfig
-from speculators.errors import CheckpointError, DataError
+from speculators.errors import CheckpointError
 from speculators.target import FrozenTarget
+from train.bad_rows import BadRow, BadRows
 from train.chunked import default_chunk_size
 from train.data import conversation_tokenizer, fit_rows
 from train.feature_encodings import bytes_per_token
 from train.masks import TokenRow
+from train.prepare import bad_rows
 from train.progress import size_text
 from train.recipe import Recipe
 from train.recipe_data import Source, TemperatureShare
 from train.sources import Example, load_source
+from train.step_rows import StepRows
 from train.target_sketch import TargetSketch, sketch_target
 
 SAMPLE = 200  # examples of each source that are tokenised
@@ -145,22 +148,23 @@ def _counter(recipe: Recipe) -> Callable[[Source], TokenCount]:
     def tokenise(example: Example) -> list[TokenRow]:
         """The rows it becomes; where its response is still to be written, as long as the one in the data."""
         r = recipe.regenerate
+        rows, prompt = list[TokenRow](), list[int]()
         try:
+            prompt = conversations.prompt_ids(example)
             rows = conversations.rows(example)
-        except DataError:
-            if not r.enabled and recipe.data.on_bad_row == "error":
-                raise
-            rows = []
+        except BadRow as error:
+            if not (r.enabled and prompt):
+                bad_rows(recipe.data).refuse(error)
+                return []
         if not r.enabled:
             return rows
-        prompt = conversations.prompt_ids(example)
         response = len(rows[-1]) - len(prompt) if rows else r.max_new_tokens
         return [TokenRow.from_response(prompt, [0] * max(min(response, r.max_new_tokens), 1), example.workload)]
 
     def count(source: Source) -> TokenCount:
-        if source.name is not None:
+        if source.resolved().name is not None:
             return TokenCount(source.label, note="a hub dataset, not read in a dry run")
-        examples = list(load_source(source))[: source.limit]
+        examples = list(load_source(source, bad=BadRows()))[: source.limit]
         sample = examples[:: max(len(examples) // SAMPLE, 1)][:SAMPLE]
         found = [row for example in sample for row in tokenise(example)]
         _, statistics = fit_rows(found, recipe.data.max_length)
@@ -182,7 +186,7 @@ def _steps(plan: DryRun) -> int | None:
     rows = plan.tokens / plan.recipe.data.max_length  # packed rows are nearly full
     if not plan.recipe.data.packing:
         rows = sum(source.rows for source in plan.sources)
-    return math.ceil(rows * t.epochs / (t.batch_size * t.gradient_accumulation_steps))
+    return math.ceil(rows * t.epochs / StepRows(t).rows_per_step)
 
 
 # --------------------------------------------------------------------------------------------- memory and disk
@@ -309,7 +313,9 @@ def _data_rows(plan: DryRun) -> Rows:
     rewritten = (
         f"{_shares_text(r.temperatures)}; at most {r.max_new_tokens} tokens, counted above as long as those of the data"
     )
-    rows.append(("responses", f"by the target: {rewritten}" if r.enabled else "as in the data"))
+    where = f"by the target at {len(r.endpoints)} endpoints" if r.endpoints else "by the target"
+    which = ", every turn" if r.turns == "all" else ""
+    rows.append(("responses", f"{where}{which}: {rewritten}" if r.enabled else "as in the data"))
     rows.append(
         ("rows", f"{recipe.data.max_length} tokens, {'packed' if recipe.data.packing else 'one document each'}")
     )
@@ -331,7 +337,8 @@ def _source_text(source: TokenCount) -> str:
 
 def _training_rows(plan: DryRun) -> Rows:
     t, d = plan.recipe.training, plan.recipe.drafter
-    per_step = t.batch_size * t.gradient_accumulation_steps * plan.recipe.data.max_length
+    shared = StepRows(t)
+    per_step = shared.rows_per_step * plan.recipe.data.max_length
     passes = (
         f", about {plan.steps * per_step / plan.tokens:.2g} passes over the data" if plan.steps and plan.tokens else ""
     )
@@ -345,7 +352,8 @@ def _training_rows(plan: DryRun) -> Rows:
         ("budget", "; ".join(part for part in (budget, limit) if part)),
         (
             "a step",
-            f"{per_step:,} tokens per process ({t.batch_size} rows x {t.gradient_accumulation_steps} micro-steps)",
+            f"{per_step:,} tokens {'per process' if t.global_batch_size is None else 'over all processes'} "
+            f"({shared.rows} rows x {shared.micro_steps} micro-steps)",
         ),
         ("depths", f"{d.unroll_steps}, weighted {weights}"),
         ("loss", ", ".join(f"{weight} x {name}" for name, weight in plan.recipe.loss.items())),

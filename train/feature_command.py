@@ -55,8 +55,8 @@ def write(recipe, part: tuple[int, int] = (0, 1)) -> None:
     t = recipe.target
     tokenizer = load_tokenizer(t.model, None, revision=t.revision, trust_remote_code=t.trust_remote_code)
     stages = Stages(2 * len(recipe.training_stages()), enabled=accelerator.is_main_process)
-    for _, stage in recipe.training_stages():
-        data = RunData(stage, target, tokenizer, accelerator, stages)
+    for name, stage in recipe.training_stages():
+        data = RunData(stage, target, tokenizer, accelerator, stages, stage=name)
         rows = data.training_rows()
         del data.llm
         fill(stage, data, rows, open_cache(stage, data, stages).scan(), stages, part)

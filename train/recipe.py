@@ -94,7 +94,7 @@ class Recipe(Section):
         default_factory=dict,
         description="bounds on measured figures, such as t0.acceptance_length: {min: 3.0}; empty: nothing is gated",
     )
-    trackers: list[Literal["wandb", "tensorboard"]] = Field(
+    trackers: list[Literal["wandb", "trackio", "tensorboard"]] = Field(
         default_factory=list,
         description="where curves are sent besides the run's folder; none or []: nowhere",
     )
@@ -167,6 +167,10 @@ class Recipe(Section):
                 f"on_policy.written_by: a drafter of family {self.family} writes no text of its own in the target's "
                 "tokens; let the target write (target), with the drafter drafting"
             )
+        if self.data.fan_out and not self.regenerate.enabled:
+            raise ValueError(
+                "data.fan_out: without regeneration every assistant turn is learnt already, in one row; leave it out"
+            )
         compared = [temperature for temperature, figure in map(split_gate, self.gates) if figure == "vllm_gap"]
         if compared and "vllm" not in self.evaluation.engines:
             raise ValueError("gates: vllm_gap compares two engines; needs evaluation.engines: [draftsmith, vllm]")
@@ -178,6 +182,19 @@ class Recipe(Section):
             raise ValueError("gates.lossless_mismatches: needs evaluation.lossless_check: true")
         if self.gates and not (self.evaluation.prompts or self.data.validation):
             raise ValueError("gates: there is nothing to measure on; give evaluation.prompts or data.validation")
+        return self
+
+    @model_validator(mode="after")
+    def _shards_run_together(self) -> Recipe:
+        """The processes of a sharded target run it the same number of times."""
+        parts: dict[str, object] = {"joint": self.joint, "on_policy": self.on_policy, "stages": self.stages}
+        parts["training.keep_features_gb"] = self.training.keep_features_gb
+        parts["features.mode: cache"] = self.features.mode == "cache"
+        if self.target.sharding != "none" and (given := [name for name, part in parts.items() if part]):
+            raise ValueError(
+                f"target.sharding: {self.target.sharding}, but with {given[0]} some processes would run the target "
+                f"alone; leave {given[0]} out or set target.sharding: none"
+            )
         return self
 
     @model_validator(mode="after")

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, field_validator, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
 from speculators.adapter import Adapter, check_adapter
 from speculators.config import DrafterConfig
@@ -206,9 +206,12 @@ class DraftModel(TokenDrafter):
     def writer(self) -> FrozenTarget | None:
         return self.runner if self.token_map is None else None
 
-    def snapshot(self, dtype: torch.dtype) -> Drafter:
+    def twin(self) -> Drafter:
         self._runners = []
-        return super().snapshot(dtype)
+        return super().twin()
+
+    def shard_units(self) -> Sequence[nn.Module]:
+        return list(self.runner.layers)  # the runner's probes want whole weights: it is made now
 
     # -------------------------------------------------------------- the two vocabularies
 
@@ -279,6 +282,13 @@ class DraftModel(TokenDrafter):
             alone = options.peft_export == "adapter"
             self.config = self.config.model_copy(update={"adapter_of": options.init_from if alone else None})
         return self
+
+    def checkpoint_activations(self, wanted: bool) -> None:
+        super().checkpoint_activations(wanted)
+        if wanted:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            self.model.gradient_checkpointing_disable()
 
     def freeze(self) -> Drafter:
         if self.adapter is not None:

@@ -22,6 +22,7 @@ from speculators.export import export_drafter, load_drafter
 from speculators.target import FrozenTarget
 from train import checkpoint, dry_run
 from train.cli import app
+from train.optimizer_state import optimizer_state
 from train.recipe import describe_schema
 from train.recipe_load import load_recipe
 from train.run import drafter_config
@@ -256,7 +257,7 @@ def test_export_writes_the_best_drafter_of_a_run(recipe_file, target_folder, tmp
     torch.manual_seed(1)
     drafter = family_class("eagle3")(drafter_config(recipe, target)).attach(target)
     drafter.draft_to_target.copy_(torch.arange(64) * 3)
-    optimizer = torch.optim.AdamW(drafter.parameters())
+    optimizer = optimizer_state(torch.optim.AdamW(drafter.parameters()), dict(drafter.named_parameters()))
     assert "not a run's folder" in refused("export", run_dir, tmp_path / "out")
     run_dir.mkdir()
     (run_dir / "recipe.yaml").write_text(recipe.resolved_yaml())

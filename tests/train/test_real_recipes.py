@@ -13,7 +13,7 @@ from train import dry_run
 from train.recipe_load import load_recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-REAL = sorted(path for path in RECIPES.glob("*/*.yaml") if path.parent.name != "quickstart")
+REAL = sorted(path for path in RECIPES.glob("*/*.yaml") if path.parent.name not in ("quickstart", "accelerate"))
 
 _QWEN3: dict[str, Any] = {
     "vocab_size": 151936,
