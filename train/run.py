@@ -136,6 +136,9 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
         log_with=list(recipe.trackers) or None,
         project_dir=recipe.output_dir,
     )
+    # With FSDP accelerate's default is that transformers fills a model's weights in the first process only and leaves
+    # the others' as memory happens to be; here every process reads its own.
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if recipe.trackers:
         flat = {
             "recipe": recipe.name,
