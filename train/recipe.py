@@ -176,7 +176,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _shards_run_together(self) -> Recipe:
         """The processes of a sharded target run it the same number of times."""
-        parts = {"joint": self.joint, "on_policy": self.on_policy, "stages": self.stages}
+        parts: dict[str, Any] = {"joint": self.joint, "on_policy": self.on_policy, "stages": self.stages}
         parts["training.keep_features_gb"] = self.training.keep_features_gb
         if self.target.sharding != "none" and (given := [name for name, part in parts.items() if part]):
             raise ValueError(
