@@ -21,6 +21,7 @@ from typing import Annotated
 
 import torch
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -54,12 +55,12 @@ def prompts_of(target: str, count: int, max_tokens: int) -> Prompts:
     return workloads(recipe, settings_of(recipe))
 
 
-def engines(target: str, drafter: str, most: int, rows: int) -> dict[str, LLM]:
-    """K = 1 … most and the adaptive length, over one target and one drafter."""
+def engines(target: str, drafter: str, least: int, most: int, rows: int) -> dict[str, LLM]:
+    """K = least … most and the adaptive length, over one target and one drafter."""
     head = read_drafter_config(drafter)
     shared = load_target(target, head.tap_layers)
     loaded = load_drafter(drafter, shared)
-    lengths: dict[str, DraftLength] = {f"K={k}": DraftLength(k) for k in range(1, most + 1)}
+    lengths: dict[str, DraftLength] = {f"K={k}": DraftLength(k) for k in range(least, most + 1)}
     lengths[ADAPTIVE] = AdaptiveDraftLength(most, MeasuredCosts(most))
     return {
         name: LLM._assemble(
@@ -211,7 +212,7 @@ def _play(responses: Sequence[Sequence[Chain]], verify, draft, choose) -> float:
 def show(rates: Mapping[str, Mapping[str, float]], title: str, console: Console) -> None:
     """A row per workload: each length against the best fixed one."""
     names = list(next(iter(rates.values())))
-    table = Table("workload", *names, "best", title=title)
+    table = Table("workload", *names, "best", title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
     for workload, found in rates.items():
         fixed = {name: rate for name, rate in found.items() if name != ADAPTIVE}
         best = max(fixed, key=lambda name: fixed[name])
@@ -225,6 +226,7 @@ def main(
     target: Annotated[str, typer.Argument(help="Folder or id of the target.")],
     drafter: Annotated[str, typer.Argument(help="Folder of an exported drafter.")],
     most: Annotated[int, typer.Option("--num-speculative-tokens", "-k", help="Largest K.")] = 6,
+    least: Annotated[int, typer.Option(help="Smallest fixed length that is timed.")] = 1,
     prompts: Annotated[int, typer.Option(help="Prompts per workload.")] = 3,
     max_tokens: Annotated[int, typer.Option(help="Tokens per response.")] = 96,
     temperature: Annotated[float, typer.Option(help="Of the timed passes.")] = 0.0,
@@ -246,7 +248,7 @@ def main(
         show(played(recorded, costs, most, asks), "tokens per unit of cost, best fixed length = 1", console)
         return
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0)
-    llms = engines(target, drafter, most, batch_size)
+    llms = engines(target, drafter, least, most, batch_size)
     runs = timed(llms, found, params, repeats, batch_size, console)
     show(rates(runs, median), "tokens per second (median of repeats), best fixed length = 1", console)
     show(rates(runs, min), "tokens per second (fastest repeat of each response), best fixed length = 1", console)

@@ -283,6 +283,17 @@ class Drafter(nn.Module):
         """The trainable parameters that `head` reads."""
         return []
 
+    def weight_matrices(self) -> list[nn.Parameter]:
+        """Weights of two or more dimensions that are neither an embedding nor trained as part of the head."""
+        apart = {id(p) for p in self.head_parameters()}
+        apart |= {id(p) for m in self.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+        return [p for p in self.parameters() if p.ndim > 1 and id(p) not in apart]
+
+    def multiplied(self, depth: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Of `weight_matrices`, what one depth of `unroll` multiplies: with every slot of the rows, and with the slots
+        only that have a term. What it costs follows (train/work.py)."""
+        return [], self.weight_matrices()
+
     def draft(
         self,
         cache,

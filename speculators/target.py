@@ -32,6 +32,7 @@ from speculators.target_probe import (
     confirm_logits,
     confirm_masks,
     confirm_packing,
+    find_final_norm,
     find_parts,
     needs_eager,
     refuse_incomplete,
@@ -84,6 +85,7 @@ class FrozenTarget(nn.Module):
             self._collected: dict[int, Tensor] | None = None  # taps of the forward in progress
             self._handles = [self._hook_tap(tap) for tap in self.tap_layers]
             self._tapped = bool(self.tap_layers)
+            self._final_norm: Callable[[Tensor], Tensor] | None = None  # looked for when it is asked for
             confirm_packing(self._parts, self._probe_packed)
 
     @classmethod
@@ -218,6 +220,14 @@ class FrozenTarget(nn.Module):
     def logits(self, last_hidden: Tensor) -> Tensor:
         """last_hidden [..., H] -> logits [..., V], with the architecture's own scale and soft cap."""
         return self._head_to_logits(self._parts.lm_head(last_hidden))
+
+    def final_norm(self, residual: Tensor) -> Tensor:
+        """The residual stream after the last layer (tap `num_layers`) [..., H] -> last_hidden [..., H]."""
+        if self._final_norm is None:
+            with torch.no_grad():
+                self._final_norm = find_final_norm(self._parts)
+        with torch.no_grad():
+            return self._final_norm(residual)
 
     def features(
         self,

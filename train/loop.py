@@ -38,6 +38,7 @@ from train.recipe import Recipe
 from train.step_metrics import StepMetrics, in_loop_lengths
 from train.step_rows import MicroStep, StepRows
 from train.suffix import branch_weights, count_suffix, split
+from train.telemetry import Telemetry, timed
 
 Evaluate = Callable[[Drafter], dict[str, float]]  # held-out figures; "expected_acceptance_length" decides the best
 
@@ -87,6 +88,7 @@ class Trainer:
         self.state = checkpoint.TrainState(fingerprint=fingerprint)
         self.order = Shuffled([t.seed], len(rows))
         self.stop_signal: int | None = None
+        self.telemetry = Telemetry(accelerator.device)
 
     # -------------------------------------------------------------- the run
 
@@ -134,12 +136,13 @@ class Trainer:
 
     def step(self, share: float) -> dict[str, Any]:
         """One optimizer step; returns what it measured."""
+        self.telemetry.begin()
         step, micro_steps = self.state.step, self.step_rows.of(self.state.step)
         if self.on_policy is not None and self.on_policy.due(step, self._numbers(step), share):
-            with self.replica.whole() as drafter:
+            with self.telemetry.phase("data"), self.replica.whole() as drafter:
                 self.on_policy.renew(step, drafter, len(self.depth_weights))
         sources = [self._source(micro, share) for micro in micro_steps]
-        batches = [features.batch(rows) for features, rows in sources]
+        batches = self.telemetry.saw([features.batch(rows) for features, rows in sources])
         self.module.train()
         counts, suffix = self._count(batches)
         row_weights = (self.depth_weights.to(counts.device) / counts.clamp(min=1)).float()
@@ -150,16 +153,20 @@ class Trainer:
         measured = []
         for micro, (known, rows), batch in zip(micro_steps, sources, batches):
             self.step_rows.seed_everything(micro.places)
-            features = known.of(rows, batch) if self.joint is None else self.joint.features(batch)
+            features = (
+                self._looked(known.of, rows, batch) if self.joint is None else self._looked(self.joint.features, batch)
+            )
             features = replace(features, seeds=self.step_rows.seeds(micro.places))
             last = micro is micro_steps[-1]
             measured.append(self._micro_step(features, row_weights, supervised, suffix_scale=scale, last=last))
-        self.replica.sum_gradients(self.parameters)
+        with self.telemetry.phase("optimizer"):
+            self.replica.sum_gradients(self.parameters)
         norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.recipe.training.max_grad_norm))
         rate = self.learning_rate(share)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * rate / self.recipe.training.learning_rate
-        self.optimizer.step()
+        with self.telemetry.phase("optimizer"):
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.state.step += 1
         totals = self._sum(torch.stack([m["totals"] for m in measured]).sum(0))  # [2K + 4]
@@ -190,6 +197,11 @@ class Trainer:
         suffix = self._sum(sum(count_suffix(batch, depths, decay) for batch in spaces))
         return counts - suffix[:depths].to(counts.dtype), suffix
 
+    @timed("target")
+    def _looked(self, features: Callable[..., TargetFeatures], *given: Any) -> TargetFeatures:
+        return features(*given)
+
+    @timed("drafter")
     def _micro_step(
         self,
         features: TargetFeatures,
@@ -275,6 +287,7 @@ class Trainer:
 
     # -------------------------------------------------------------- data
 
+    @timed("data")
     def _source(self, micro: MicroStep, share: float) -> tuple[RowFeatures, list[int]]:
         """What a micro-step of the coming step learns from: rows of the data, or of texts the drafter had a part in."""
         if self.on_policy is not None and self.on_policy.wants(self.state.step, micro.number, share):
@@ -344,7 +357,7 @@ class Trainer:
         return record
 
     def _after_step(self, record: dict[str, Any]) -> None:
-        t = self.recipe.training
+        t, costs = self.recipe.training, self.telemetry.finish(self._sum)
         evaluated = self.evaluate is not None and self._due(t.eval_every)
         if evaluated:
             with self.replica.whole() as drafter:
@@ -356,7 +369,7 @@ class Trainer:
                     if self.accelerator.is_main_process:
                         checkpoint.save_best(self.folder, drafter, self.joint)
         self.state.history.append(record)
-        self.accelerator.log(_flat(record), step=self.state.step)
+        self.accelerator.log(_flat(record) | costs, step=self.state.step)
         save = self._due(t.save_every) if t.save_every else evaluated or self._due(None)
         stopping = self._stopping()
         if save or stopping:
@@ -376,9 +389,11 @@ class Trainer:
 
 
 def _flat(record: dict[str, Any]) -> dict[str, float]:
-    """{"acceptance_rate": [a, b]} -> {"acceptance_rate/0": a, ...}: what trackers take."""
+    """{"acceptance_rate": [a, b]} -> {"acceptance_rate/0": a, ...}: what trackers take, beside the step."""
     flat: dict[str, float] = {}
     for name, value in record.items():
+        if name == "step":
+            continue
         if isinstance(value, list):
             flat |= {f"{name}/{i}": v for i, v in enumerate(value)}
         elif isinstance(value, int | float):

@@ -98,8 +98,4 @@ def make_optimizer(
 
 def _matrices(drafter: Drafter) -> list[torch.nn.Parameter]:
     """What Muon is for: two-dimensional weights that are neither an embedding nor read by the output head."""
-    apart = {id(p) for p in drafter.head_parameters()}
-    for module in drafter.modules():
-        if isinstance(module, torch.nn.Embedding):
-            apart |= {id(p) for p in module.parameters()}
-    return [p for p in drafter.trainable_parameters() if p.ndim == 2 and id(p) not in apart]
+    return [p for p in drafter.weight_matrices() if p.ndim == 2 and p.requires_grad]

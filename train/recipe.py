@@ -21,6 +21,7 @@ from speculators.options import DrafterOptions, Section, Text
 from train.divergences import Mix
 from train.recipe_data import DataSection, RegenerateSection
 from train.recipe_errors import explain
+from train.recipe_features import FeaturesSection
 from train.recipe_on_policy import OnPolicySection
 from train.recipe_schema import SchemaRow, rows
 from train.recipe_sections import (
@@ -58,6 +59,10 @@ class Recipe(Section):
     regenerate: RegenerateSection = Field(
         default_factory=lambda: RegenerateSection.model_validate({}), description="responses rewritten by the target"
     )
+    features: FeaturesSection = Field(
+        default_factory=lambda: FeaturesSection.model_validate({}),
+        description="the target's features of training rows: made as they are needed, or kept on disk",
+    )
     loss: dict[str, Any] = Field(
         default_factory=lambda: {"forward_kl": 1.0},
         description="divergences by name, each a weight or {weight: ..., option: ...}; KL converges "
@@ -89,7 +94,7 @@ class Recipe(Section):
         default_factory=dict,
         description="bounds on measured figures, such as t0.acceptance_length: {min: 3.0}; empty: nothing is gated",
     )
-    trackers: list[Literal["wandb", "tensorboard"]] = Field(
+    trackers: list[Literal["wandb", "trackio", "tensorboard"]] = Field(
         default_factory=list,
         description="where curves are sent besides the run's folder; none or []: nowhere",
     )
@@ -150,6 +155,8 @@ class Recipe(Section):
                 )
         if self.joint is not None and self.training.keep_features_gb:
             raise ValueError("training.keep_features_gb: a target that is trained says something else at every step")
+        if self.joint is not None and self.features.mode == "cache":
+            raise ValueError("features.mode: a target that is trained says something else at every step; needs online")
         if self.joint is not None and self.on_policy is not None and not self.stages:
             raise ValueError(
                 "on_policy: a target that is trained along is no longer the one that accepted and rejected the drafts; "
@@ -159,6 +166,10 @@ class Recipe(Section):
             raise ValueError(
                 f"on_policy.written_by: a drafter of family {self.family} writes no text of its own in the target's "
                 "tokens; let the target write (target), with the drafter drafting"
+            )
+        if self.data.fan_out and not self.regenerate.enabled:
+            raise ValueError(
+                "data.fan_out: without regeneration every assistant turn is learnt already, in one row; leave it out"
             )
         compared = [temperature for temperature, figure in map(split_gate, self.gates) if figure == "vllm_gap"]
         if compared and "vllm" not in self.evaluation.engines:
@@ -176,8 +187,9 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _shards_run_together(self) -> Recipe:
         """The processes of a sharded target run it the same number of times."""
-        parts: dict[str, Any] = {"joint": self.joint, "on_policy": self.on_policy, "stages": self.stages}
+        parts: dict[str, object] = {"joint": self.joint, "on_policy": self.on_policy, "stages": self.stages}
         parts["training.keep_features_gb"] = self.training.keep_features_gb
+        parts["features.mode: cache"] = self.features.mode == "cache"
         if self.target.sharding != "none" and (given := [name for name, part in parts.items() if part]):
             raise ValueError(
                 f"target.sharding: {self.target.sharding}, but with {given[0]} some processes would run the target "

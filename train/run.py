@@ -6,8 +6,10 @@ command again continues. Knows the order of the stages and nothing of how they w
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,9 +31,11 @@ from speculators.export import describe_target, load_weights, read_drafter_confi
 from speculators.export.upload import account
 from speculators.target import FrozenTarget, TargetFeatures
 from speculators.vocab import choose_draft_vocabulary, coverage
-from train import checkpoint
+from train import checkpoint, trackers
+from train.data import conversation_tokenizer
 from train.engines import require_engines
 from train.export_formats import fitting, write_formats
+from train.feature_stage import training_features
 from train.features import RowFeatures
 from train.joint import FOLDER as TARGET
 from train.joint import JointTarget
@@ -41,7 +45,8 @@ from train.processes import share_out
 from train.progress import Stages
 from train.recipe import Recipe
 from train.recipe_load import load_recipe
-from train.regenerate import Response
+from train.regenerate_record import summary
+from train.responses import Response
 from train.rollout import LLMWriter
 from train.run_data import RunData
 
@@ -94,7 +99,8 @@ def run(
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "recipe.yaml").write_text(recipe.resolved_yaml())
     fits = getattr(recipe.drafter, "init", None) == "least_squares" and recipe.drafter.init_from is None
-    count = len(STAGES) * len(recipe.training_stages()) + len(LAST_STAGES) + fits
+    cached = recipe.features.mode == "cache"
+    count = (len(STAGES) + cached) * len(recipe.training_stages()) + len(LAST_STAGES) + fits
     stages = Stages(count, enabled=accelerator.is_main_process)
     trained = train(recipe, accelerator, stages)
     accelerator.wait_for_everyone()
@@ -102,9 +108,13 @@ def run(
     if accelerator.is_main_process:
         with stages.stage("export"):
             export(recipe, trained)
+        history, steps = trained.state.history, trained.state.step
+        del trained  # what is measured is loaded from the export, and needs the memory
+        gc.collect()
         from train.acceptance import accept
 
-        code = accept(recipe, stages=stages, history=trained.state.history)
+        code = accept(recipe, stages=stages, history=history)
+        trackers.attach_report(recipe, accelerator, steps)
         if recipe.export.push_to_hub:
             _push(recipe, stages, code)
     accelerator.end_training()
@@ -122,14 +132,7 @@ def _push(recipe: Recipe, stages: Stages, code: int) -> None:
 
 def make_accelerator(recipe: Recipe) -> Accelerator:
     """Precision and trackers of the recipe. ConfigError names a tracker that is not installed."""
-    import importlib.util
-    import os
-
-    for tracker in recipe.trackers:
-        if importlib.util.find_spec(tracker) is None:
-            raise ConfigError(f"trackers: {tracker} is not installed; pip install 'draftsmith[{tracker}]' or remove it")
-    if "wandb" in recipe.trackers and not (os.environ.get("WANDB_API_KEY") or (Path.home() / ".netrc").exists()):
-        os.environ.setdefault("WANDB_MODE", "offline")
+    trackers.require(recipe)
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),  # said aloud, since processes on CPUs find each other only then
         mixed_precision=recipe.training.mixed_precision,
@@ -139,13 +142,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     # With FSDP accelerate's default is that transformers fills a model's weights in the first process only and leaves
     # the others' as memory happens to be; here every process reads its own.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    if recipe.trackers:
-        flat = {
-            "recipe": recipe.name,
-            "recipe_hash": recipe.recipe_hash(),
-            "learning_rate": recipe.training.learning_rate,
-        }
-        accelerator.init_trackers(recipe.project, config=flat)
+    trackers.start(recipe, accelerator)
     return accelerator
 
 
@@ -297,12 +294,11 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
     )
     drafter, history, before = None, [], ""
     for name, part in recipe.training_stages():
-        data = RunData(part, target, tokenizer, accelerator, stages)
+        data = RunData(part, target, tokenizer, accelerator, stages, stage=name)
         rows, held_out = data.training_rows(), data.held_out()
         prompts = data.prompts() if part.on_policy else []
         del data.llm
-        keep_bytes = part.training.keep_features_gb * 2**30
-        features = RowFeatures(target, rows, pad_token_id=tokenizer.pad_token_id or 0, keep_bytes=keep_bytes)
+        features = training_features(part, data, rows, accelerator, stages)
         folder = checkpoints(recipe, name)
         if drafter is None:
             drafter = make_drafter(part, config, target, features, stages, folder)
@@ -379,11 +375,14 @@ def _fingerprint(recipe: Recipe, target_hash: str, before: str) -> str:
     names = {"family", "target", "drafter", "data", "regenerate", "loss", "joint", "training"}
     if recipe.on_policy is not None:  # runs without it are what they were before there was such a section
         names.add("on_policy")
-    sections = recipe.model_dump(mode="json", include=names)
+    left_out = {"regenerate": recipe.regenerate.not_in_fingerprint()}
+    sections = recipe.model_dump(mode="json", include=names, exclude=left_out)
     del sections["training"]["activation_checkpointing"], sections["target"]["sharding"]  # how, and not what
     if recipe.training.global_batch_size is None:  # likewise
         del sections["training"]["global_batch_size"]
     parts = [sections, target_hash, before]
+    if recipe.features.mode == "cache":
+        parts += [recipe.features.engine, *recipe.features.encodings]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -414,7 +413,8 @@ def export(recipe: Recipe, trained: Trained) -> Path:
     too if it was trained along."""
     drafter, state, out = trained.drafter, trained.state, Path(recipe.output_dir)
     dtype = drafter.target.dtype if recipe.export.dtype == "auto" else getattr(torch, recipe.export.dtype)
-    provenance = recipe.provenance(state.best_step or state.step)
+    template = conversation_tokenizer(recipe.data, trained.tokenizer).template_facts()
+    provenance = recipe.provenance(state.best_step or state.step) | template | summary(out)
     if trained.joint is not None:
         texts = [(r.prompt_ids, r.output_ids) for responses in trained.held_out.values() for r in responses]
         before, after = trained.joint.held_out_loss(texts)

@@ -21,6 +21,7 @@ from speculators.config import DrafterConfig
 from speculators.drafter import Drafter, DraftStep, term_paths
 from speculators.errors import ConfigError
 from speculators.options import Count, DrafterOptions, PositiveInt
+from speculators.sizes import AttentionSizes, attention_sizes
 from speculators.student import build_model, config_of, copy_layers, cut_fields, cut_layers, plain_fields
 from speculators.surfaces import same_vocabulary
 from speculators.target import FrozenTarget, TargetFeatures
@@ -46,11 +47,15 @@ class DraftModelConfig(DrafterConfig):
     def describe(self) -> str:
         return f"a causal LM of its own: {self.model.get('model_type')}, {self.size}"
 
+    @property
+    def attention(self) -> AttentionSizes:
+        return attention_sizes(config_of(self.model))
+
     def activation_bytes(self, tokens: int, width: int, *, recompute: bool) -> int:
         """See `DrafterConfig.activation_bytes`: as a decoder of the usual shape."""
         model = config_of(self.model)
         inner = self.model.get("intermediate_size") or self.model.get("ffn_dim") or 4 * self.hidden_size
-        scores = 0 if recompute else model.num_attention_heads * tokens * (4 + width)
+        scores = 0 if recompute else model.num_attention_heads * tokens * (4 + width % 4)
         return model.num_hidden_layers * (width * (14 * self.hidden_size + 3 * inner) + scores)
 
 
@@ -302,6 +307,11 @@ class DraftModel(TokenDrafter):
 
     # -------------------------------------------------------------- training
 
+    def multiplied(self, depth: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """See `Drafter.multiplied`: one pass serves every depth. An adapter's matrices are among them."""
+        head = {id(p) for p in self.model.get_output_embeddings().parameters()}  # not named where it is frozen
+        return [p for p in self.weight_matrices() if depth == 0 and id(p) not in head], []
+
     def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
         """The states of one pass over the rows, as every depth reads them."""
         states = self._states(features)  # [B·T, D], after the token of each slot
@@ -345,5 +355,5 @@ class DraftModel(TokenDrafter):
             return logits[..., self.token_map.draft_ids]
         return logits[..., : self.target.vocab_size] if logits.shape[-1] > self.target.vocab_size else logits
 
-    def head_parameters(self) -> list[torch.nn.Parameter]:
-        return [p for p in self.runner.lm_head.parameters() if p.requires_grad]
+    def head_parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.model.get_output_embeddings().parameters() if p.requires_grad]
