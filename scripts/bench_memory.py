@@ -4,7 +4,7 @@
     python scripts/bench_memory.py --lengths 2048 4096 --hidden-size 512
 
 Every figure is of a process of its own: the peak of its resident memory less what it held before the step. `plain` is
-attention over the whole row at once, with masks, and every activation kept; `chunked` is what rows of that length get;
+masks, and every score and activation kept; `chunked` is what rows of that length get;
 `+ recomputed` has `training.activation_checkpointing` as well. A way whose scores alone exceed --most-gb is left out.
 """
 
@@ -42,7 +42,6 @@ def one_step(length: int, way: str, hidden_size: int, texts: int) -> tuple[float
 
     if way == "plain":
         target_module.LONG_ROW = attention.RECOMPUTE_FROM = attention.SCORES["cpu"] = 1 << 62
-        attention.unrolled_attention.__kwdefaults__ = None
     torch.manual_seed(0)
     sizes = {"hidden_size": hidden_size, "intermediate_size": 4 * hidden_size, "num_hidden_layers": 4}
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "max_position_embeddings": length}

@@ -304,7 +304,9 @@ class Trainer:
 
     def names(self) -> dict[str, torch.nn.Parameter]:
         """The trained parameters as checkpoints call them."""
-        parts = {"drafter": self.module} | ({"adapter": self.joint.model} if self.joint is not None else {})
+        parts: dict[str, torch.nn.Module] = {"drafter": self.module}
+        if self.joint is not None:
+            parts["adapter"] = self.joint.model
         return {
             f"{part}.{name}": parameter
             for part, module in parts.items()

@@ -24,11 +24,12 @@ class GatheredMuon(torch.optim.Muon):
     momentum, stepped as one process would, and its shards kept."""
 
     @torch.no_grad()
-    def step(self, closure: Callable | None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             options = {key: value for key, value in group.items() if key not in ("params", "peak_lr")}
             for shards in group["params"]:
                 gathered = torch.nn.Parameter(whole(shards.detach()))
+                assert shards.grad is not None
                 gathered.grad = whole(shards.grad)
                 alone = torch.optim.Muon([gathered], **options)
                 alone.state[gathered] = {key: whole(value) for key, value in self.state[shards].items()}

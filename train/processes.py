@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -61,6 +61,7 @@ class Replicated:
             return
         message: list[Tensor] = []
         for p in parameters:
+            assert p.grad is not None
             message.append(p.grad)
             if sum(g.numel() * g.element_size() for g in message) >= MESSAGE_BYTES:
                 self._sum_message(message)
@@ -93,7 +94,7 @@ class Sharded(Replicated):
     """
 
     def __init__(self, accelerator: Accelerator, drafter: Drafter) -> None:
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import FSDPModule, fully_shard
 
         super().__init__(accelerator, drafter)
         self.module = drafter.twin()
@@ -101,20 +102,16 @@ class Sharded(Replicated):
         for unit in self.module.shard_units():
             fully_shard(unit, mesh=mesh, reshard_after_forward=bool(plugin.reshard_after_forward))
         fully_shard(self.module, mesh=mesh, reshard_after_forward=False)
-        for unit in self._units():
+        for unit in (m for m in self.module.modules() if isinstance(m, FSDPModule)):
             unit.set_gradient_divide_factor(1.0)  # a sum ...
             unit.set_force_sum_reduction_for_comms(True)  # ... which every backend has
         self.drafter.to("cpu")
 
-    def _units(self) -> list:
-        from torch.distributed.fsdp import FSDPModule
-
-        return [m for m in self.module.modules() if isinstance(m, FSDPModule)]
-
     def run(self, work: Callable[[], Result], last: bool) -> Result:
-        self.module.set_requires_gradient_sync(last)
-        self.module.set_is_last_backward(last)
-        self.module.set_reshard_after_backward(last)
+        root: Any = self.module
+        root.set_requires_gradient_sync(last)
+        root.set_is_last_backward(last)
+        root.set_reshard_after_backward(last)
         return self.module(work)
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:

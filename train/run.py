@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -138,6 +139,9 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
         log_with=list(recipe.trackers) or None,
         project_dir=recipe.output_dir,
     )
+    # With FSDP accelerate's default is that transformers fills a model's weights in the first process only and leaves
+    # the others' as memory happens to be; here every process reads its own.
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     trackers.start(recipe, accelerator)
     return accelerator
 

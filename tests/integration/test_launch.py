@@ -86,7 +86,7 @@ def test_shipped_configurations_train_alike(short_recipe, tmp_path):
     finished(launch(short_recipe, runs["two"], "cpu_ddp.yaml"))
     finished(launch(short_recipe, runs["sharded"], "cpu_fsdp2.yaml", overrides=("target.sharding=fsdp",)))
     port = str(free_port())
-    where = ("--num_processes", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port, "--use_cpu")
+    where = ("--num_processes", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port)
     pair = [
         launch(short_recipe, runs["machines"], "multi_node_ddp.yaml", "--machine_rank", rank, *where) for rank in "01"
     ]
