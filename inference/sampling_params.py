@@ -33,6 +33,7 @@ class SamplingParams:
     stop_token_ids    tokens that end the response; kept as a tuple
     ignore_eos        go on after the end-of-sequence token
     detokenize        False: token ids only, every text is empty
+    num_speculative_tokens   most drafts of a round, of a tree most levels; 0 drafts nothing, None: as the drafter does
 
     Before temperature and filters, also at temperature 0, and in the order of docs/sampling.md:
 
@@ -72,6 +73,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop))
@@ -119,6 +121,9 @@ class SamplingParams:
         longest = math.inf if self.max_tokens is None else self.max_tokens
         usable = self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1)
         _require(usable, "max_tokens", self.max_tokens, "1 or more, or None for the model's limit")
+        drafts = self.num_speculative_tokens
+        usable = drafts is None or (_is_int(drafts) and drafts >= 0)
+        _require(usable, "num_speculative_tokens", drafts, "0 or more, or None for as many as the drafter has")
         usable = _is_int(self.min_tokens) and 0 <= self.min_tokens <= longest
         _require(usable, "min_tokens", self.min_tokens, f"between 0 and max_tokens ({self.max_tokens})")
 

@@ -34,6 +34,8 @@ def test_one_stop_string_is_a_list_of_one():
     "wrong",
     [
         {"n": 0},
+        {"num_speculative_tokens": -1},
+        {"num_speculative_tokens": True},
         {"temperature": -0.1},
         {"temperature": float("nan")},
         {"temperature": float("inf")},

@@ -52,6 +52,7 @@ FAULTS = [
     (COMPLETION, {"prompt": "x", "max_tokens": 41}, "max_tokens"),
     (COMPLETION, {"prompt": "x", "max_tokens": 0}, None),
     (COMPLETION, {"prompt": "x", "n": 5}, "n"),
+    (COMPLETION, {"prompt": "x", "num_speculative_tokens": -1}, "num_speculative_tokens"),
     (COMPLETION, {"prompt": ["x"] * 5}, "prompt"),
     (COMPLETION, {"prompt": "x", "temperature": -1}, "temperature"),
     (COMPLETION, {"prompt": "x", "temperature": 1e-9}, "temperature"),
