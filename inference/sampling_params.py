@@ -16,6 +16,8 @@ from speculators.errors import ConfigError
 
 MIN_TEMPERATURE = 1e-5  # below this, logits / temperature says nothing that temperature 0 does not say
 
+MOST_BIAS, MOST_PENALTY = 10_000, 1000  # beyond them half precision has no numbers, and a logit would be none
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -132,15 +134,19 @@ class SamplingParams:
             value = getattr(self, name)
             _require(_is_real(value) and -2 <= value <= 2, name, value, "between -2 and 2; 0 is off")
         value = self.repetition_penalty
-        _require(_is_real(value) and value > 0, "repetition_penalty", value, "above 0; 1 is off")
+        usable = _is_real(value) and 1 / MOST_PENALTY <= value <= MOST_PENALTY
+        _require(usable, "repetition_penalty", value, f"between {1 / MOST_PENALTY:g} and {MOST_PENALTY}; 1 is off")
 
     def _check_bias(self) -> None:
         given = self.logit_bias
         if given is None:
             return
         _require(isinstance(given, Mapping), "logit_bias", given, "a dict of token id -> number, or None")
-        usable = all(_is_int(token) and token >= 0 and _is_real(bias) for token, bias in given.items())
-        _require(usable, "logit_bias", given, "token ids, 0 or more, and finite numbers")
+        usable = all(
+            _is_int(token) and token >= 0 and _is_real(bias) and abs(bias) <= MOST_BIAS for token, bias in given.items()
+        )
+        wanted = f"token ids, 0 or more, and numbers between -{MOST_BIAS} and {MOST_BIAS}"
+        _require(usable, "logit_bias", given, wanted)
         object.__setattr__(self, "logit_bias", dict(given))
 
     def _check_logprobs(self) -> None:

@@ -64,6 +64,8 @@ def test_one_stop_string_is_a_list_of_one():
         {"logit_bias": [1]},
         {"logit_bias": {"1": 1.0}},
         {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {1: 1e300}},
+        {"repetition_penalty": 1e-300},
         {"logit_bias": {1: float("-inf")}},
         {"allowed_token_ids": []},
         {"allowed_token_ids": [-1]},
