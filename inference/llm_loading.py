@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from inference.proposers.base import Proposer
 from inference.proposers.head import HeadProposer
@@ -166,6 +166,16 @@ def ending_tokens(generation: Any, config: Any, tokenizer: Any, vocab_size: int)
     ):
         ids.update(found if isinstance(found, (list, tuple)) else [] if found is None else [found])
     return frozenset(token for token in ids if 0 <= token < vocab_size)
+
+
+def saved_ending_tokens(model: str, tokenizer: Any, **source: Any) -> frozenset[int]:
+    """The same, of a folder or repository. `source`: revision, trust_remote_code."""
+    config = target_config(model, **source)
+    try:
+        generation = GenerationConfig.from_pretrained(model, revision=source.get("revision") or "main")
+    except OSError:
+        generation = None
+    return ending_tokens(generation, config, tokenizer, config.vocab_size)
 
 
 def model_limit(target: FrozenTarget, asked: int | None, drafter: Drafter | None = None) -> int:

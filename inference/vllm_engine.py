@@ -18,9 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig
-
-from inference.llm_loading import ending_tokens, target_config
+from inference.llm_loading import saved_ending_tokens, target_config
 from inference.measured_engine import Drafting, MeasuredEngine, Prompts
 from inference.outputs import RequestOutput
 from inference.report import EngineFacts
@@ -214,26 +212,24 @@ class VllmEngine(MeasuredEngine):
 
 def ending_token_ids(drafting: Drafting, tokenizer: Any) -> list[int]:
     """Tokens that end a response in this runtime."""
-    target = target_config(drafting.model, **drafting.source)
-    try:
-        revision = drafting.source.get("revision") or "main"
-        generation = GenerationConfig.from_pretrained(drafting.model, revision=revision)
-    except OSError:
-        generation = None
-    return sorted(ending_tokens(generation, target, tokenizer, target.vocab_size))
+    return sorted(saved_ending_tokens(drafting.model, tokenizer, **drafting.source))
 
 
 def sampling_fields(params: SamplingParams, end: Sequence[int]) -> dict[str, Any]:
-    """The same request under vLLM's names; tokens that end a response are spelled out."""
+    """The same request under vLLM's names; tokens that end a response are spelled out, and so is what is off: a server
+    takes what a request leaves open from the model's generation_config.json."""
     fields: dict[str, Any] = {
         "temperature": params.temperature,
         "top_p": params.top_p,
+        "top_k": max(params.top_k, 0),
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
         "max_tokens": params.max_tokens,
         "ignore_eos": True,  # its own idea of them; ours follow
         "stop_token_ids": list(end),
     }
-    if params.top_k > 0:
-        fields["top_k"] = params.top_k
     return fields if params.greedy else fields | {"seed": params.seed}
 
 

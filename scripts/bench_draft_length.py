@@ -1,9 +1,10 @@
 """Adaptive draft length against every fixed one: tokens per second per workload, and on all of them together.
 
-Every length is an engine of its own over one shared target; passes over the same prompts follow one another, in
-alternating order, so that a machine that slows down slows all. With --simulate nothing is timed: the chain of K drafts
-is recorded once at every position of the target's own greedy text, and each length is played on that record with given
-costs, which takes a minute and is exact.
+Every length is an engine of its own over one shared target; all take turns at every prompt, in alternating order, so
+that a machine that slows down slows all. Two tables are printed: with the median of every response's repeats, and with
+the fastest of them, which neighbours disturb less, as what disturbs a run only ever makes it longer. With --simulate
+nothing is timed: the chain of K drafts is recorded once at every position of the target's own greedy text, and each
+length is played on that record with given costs, which takes a minute and is exact.
 
     python scripts/bench_draft_length.py recipes/quickstart/target runs/quickstart/eagle3/export
     python scripts/bench_draft_length.py TARGET DRAFTER --simulate --verify 16,0.45 --draft 0.5,0.95
@@ -12,7 +13,7 @@ costs, which takes a minute and is exact.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from typing import Annotated
 
 import torch
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -38,6 +40,7 @@ from train.evaluation import BUILT_IN
 from train.recipe import make_recipe
 
 Prompts = Mapping[str, Sequence[Sequence[int]]]
+Passes = dict[str, dict[str, list[list[TimedRun]]]]  # workload -> length -> response -> repeats
 Chain = tuple[int, list[float], int]  # drafts that are right, their confidences, tokens the text still has
 
 ADAPTIVE = "adaptive"
@@ -52,12 +55,12 @@ def prompts_of(target: str, count: int, max_tokens: int) -> Prompts:
     return workloads(recipe, settings_of(recipe))
 
 
-def engines(target: str, drafter: str, most: int, rows: int) -> dict[str, LLM]:
-    """K = 1 … most and the adaptive length, over one target and one drafter."""
+def engines(target: str, drafter: str, least: int, most: int, rows: int) -> dict[str, LLM]:
+    """K = least … most and the adaptive length, over one target and one drafter."""
     head = read_drafter_config(drafter)
     shared = load_target(target, head.tap_layers)
     loaded = load_drafter(drafter, shared)
-    lengths: dict[str, DraftLength] = {f"K={k}": DraftLength(k) for k in range(1, most + 1)}
+    lengths: dict[str, DraftLength] = {f"K={k}": DraftLength(k) for k in range(least, most + 1)}
     lengths[ADAPTIVE] = AdaptiveDraftLength(most, MeasuredCosts(most))
     return {
         name: LLM._assemble(
@@ -72,29 +75,41 @@ def engines(target: str, drafter: str, most: int, rows: int) -> dict[str, LLM]:
 
 
 def timed(
-    llms: Mapping[str, LLM], prompts: Prompts, params: SamplingParams, repeats: int, console: Console
-) -> dict[str, dict[str, float]]:
-    """Workload -> length -> tokens per second, by the median of the repeats' times; "all": of all workloads' medians
-    added."""
+    llms: Mapping[str, LLM], prompts: Prompts, params: SamplingParams, repeats: int, rows: int, console: Console
+) -> Passes:
+    """Workload -> length -> for every `rows` prompts the times of the repeats. All lengths take turns at each of them,
+    so that a slow second falls on one response of one length, and not on a whole pass of it."""
     device = next(iter(llms.values())).engine.target.device
-    runs: dict[str, dict[str, list[TimedRun]]] = {w: {name: [] for name in llms} for w in prompts}
+    runs: Passes = {w: {name: [] for name in llms} for w in prompts}
 
     def one_pass(llm: LLM, batch: Sequence[Sequence[int]]) -> tuple[int, int, int]:
         outputs = llm.generate([{"prompt_token_ids": list(ids)} for ids in batch], params, False)
         return sum(len(output.outputs[0].token_ids) for output in outputs), 0, 0
 
     for turn in range(-1, repeats):  # the first one warms up: caches grow, costs are measured
-        for workload, batch in prompts.items():
-            passes = {name: lambda llm=llm, batch=batch: one_pass(llm, batch) for name, llm in llms.items()}
-            for name, run in interleaved(passes, turn, device).items():
-                if turn >= 0:
-                    runs[workload][name].append(run)
+        for workload, found in prompts.items():
+            for first in range(0, len(found), rows):
+                batch = found[first : first + rows]
+                passes = {name: lambda llm=llm, batch=batch: one_pass(llm, batch) for name, llm in llms.items()}
+                for name, run in interleaved(passes, turn, device).items():
+                    if turn == 0:
+                        runs[workload][name].append([run])
+                    elif turn > 0:
+                        runs[workload][name][first // rows].append(run)
         console.print(f"pass {turn + 2} of {repeats + 1}")
-    tokens = {w: {name: each[0].tokens for name, each in found.items()} for w, found in runs.items()}
-    seconds = {w: {name: median(r.seconds for r in each) for name, each in found.items()} for w, found in runs.items()}
-    rates = {w: {name: tokens[w][name] / seconds[w][name] for name in llms} for w in prompts}
-    rates["all"] = {n: sum(tokens[w][n] for w in prompts) / sum(seconds[w][n] for w in prompts) for n in llms}
-    return rates
+    return runs
+
+
+def rates(runs: Passes, of_repeats: Callable[[Iterable[float]], float]) -> dict[str, dict[str, float]]:
+    """Workload -> length -> tokens per second, every response at the median (or minimum) of its repeats' times."""
+    together = {name: [each for found in runs.values() for each in found[name]] for name in next(iter(runs.values()))}
+    return {
+        workload: {
+            name: sum(each[0].tokens for each in found) / sum(of_repeats(run.seconds for run in each) for each in found)
+            for name, found in by_name.items()
+        }
+        for workload, by_name in {**runs, "all": together}.items()
+    }
 
 
 def record(llm: LLM, prompts: Prompts, max_tokens: int) -> dict[str, list[list[Chain]]]:
@@ -197,7 +212,7 @@ def _play(responses: Sequence[Sequence[Chain]], verify, draft, choose) -> float:
 def show(rates: Mapping[str, Mapping[str, float]], title: str, console: Console) -> None:
     """A row per workload: each length against the best fixed one."""
     names = list(next(iter(rates.values())))
-    table = Table("workload", *names, "best", title=title)
+    table = Table("workload", *names, "best", title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
     for workload, found in rates.items():
         fixed = {name: rate for name, rate in found.items() if name != ADAPTIVE}
         best = max(fixed, key=lambda name: fixed[name])
@@ -211,6 +226,7 @@ def main(
     target: Annotated[str, typer.Argument(help="Folder or id of the target.")],
     drafter: Annotated[str, typer.Argument(help="Folder of an exported drafter.")],
     most: Annotated[int, typer.Option("--num-speculative-tokens", "-k", help="Largest K.")] = 6,
+    least: Annotated[int, typer.Option(help="Smallest fixed length that is timed.")] = 1,
     prompts: Annotated[int, typer.Option(help="Prompts per workload.")] = 3,
     max_tokens: Annotated[int, typer.Option(help="Tokens per response.")] = 96,
     temperature: Annotated[float, typer.Option(help="Of the timed passes.")] = 0.0,
@@ -232,8 +248,10 @@ def main(
         show(played(recorded, costs, most, asks), "tokens per unit of cost, best fixed length = 1", console)
         return
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0)
-    llms = engines(target, drafter, most, batch_size)
-    show(timed(llms, found, params, repeats, console), "tokens per second, best fixed length = 1", console)
+    llms = engines(target, drafter, least, most, batch_size)
+    runs = timed(llms, found, params, repeats, batch_size, console)
+    show(rates(runs, median), "tokens per second (median of repeats), best fixed length = 1", console)
+    show(rates(runs, min), "tokens per second (fastest repeat of each response), best fixed length = 1", console)
     console.print(f"mean adaptive length: {llms[ADAPTIVE].engine.mean_draft_length:.2f}")
 
 

@@ -23,6 +23,7 @@ from train import export_formats
 from train.data import conversation_tokenizer
 from train.engines import REPORT, Engines, engines_of, evaluate_in
 from train.joint import FOLDER, change_of
+from train.prepare import askable, bad_rows
 from train.progress import Stages
 from train.recipe import Recipe
 from train.recipe_sections import split_gate
@@ -127,8 +128,11 @@ def workloads(recipe: Recipe, settings: EvaluationSettings) -> dict[str, list[li
     tokenizer = conversation_tokenizer(recipe.data, load_tokenizer(target.model, None, **options))
     limit = getattr(target_config(target.model, **options), "max_position_embeddings", None)
     found: dict[str, list[list[int]]] = {}
-    for example in load_sources(recipe.evaluation.prompts or recipe.data.validation, seed=seed):
+    bad = bad_rows(recipe.data, Path(recipe.output_dir), "evaluation").begin("evaluation")
+    examples = load_sources(recipe.evaluation.prompts or recipe.data.validation, seed=seed, bad=bad)
+    for example in askable(examples, tokenizer, bad):
         found.setdefault(example.workload, []).append(tokenizer.prompt_ids(example))
+    bad.finish()
     chosen = {}
     for name, prompts in found.items():
         fitting = [prompt for prompt in prompts if limit is None or len(prompt) + settings.max_tokens <= limit]

@@ -162,6 +162,8 @@ def _facts(found: Inspection) -> dict[str, Any]:
         "format": found.layout.format if found.layout else None,
         "architectures": list(found.fields.get("architectures") or ()),
         "target": (own.get("target") or {}).get("name_or_path") or found.verifier,
+        "chat_template": own.get("chat_template_sha256"),
+        "chat_template_kwargs": own.get("chat_template_kwargs"),
     }
     if config is not None:
         facts |= {
@@ -206,7 +208,7 @@ def _print(console: Console, found: Inspection, drafter: str, model: str, tensor
     table = _table("", "")
     table.show_header = False
     for name, value in _facts(found).items():
-        if value not in (None, "", []):
+        if value not in (None, "", [], {}):
             told = f"{value:,}" if isinstance(value, int) else str(value)
             table.add_row(name.replace("_", " "), Text(told))
     console.print(table)

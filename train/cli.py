@@ -22,14 +22,12 @@ from inference.console import json_option, print_error
 from speculators.errors import ConfigError, DraftsmithError
 from train import artefact, bench_command
 from train.cli_evaluate import evaluate
+from train.prepare_command import prepare
 from train.push_command import push
+from train.regenerate_command import regenerate
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from train.masks import ConversationTokenizer
-    from train.recipe import Recipe
-    from train.sources import Example
 
 
 class Commands(TyperGroup):
@@ -49,6 +47,7 @@ app = typer.Typer(
 )  # fmt: skip
 
 app.command()(push)
+app.command()(regenerate)
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe: a YAML file, such as those in recipes/.")]
 Overrides = Annotated[
@@ -92,34 +91,7 @@ def train(
         raise typer.Exit(run(recipe, overrides or (), dry_run=dry_run))
 
 
-@app.command()
-def prepare(
-    recipe: RecipeFile,
-    overrides: Overrides = None,
-    sample: Annotated[int, typer.Option(min=0, help="Show the mask of this example, counted from 0.")] = 0,
-    validation: Annotated[bool, typer.Option("--validation", help="Look at data.validation instead.")] = False,
-) -> None:
-    """Look at the data of a recipe: counts per workload, and one example with its supervised tokens in green."""
-    from inference.llm_loading import load_tokenizer
-    from train.data import conversation_tokenizer
-    from train.recipe_load import load_recipe
-    from train.sources import load_sources
-
-    checked = load_recipe(recipe, overrides or ())
-    sources = checked.data.validation if validation else checked.data.train
-    if not sources:
-        raise ConfigError(f"{recipe}: data.validation is empty; there is nothing to look at")
-    examples = load_sources(sources, seed=checked.data.shuffle_seed)
-    t = checked.target
-    tokenizer = conversation_tokenizer(
-        checked.data, load_tokenizer(t.model, None, trust_remote_code=t.trust_remote_code, revision=t.revision)
-    )
-    if sample >= len(examples):
-        raise ConfigError(f"--sample {sample}: there are {len(examples)} examples, numbered from 0")
-    _print_statistics(checked, examples, tokenizer)
-    _print_masks(examples[sample], tokenizer, regenerated=checked.regenerate.enabled)
-
-
+app.command()(prepare)
 app.command()(artefact.export)
 app.command()(artefact.inspect)
 
@@ -221,57 +193,6 @@ def _print_speed(written: int, metrics: Any) -> None:
         length = acceptance_length(metrics.num_accepted_tokens, metrics.num_drafts)
         parts.append(f"acceptance length {length:.2f} over {metrics.num_drafts} verifications")
     Console(stderr=True).print(", ".join(parts), style="dim", highlight=False)
-
-
-def _print_statistics(recipe: Recipe, examples: list[Example], tokenizer: ConversationTokenizer) -> None:
-    """A line per workload; where the target rewrites the responses, those of the data are only an indication."""
-    from train.data import prepare_rows
-
-    console, regenerated = Console(), recipe.regenerate.enabled
-    asked = {name: [e for e in examples if e.workload == name] for name in dict.fromkeys(e.workload for e in examples)}
-    table = _table("workload", "examples", "mean prompt", "rows", "tokens", "supervised", "longest row")
-    with console.status("tokenising"):
-        for name, group in asked.items():
-            prompts = sum(len(tokenizer.prompt_ids(example)) for example in group) / len(group)
-            cells = [name, f"{len(group):,}", f"{prompts:.0f}"]
-            try:
-                rows, found = prepare_rows(
-                    group, tokenizer, max_length=recipe.data.max_length,
-                    on_bad_row="drop" if regenerated else recipe.data.on_bad_row,
-                )  # fmt: skip
-            except DraftsmithError:
-                if not regenerated:
-                    raise
-                cells += ["to be written"] + ["-"] * 3
-            else:
-                share, longest = f"{found.supervised_share:.0%}", max(map(len, rows))
-                cells += [f"{found.rows:,}", f"{found.tokens:,}", share, f"{longest}{' (cut)' * bool(found.truncated)}"]
-            table.add_row(*cells)
-    console.print(table)
-    if regenerated:
-        console.print("Responses are those of the data; the run replaces them by the target's own.", style="dim")
-
-
-def _print_masks(example: Example, tokenizer: ConversationTokenizer, *, regenerated: bool) -> None:
-    """The text of an example's rows: green what is supervised, dim what is not."""
-    import numpy as np
-
-    console = Console()
-    console.print(Text(f"{example.origin}, {example.workload}", style="bold"))
-    try:
-        rows = [(row.input_ids, row.loss_mask) for row in tokenizer.rows(example)]
-    except DraftsmithError:
-        if not regenerated:
-            raise
-        ids = np.asarray(tokenizer.prompt_ids(example))
-        rows = [(ids, np.zeros(len(ids), dtype=bool))]
-    for ids, mask in rows:
-        text = Text()
-        for part in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(mask)) + 1):
-            words = tokenizer.tokenizer.decode(ids[part], skip_special_tokens=False)
-            text.append(str(words), style="green" if mask[part[0]] else "dim")
-        console.print(text)
-        console.print(f"{int(mask.sum())} of {len(ids)} tokens are supervised (green)", style="dim", highlight=False)
 
 
 serve.register(app)

@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from speculators.errors import DataError
+from train.bad_rows import BadRow, BadRows
 from train.masks import ConversationTokenizer, TokenRow
 from train.recipe_data import DataSection
 from train.sources import Example
@@ -39,7 +40,7 @@ class RowStatistics:
     supervised: int = 0
     truncated: int = 0  # rows cut at max_length and kept
     dropped_cut: int = 0  # rows whose supervised tokens all lay beyond max_length
-    dropped_bad: int = 0  # examples whose mask could not be established (data.on_bad_row: drop)
+    dropped_bad: int = 0  # examples that are damaged, or whose mask cannot be proved (data.on_bad_row: drop)
     fanned_out: int = 0  # rows added because the template rewrites history
     first_bad: str = ""  # the first error among dropped_bad
     rows_by_workload: Counter[str] = field(default_factory=Counter)
@@ -61,7 +62,7 @@ class RowStatistics:
         losses = {
             "cut": self.truncated,
             "dropped after cutting": self.dropped_cut,
-            "without a mask": self.dropped_bad,
+            "bad": self.dropped_bad,
         }
         lost = "".join(f", {count} {what}" for what, count in losses.items() if count)
         return f"{self.rows} rows, {self.tokens} tokens, {self.supervised_share:.0%} supervised{lost}"
@@ -87,34 +88,35 @@ def prepare_rows(
     tokenizer: ConversationTokenizer,
     *,
     max_length: int,
-    on_bad_row: Literal["error", "drop"] = "error",
+    bad: BadRows | None = None,
     num_proc: int = 1,
     progress: Progress | None = None,
 ) -> tuple[list[TokenRow], RowStatistics]:
     """Token rows of at most `max_length` tokens, in the order of `examples`, and what was lost on the way.
 
-    Raises DataError quoting the turn for the first example without a provable mask, unless `on_bad_row` is
-    "drop"; always raises it if no row is left.
+    An example without a row goes to `bad`, which may raise; without `bad` it raises BadRow, quoting the turn. Always
+    raises DataError if no row is left.
     """
     found: list[TokenRow] = []
-    bad, first_bad, fanned_out = 0, "", 0
-    for done, rows in enumerate(_tokenise(examples, tokenizer, num_proc), 1):
-        if isinstance(rows, str):
-            if on_bad_row == "error":
-                raise DataError(rows + " (data.on_bad_row: drop leaves such rows out)")
-            bad, first_bad = bad + 1, first_bad or rows
+    dropped, first_bad, fanned_out = 0, "", 0
+    for done, rows in enumerate(tokenise(examples, tokenizer, max_length, num_proc), 1):
+        if isinstance(rows, BadRow):
+            if bad is None:
+                raise rows
+            bad.refuse(rows)
+            dropped, first_bad = dropped + 1, first_bad or str(rows)
         else:
             fanned_out += len(rows) - 1
             found += rows
         if progress is not None:
             progress(done, len(examples))
     kept, statistics = fit_rows(found, max_length)
-    statistics.examples, statistics.dropped_bad, statistics.first_bad = len(examples), bad, first_bad
+    statistics.examples, statistics.dropped_bad, statistics.first_bad = len(examples), dropped, first_bad
     statistics.fanned_out = fanned_out
     if not kept:
-        first = f" (the first: {first_bad})" if bad else ""
+        first = f" (the first: {first_bad})" if dropped else ""
         raise DataError(
-            f"no row is left of {len(examples)} examples: {bad} have no provable mask{first}, "
+            f"no row is left of {len(examples)} examples: {dropped} are damaged or have no provable mask{first}, "
             f"{statistics.dropped_cut} have no response within max_length={max_length}"
         )
     return kept, statistics
@@ -139,29 +141,31 @@ def fit_rows(rows: Iterable[TokenRow], max_length: int) -> tuple[list[TokenRow],
     return kept, statistics
 
 
-_shared: ConversationTokenizer  # in a worker process: set once, not sent with every chunk
+_shared: tuple[ConversationTokenizer, int]  # in a worker process: set once, not sent with every chunk
 
 
-def _set_shared(tokenizer: ConversationTokenizer) -> None:
+def _set_shared(tokenizer: ConversationTokenizer, max_length: int) -> None:
     global _shared
-    _shared = tokenizer
+    _shared = tokenizer, max_length
 
 
-def _rows_or_error(example: Example, tokenizer: ConversationTokenizer | None = None) -> list[TokenRow] | str:
+def _rows_or_error(example: Example, given: tuple[ConversationTokenizer, int] | None = None) -> list[TokenRow] | BadRow:
+    tokenizer, max_length = given or _shared
     try:
-        return (tokenizer or _shared).rows(example)
-    except DataError as error:
-        return str(error)
+        return tokenizer.rows(example, max_length)
+    except BadRow as error:
+        return error
 
 
-def _tokenise(
-    examples: Sequence[Example], tokenizer: ConversationTokenizer, num_proc: int
-) -> Iterator[list[TokenRow] | str]:
+def tokenise(
+    examples: Sequence[Example], tokenizer: ConversationTokenizer, max_length: int, num_proc: int = 1
+) -> Iterator[list[TokenRow] | BadRow]:
+    """The rows of each example in its turn, not yet cut, or why there are none."""
     if num_proc == 1:
-        yield from (_rows_or_error(example, tokenizer) for example in examples)
+        yield from (_rows_or_error(example, (tokenizer, max_length)) for example in examples)
         return
     context = multiprocessing.get_context("spawn")  # fork would copy the locks of running threads
-    with ProcessPoolExecutor(num_proc, context, _set_shared, (tokenizer,)) as pool:
+    with ProcessPoolExecutor(num_proc, context, _set_shared, (tokenizer, max_length)) as pool:
         yield from pool.map(_rows_or_error, examples, chunksize=64)
 
 

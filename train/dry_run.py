@@ -22,11 +22,13 @@ from rich.table import Table
 from inference.llm_loading import load_tokenizer
 from speculators.attention import RECOMPUTE_FROM
 from speculators.config import DrafterConfig
-from speculators.errors import CheckpointError, DataError
+from speculators.errors import CheckpointError
 from speculators.target import FrozenTarget
+from train.bad_rows import BadRow, BadRows
 from train.chunked import default_chunk_size
 from train.data import conversation_tokenizer, fit_rows
 from train.masks import TokenRow
+from train.prepare import bad_rows
 from train.recipe import Recipe
 from train.recipe_data import Source, TemperatureShare
 from train.sources import Example, load_source
@@ -137,22 +139,23 @@ def _counter(recipe: Recipe) -> Callable[[Source], TokenCount]:
     def tokenise(example: Example) -> list[TokenRow]:
         """The rows it becomes; where its response is still to be written, as long as the one in the data."""
         r = recipe.regenerate
+        rows, prompt = list[TokenRow](), list[int]()
         try:
+            prompt = conversations.prompt_ids(example)
             rows = conversations.rows(example)
-        except DataError:
-            if not r.enabled and recipe.data.on_bad_row == "error":
-                raise
-            rows = []
+        except BadRow as error:
+            if not (r.enabled and prompt):
+                bad_rows(recipe.data).refuse(error)
+                return []
         if not r.enabled:
             return rows
-        prompt = conversations.prompt_ids(example)
         response = len(rows[-1]) - len(prompt) if rows else r.max_new_tokens
         return [TokenRow.from_response(prompt, [0] * max(min(response, r.max_new_tokens), 1), example.workload)]
 
     def count(source: Source) -> TokenCount:
-        if source.name is not None:
+        if source.resolved().name is not None:
             return TokenCount(source.label, note="a hub dataset, not read in a dry run")
-        examples = list(load_source(source))[: source.limit]
+        examples = list(load_source(source, bad=BadRows()))[: source.limit]
         sample = examples[:: max(len(examples) // SAMPLE, 1)][:SAMPLE]
         found = [row for example in sample for row in tokenise(example)]
         _, statistics = fit_rows(found, recipe.data.max_length)
@@ -292,7 +295,9 @@ def _data_rows(plan: DryRun) -> Rows:
     rewritten = (
         f"{_shares_text(r.temperatures)}; at most {r.max_new_tokens} tokens, counted above as long as those of the data"
     )
-    rows.append(("responses", f"by the target: {rewritten}" if r.enabled else "as in the data"))
+    where = f"by the target at {len(r.endpoints)} endpoints" if r.endpoints else "by the target"
+    which = ", every turn" if r.turns == "all" else ""
+    rows.append(("responses", f"{where}{which}: {rewritten}" if r.enabled else "as in the data"))
     rows.append(
         ("rows", f"{recipe.data.max_length} tokens, {'packed' if recipe.data.packing else 'one document each'}")
     )

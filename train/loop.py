@@ -14,6 +14,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,7 @@ from train.optimizers import make_optimizer
 from train.recipe import Recipe
 from train.step_metrics import StepMetrics, expected_acceptance_length_in_loop
 from train.suffix import branch_weights, count_suffix, split
+from train.telemetry import Telemetry, timed
 
 Evaluate = Callable[[Drafter], dict[str, float]]  # held-out figures; "expected_acceptance_length" decides the best
 
@@ -80,6 +82,7 @@ class Trainer:
         self.state = checkpoint.TrainState(fingerprint=fingerprint)
         self.order = Shuffled([t.seed], len(rows))
         self.stop_signal: int | None = None
+        self.telemetry = Telemetry(accelerator.device)
 
     # -------------------------------------------------------------- the run
 
@@ -124,27 +127,30 @@ class Trainer:
 
     def step(self, share: float) -> dict[str, Any]:
         """One optimizer step; returns what it measured."""
+        self.telemetry.begin()
         sources = [self._source(i, share) for i in range(self.micro)]
-        batches = [features.batch(rows) for features, rows in sources]
+        batches = self.telemetry.saw([features.batch(rows) for features, rows in sources])
         self.drafter.train()
         counts, suffix = self._count(batches)
         row_weights = (self.depth_weights.to(counts.device) / counts.clamp(min=1)).float()
         if self.joint is None:
             scale = 1 / max(float(suffix[-1]), 1e-9)
             measured = [
-                self._micro_step(features.of(rows, batch), row_weights, suffix_scale=scale)
+                self._micro_step(self._looked(features.of, rows, batch), row_weights, suffix_scale=scale)
                 for (features, rows), batch in zip(sources, batches)
             ]
         else:
             row_weights = row_weights * self.joint.heads_weight(share)
             supervised = float(self._sum(sum(self.joint.count_terms(b) for b in batches)))
-            measured = [self._micro_step(self.joint.features(b), row_weights, supervised) for b in batches]
+            look = partial(self._looked, self.joint.features)
+            measured = [self._micro_step(look(b), row_weights, supervised) for b in batches]
         self._sum_gradients()
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.recipe.training.max_grad_norm)
         rate = self.learning_rate(share)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * rate / self.recipe.training.learning_rate
-        self.optimizer.step()
+        with self.telemetry.phase("optimizer"):
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.state.step += 1
         totals = self._sum(torch.stack([m["totals"] for m in measured]).sum(0))  # [2K + 3]
@@ -176,6 +182,11 @@ class Trainer:
         suffix = self._sum(sum(count_suffix(batch, depths, decay) for batch in spaces))
         return counts - suffix[:depths].to(counts.dtype), suffix
 
+    @timed("target")
+    def _looked(self, features: Callable[..., TargetFeatures], *given: Any) -> TargetFeatures:
+        return features(*given)
+
+    @timed("drafter")
     def _micro_step(
         self,
         features: TargetFeatures,
@@ -247,6 +258,7 @@ class Trainer:
 
     # -------------------------------------------------------------- data
 
+    @timed("data")
     def _source(self, micro: int, share: float) -> tuple[RowFeatures, list[int]]:
         """What a micro-step of the coming step learns from: rows of the data, or of texts the drafter had a part in."""
         step, depths = self.state.step, len(self.depth_weights)
@@ -268,6 +280,7 @@ class Trainer:
             return tensor
         return self.accelerator.reduce(tensor.to(self.accelerator.device).float(), "sum")
 
+    @timed("optimizer")
     def _sum_gradients(self) -> None:
         """Sums gradients over processes in one message; the loss is already divided by the global counts."""
         for p in self.parameters:
@@ -311,7 +324,7 @@ class Trainer:
         return record
 
     def _after_step(self, record: dict[str, Any]) -> None:
-        t = self.recipe.training
+        t, costs = self.recipe.training, self.telemetry.finish(self._sum)
         evaluated = self.evaluate is not None and self._due(t.eval_every)
         if evaluated:
             self.drafter.eval()
@@ -322,7 +335,7 @@ class Trainer:
                 if self.accelerator.is_main_process:
                     checkpoint.save_best(self.folder, self.drafter, self.joint)
         self.state.history.append(record)
-        self.accelerator.log(_flat(record), step=self.state.step)
+        self.accelerator.log(_flat(record) | costs, step=self.state.step)
         save = self._due(t.save_every) if t.save_every else evaluated or self._due(None)
         stopping = self._stopping()
         if (save or stopping) and self.accelerator.is_main_process:
@@ -335,9 +348,11 @@ class Trainer:
 
 
 def _flat(record: dict[str, Any]) -> dict[str, float]:
-    """{"acceptance_rate": [a, b]} -> {"acceptance_rate/0": a, ...}: what trackers take."""
+    """{"acceptance_rate": [a, b]} -> {"acceptance_rate/0": a, ...}: what trackers take, beside the step."""
     flat: dict[str, float] = {}
     for name, value in record.items():
+        if name == "step":
+            continue
         if isinstance(value, list):
             flat |= {f"{name}/{i}": v for i, v in enumerate(value)}
         elif isinstance(value, int | float):

@@ -89,7 +89,7 @@ class Recipe(Section):
         default_factory=dict,
         description="bounds on measured figures, such as t0.acceptance_length: {min: 3.0}; empty: nothing is gated",
     )
-    trackers: list[Literal["wandb", "tensorboard"]] = Field(
+    trackers: list[Literal["wandb", "trackio", "tensorboard"]] = Field(
         default_factory=list,
         description="where curves are sent besides the run's folder; none or []: nowhere",
     )
@@ -159,6 +159,10 @@ class Recipe(Section):
             raise ValueError(
                 f"on_policy.written_by: a drafter of family {self.family} writes no text of its own in the target's "
                 "tokens; let the target write (target), with the drafter drafting"
+            )
+        if self.data.fan_out and not self.regenerate.enabled:
+            raise ValueError(
+                "data.fan_out: without regeneration every assistant turn is learnt already, in one row; leave it out"
             )
         compared = [temperature for temperature, figure in map(split_gate, self.gates) if figure == "vllm_gap"]
         if compared and "vllm" not in self.evaluation.engines:

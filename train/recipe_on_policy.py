@@ -58,7 +58,11 @@ class OnPolicySection(Section):
         description="divergences, as in loss, of what was drafted after a rejected token; none that reads the data's "
         "token, as there is none",
     )
-    suffix_weight: float = Field(0.5, ge=0, description="weight of that loss beside the recipe's own; 0 leaves it out")
+    suffix_weight: float = Field(
+        0.1,
+        ge=0,
+        description="weight of that loss beside the recipe's own, most of the gradient at 0.5; 0 leaves it out",
+    )
     suffix_decay: float = Field(
         0.8, gt=0, le=1, description="weight of the j-th depth that follows a rejected token is suffix_decay**j"
     )

@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from speculators.errors import ConfigError
 from speculators.hub import is_repository_id, split_revision
 from speculators.options import Count, PositiveInt, Section, Share, Text
-from train.recipe_data import Dtype, Source
+from train.recipe_data import Dtype, Sources
 
 
 class TargetSection(Section):
@@ -214,7 +214,7 @@ class VllmSection(Section):
 class EvaluationSection(Section):
     """The acceptance report: the exported head, measured in the runtime."""
 
-    prompts: list[Source] = Field(
+    prompts: Sources = Field(
         default_factory=list,
         description="sources of the prompts, grouped by their workload label; empty: data.validation",
     )

@@ -12,12 +12,15 @@ from typing import cast
 import torch
 from safetensors.torch import load_file
 
+from inference.llm_loading import load_tokenizer
 from speculators.drafter import family_class
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export import describe_target, export_drafter
 from speculators.target import FrozenTarget
 from train import checkpoint
+from train.data import conversation_tokenizer
 from train.recipe_load import load_recipe
+from train.regenerate_record import summary
 from train.run import checkpoints, drafter_config
 from train.target_sketch import sketch_target
 
@@ -47,5 +50,8 @@ def reexport(run_dir: Path, out: Path, *, dtype: str = "auto", format: str = "vl
         drafter.load_state_dict(load_file(newest / "drafter.safetensors"), strict=True)
     wanted = dtype if dtype != "auto" else recipe.export.dtype
     exported = target.dtype if wanted == "auto" else getattr(torch, wanted)
-    provenance = recipe.provenance(step) | {"target": describe_target(target)}
+    t = recipe.target
+    tokenizer = load_tokenizer(t.model, None, revision=t.revision, trust_remote_code=t.trust_remote_code)
+    facts = conversation_tokenizer(recipe.data, tokenizer).template_facts() | summary(run_dir)
+    provenance = recipe.provenance(step) | facts | {"target": describe_target(target)}
     return export_drafter(drafter, out, dtype=exported, provenance=provenance, format=format), step

@@ -1,42 +1,35 @@
 """Responses written by the target itself, so that a head learns what it will be asked to predict.
 
-Every example becomes a prompt (all before its last response) and the target continues it at the recipe's sampling
-settings. Finished responses are appended to a JSONL file named after everything they depend on, so a killed run
-continues where it was and a changed target, template or setting starts afresh. They are written a chunk at a time and
-a chunk counts only whole: the batches after a kill are those there would have been, and so are the responses, also
-where low precision makes a token depend on the shape of its batch.
+Every conversation becomes a prompt, or several one after another (`train.turns`), and the target continues each at the
+recipe's sampling settings: here, batch by batch, or at endpoints, many at a time (`train.endpoint_writer`). What is
+written is kept by content (`train.responses`), so a killed run continues where it was and a changed target, template
+or setting starts afresh. Written here, a chunk of responses counts only whole: the batches after a kill are those
+there would have been, and so are the responses, also where low precision makes a token depend on its batch.
 Knows nothing of drafters, losses or packing.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from inference import LLM, SamplingParams
-from speculators.errors import DataError
-from train.masks import ConversationTokenizer, TokenRow
+from inference import LLM
+from inference.llm_loading import end_of_sequence_ids, saved_ending_tokens
+from speculators.errors import ConfigError, DataError
+from train.endpoint import TargetFacts
+from train.endpoint_writer import FailureList, write_there
+from train.masks import ConversationTokenizer
+from train.recipe import Recipe
 from train.recipe_data import RegenerateSection, TemperatureShare
+from train.regenerate_record import Record
+from train.responses import Response, ResponseStore, digest
 from train.sources import Example
+from train.turns import Account, Conversation
 
-Progress = Callable[[int, int], None]  # done, total
-CHUNK_END = "{}"
-
-
-@dataclass(frozen=True)
-class Response:
-    """One prompt and what the target wrote, as tokens."""
-
-    workload: str
-    prompt_ids: tuple[int, ...]
-    output_ids: tuple[int, ...]
-    temperature: float
-
-    def row(self) -> TokenRow:
-        return TokenRow.from_response(self.prompt_ids, self.output_ids, self.workload)
+Progress = Callable[[int, int, str], None]  # done, total, a note
+Say = Callable[[str], None]
 
 
 def temperatures_of(shares: Sequence[TemperatureShare], count: int) -> list[float]:
@@ -52,13 +45,44 @@ def temperatures_of(shares: Sequence[TemperatureShare], count: int) -> list[floa
 
 
 def settings_hash(section: RegenerateSection, target_hash: str) -> str:
-    """What every response depends on beside its prompt: the target's weights and the sampling settings."""
+    """What every response depends on beside its prompt: the target's weights and the sampling settings, and that its
+    tokens are those of a text, where they are."""
     settings = {"target": target_hash, **section.model_dump(include={"top_p", "top_k", "max_new_tokens", "seed"})}
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    if section.endpoints and section.exchange == "text":
+        settings["text"] = section.unproved_tokens
+    return digest(settings, 16)
+
+
+def target_facts(llm: LLM, name: str, template_kwargs: dict[str, Any] | None = None) -> TargetFacts:
+    """Of a target that is loaded."""
+    return TargetFacts(
+        name=name,
+        max_model_len=llm.engine.max_model_len,
+        vocab_size=llm.engine.target.vocab_size,
+        end=tuple(sorted(end_of_sequence_ids(llm.engine.target, llm.get_tokenizer()))),
+        tokenizer=llm.get_tokenizer(),
+        template_kwargs=template_kwargs or {},
+    )
+
+
+def facts_of(recipe: Recipe, tokenizer: Any) -> TargetFacts:
+    """Of the recipe's target from its config alone."""
+    from train.target_sketch import sketch_target
+
+    t = recipe.target
+    sketch, source = sketch_target(t), {"revision": t.revision, "trust_remote_code": t.trust_remote_code}
+    return TargetFacts(
+        name=t.model,
+        max_model_len=getattr(sketch.config, "max_position_embeddings", None) or recipe.data.max_length,
+        vocab_size=sketch.vocab_size,
+        end=tuple(sorted(saved_ending_tokens(t.model, tokenizer, **source))),
+        tokenizer=tokenizer,
+        template_kwargs=recipe.data.chat_template_kwargs,
+    )
 
 
 def regenerate(
-    llm: LLM,
+    llm: LLM | None,
     examples: Sequence[Example],
     tokenizer: ConversationTokenizer,
     section: RegenerateSection,
@@ -66,75 +90,105 @@ def regenerate(
     target_hash: str,
     folder: Path,
     max_length: int,
+    facts: TargetFacts | None = None,
     temperatures: Sequence[float] | None = None,
     progress: Progress | None = None,
+    say: Say = lambda text: None,
+    part: tuple[int, int] = (0, 1),
+    retry_failed: bool = False,
+    record: Record | None = None,
 ) -> list[Response]:
-    """The target's responses to `examples`, in order; `temperatures` (one per example) overrides the recipe's shares.
+    """The target's responses to `examples`, turn by turn and in order.
 
-    A prompt that leaves no room in `max_length` is left out; DataError if none is left.
+    llm            the target; with endpoints it is what they are compared with, and None where it is not loaded
+    facts          of the target, needed without `llm`
+    temperatures   one per example, in place of the recipe's shares
+    part           (i, n): only every n-th conversation from the i-th on, for several processes that share the work
+    retry_failed   ask again for what an earlier run went without (`max_failures`)
+    record         keeps what was written by whom and how
+
+    A prompt that leaves no room in `max_length` is left out; DataError if none is left, or if more responses fail than
+    `max_failures` allows. EndpointError: the endpoints are not there, or serve something else.
     """
+    if llm is not None:
+        facts = facts or target_facts(llm, str(llm.engine.target.name_or_path), tokenizer.template_kwargs)
+    if facts is None:
+        raise ConfigError("regenerate: without a target that is loaded, its facts are needed")
     temperatures = temperatures if temperatures is not None else temperatures_of(section.temperatures, len(examples))
-    prompts = [tuple(tokenizer.prompt_ids(example)) for example in examples]
-    room = min(max_length, llm.engine.max_model_len) - 2
-    wanted = [i for i, prompt in enumerate(prompts) if len(prompt) <= room]
-    if not wanted:
-        raise DataError(f"regenerate: all {len(prompts)} prompts are longer than {room} tokens; raise data.max_length")
-    path = folder / f"{settings_hash(section, target_hash)}.jsonl"
-    keys = {i: _key(prompts[i], temperatures[i], i) for i in wanted}
-    known = _read(path)
-    missing = [i for i in wanted if keys[i] not in known]
-    done = len(wanted) - len(missing)
-    if progress is not None:
-        progress(done, len(wanted))
-    folder.mkdir(parents=True, exist_ok=True)
-    by_length = sorted(missing, key=lambda i: len(prompts[i]))  # like lengths together: little padding
-    with path.open("a", encoding="utf-8") as file:
-        for start in range(0, len(by_length), 8 * section.batch_size):
-            chunk = by_length[start : start + 8 * section.batch_size]
-            params = [
-                _params(section, temperatures[i], i, min(section.max_new_tokens, room + 2 - len(prompts[i])))
-                for i in chunk
-            ]
-            inputs = [{"prompt_token_ids": list(prompts[i])} for i in chunk]
-            for i, output in zip(chunk, llm.generate(inputs, params, use_tqdm=False)):
-                known[keys[i]] = list(output.outputs[0].token_ids)
-            lines = [json.dumps({"key": keys[i], "token_ids": known[keys[i]]}) for i in chunk]
-            file.write("\n".join([*lines, CHUNK_END]) + "\n")
-            file.flush()
-            done += len(chunk)
-            if progress is not None:
-                progress(done, len(wanted))
-    return [
-        Response(examples[i].workload, prompts[i], tuple(known[keys[i]]), temperatures[i])
-        for i in wanted
-        if known[keys[i]]
+    facts = replace(facts, max_model_len=min(max_length, facts.max_model_len))
+    room, account = facts.max_model_len - 2, Account()
+    conversations = [
+        Conversation(i, example, temperature, tokenizer, section, room=room, end=frozenset(facts.end), account=account)
+        for i, (example, temperature) in enumerate(zip(examples, temperatures, strict=True))
+        if i % part[1] == part[0]
     ]
+    name = settings_hash(section, target_hash)
+    store = ResponseStore(folder, name)
+    suffix = f".{part[0]}-of-{part[1]}" if part[1] > 1 else ""
+    failures = FailureList(folder / f"{name}{suffix}.failures.jsonl", retry=retry_failed)
+
+    def tell(note: str = "") -> None:
+        if progress is not None:
+            progress(account.done, account.total, note)
+
+    writer: dict[str, Any] = {}
+    try:
+        if section.endpoints:
+            writer = {"endpoints": write_there(conversations, store, account, section, facts, llm, failures, tell, say)}
+        else:
+            if llm is None:
+                raise ConfigError("regenerate.endpoints: empty, and the target is not loaded; name the servers")
+            writer = {"here": str(llm.engine.target.dtype).removeprefix("torch.")}
+            _write_here(llm, conversations, store, account, section, failures, tell)
+        assert account.settled, f"responses unaccounted for: {account}"
+        if conversations and account.total == 0:
+            raise DataError(
+                f"regenerate: all {len(conversations)} prompts are longer than {room} tokens; raise data.max_length"
+            )
+        failures.judge(account, section, store)
+    finally:
+        store.close()
+        if record is not None:
+            record.write(folder / f"{name}{suffix}.json", section, account, writer)
+    return [response for conversation in conversations for response in conversation.responses]
 
 
-def _params(section: RegenerateSection, temperature: float, index: int, max_tokens: int) -> SamplingParams:
-    return SamplingParams(
-        temperature=temperature,
-        top_p=section.top_p,
-        top_k=section.top_k,
-        max_tokens=max_tokens,
-        seed=int.from_bytes(hashlib.sha256(f"{section.seed}/{index}".encode()).digest()[:6], "big"),
-    )
-
-
-def _key(prompt: tuple[int, ...], temperature: float, index: int) -> str:
-    """One response's name: prompt, temperature and place (equal prompts get different samples)."""
-    text = json.dumps([list(prompt), temperature, index if temperature else 0])
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
-
-
-def _read(path: Path) -> dict[str, list[int]]:
-    """The whole chunks that an earlier run wrote; one torn by a kill is cut off the file."""
-    if not path.exists():
-        return {}
-    text = path.read_text(encoding="utf-8")
-    end = text.rfind(CHUNK_END + "\n")
-    whole = text[: end + len(CHUNK_END) + 1] if end >= 0 else ""
-    if len(whole) < len(text):
-        path.write_text(whole, encoding="utf-8")
-    entries = [json.loads(line) for line in whole.splitlines() if line != CHUNK_END]
-    return {entry["key"]: entry["token_ids"] for entry in entries}
+def _write_here(
+    llm: LLM,
+    conversations: Sequence[Conversation],
+    store: ResponseStore,
+    account: Account,
+    section: RegenerateSection,
+    failures: FailureList,
+    tell: Callable[[], None],
+) -> None:
+    """The first turn of all of them, then the second, …: batches are the same whatever was written before."""
+    pending = list(conversations)
+    while True:
+        asked = []
+        for conversation in pending:
+            if (ask := conversation.ask()) is None:
+                continue
+            if ask.key not in store.known and (reason := failures.earlier(ask.key, section, store)) is not None:
+                account.failed[reason] += 1
+                conversation.fail()
+                continue
+            asked.append((conversation, ask))
+        if not asked:
+            return
+        missing = list({ask.key: ask for _, ask in asked if ask.key not in store.known}.values())
+        account.reused += len(asked) - len(missing)
+        tell()
+        missing.sort(key=lambda ask: len(ask.prompt_ids))  # like lengths together: little padding
+        for start in range(0, len(missing), 8 * section.batch_size):
+            chunk = missing[start : start + 8 * section.batch_size]
+            prompts = [{"prompt_token_ids": list(ask.prompt_ids)} for ask in chunk]
+            outputs = llm.generate(prompts, [ask.params for ask in chunk], use_tqdm=False)
+            written = [list(output.outputs[0].token_ids) for output in outputs]
+            store.add_chunk({ask.key: ids for ask, ids in zip(chunk, written, strict=True)})
+            account.written += len(chunk)
+            account.tokens += sum(map(len, written))
+            tell()
+        for conversation, ask in asked:
+            conversation.tell(store.known[ask.key])
+        pending = [conversation for conversation, _ in asked]

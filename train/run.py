@@ -29,7 +29,8 @@ from speculators.export import describe_target, load_weights, read_drafter_confi
 from speculators.export.upload import account
 from speculators.target import FrozenTarget, TargetFeatures
 from speculators.vocab import choose_draft_vocabulary, coverage
-from train import checkpoint
+from train import checkpoint, trackers
+from train.data import conversation_tokenizer
 from train.engines import require_engines
 from train.export_formats import fitting, write_formats
 from train.features import RowFeatures
@@ -40,7 +41,8 @@ from train.on_policy import OnPolicy
 from train.progress import Stages
 from train.recipe import Recipe
 from train.recipe_load import load_recipe
-from train.regenerate import Response
+from train.regenerate_record import summary
+from train.responses import Response
 from train.rollout import LLMWriter
 from train.run_data import RunData
 
@@ -104,6 +106,7 @@ def run(
         from train.acceptance import accept
 
         code = accept(recipe, stages=stages, history=trained.state.history)
+        trackers.attach_report(recipe, accelerator, trained.state.step)
         if recipe.export.push_to_hub:
             _push(recipe, stages, code)
     accelerator.end_training()
@@ -121,26 +124,13 @@ def _push(recipe: Recipe, stages: Stages, code: int) -> None:
 
 def make_accelerator(recipe: Recipe) -> Accelerator:
     """Precision and trackers of the recipe. ConfigError names a tracker that is not installed."""
-    import importlib.util
-    import os
-
-    for tracker in recipe.trackers:
-        if importlib.util.find_spec(tracker) is None:
-            raise ConfigError(f"trackers: {tracker} is not installed; pip install 'draftsmith[{tracker}]' or remove it")
-    if "wandb" in recipe.trackers and not (os.environ.get("WANDB_API_KEY") or (Path.home() / ".netrc").exists()):
-        os.environ.setdefault("WANDB_MODE", "offline")
+    trackers.require(recipe)
     accelerator = Accelerator(
         mixed_precision=recipe.training.mixed_precision,
         log_with=list(recipe.trackers) or None,
         project_dir=recipe.output_dir,
     )
-    if recipe.trackers:
-        flat = {
-            "recipe": recipe.name,
-            "recipe_hash": recipe.recipe_hash(),
-            "learning_rate": recipe.training.learning_rate,
-        }
-        accelerator.init_trackers(recipe.project, config=flat)
+    trackers.start(recipe, accelerator)
     return accelerator
 
 
@@ -292,7 +282,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
     )
     drafter, history, before = None, [], ""
     for name, part in recipe.training_stages():
-        data = RunData(part, target, tokenizer, accelerator, stages)
+        data = RunData(part, target, tokenizer, accelerator, stages, stage=name)
         rows, held_out = data.training_rows(), data.held_out()
         prompts = data.prompts() if part.on_policy else []
         del data.llm
@@ -373,7 +363,8 @@ def _fingerprint(recipe: Recipe, target_hash: str, before: str) -> str:
     names = {"family", "target", "drafter", "data", "regenerate", "loss", "joint", "training"}
     if recipe.on_policy is not None:  # runs without it are what they were before there was such a section
         names.add("on_policy")
-    parts = [recipe.model_dump(mode="json", include=names), target_hash, before]
+    kept = recipe.model_dump(mode="json", include=names, exclude={"regenerate": recipe.regenerate.not_in_fingerprint()})
+    parts = [kept, target_hash, before]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -404,7 +395,8 @@ def export(recipe: Recipe, trained: Trained) -> Path:
     too if it was trained along."""
     drafter, state, out = trained.drafter, trained.state, Path(recipe.output_dir)
     dtype = drafter.target.dtype if recipe.export.dtype == "auto" else getattr(torch, recipe.export.dtype)
-    provenance = recipe.provenance(state.best_step or state.step)
+    template = conversation_tokenizer(recipe.data, trained.tokenizer).template_facts()
+    provenance = recipe.provenance(state.best_step or state.step) | template | summary(out)
     if trained.joint is not None:
         texts = [(r.prompt_ids, r.output_ids) for responses in trained.held_out.values() for r in responses]
         before, after = trained.joint.held_out_loss(texts)

@@ -1,20 +1,24 @@
 """Where examples come from: files, the hub, the built-in generators; every kind ends as the same `Example`.
 
 Also the one place that knows how other people write conversations down (OpenAI messages, ShareGPT, prompt and
-completion). Must not know: tokenizers, templates, masks.
+completion, columns of any name). Must not know: tokenizers, templates, masks, how files are read (`train.row_files`).
 """
 
 from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from speculators.errors import DataError
-from train.recipe_data import Source
+from train.bad_rows import BadRow, BadRows
+from train.recipe_data import Columns, Source
+from train.row_files import rows_of
 
 Message = dict[str, Any]
 
@@ -31,7 +35,8 @@ REASONING_FIELDS = ("reasoning_content", "reasoning")
 
 @dataclass(frozen=True)
 class Example:
-    """A conversation (`messages`), or a text with its continuation (`prompt`, `completion`).
+    """A conversation (`messages`, each with a role and content as text), or a text with its continuation (`prompt`,
+    `completion`).
 
     `origin` says in errors where it came from, such as `chats.jsonl:12`. A completion may be empty, and a
     conversation may end with the user: both are prompts whose response is still to be written.
@@ -45,43 +50,86 @@ class Example:
     completion: str | None = None
 
 
-def load_sources(sources: Sequence[Source], *, seed: int = 0) -> list[Example]:
-    """The examples of all sources, in order: `limit` first, then `weight` (its fraction a sample drawn by
-    `seed`).
+def load_sources(sources: Sequence[Source], *, seed: int = 0, bad: BadRows | None = None) -> list[Example]:
+    """The examples of all sources, in order, as often as the mixture wants each.
+
+    A damaged row goes to `bad`; without one it raises.
     """
+    return mix(sources, read_sources(sources, seed=seed, bad=bad), seed=seed)
+
+
+def read_sources(sources: Sequence[Source], *, seed: int = 0, bad: BadRows | None = None) -> list[list[Example]]:
+    """The examples of each source, at most its `limit`. DataError for a source without any."""
+    found = []
+    for source in sources:
+        before = bad.count() if bad else 0
+        found.append(list(islice(load_source(source, seed=seed, bad=bad), source.limit)))
+        if not found[-1]:
+            lost = f": all of its {bad.count() - before} rows are bad, {bad}" if bad and bad.count() > before else ""
+            raise DataError(f"{source.label}: the source holds no examples{lost}")
+    return found
+
+
+def mix(sources: Sequence[Source], found: Sequence[Sequence[Example]], *, seed: int = 0) -> list[Example]:
+    """Each example as often as its source is used; the fraction of a time is a sample drawn by `seed`."""
     examples: list[Example] = []
-    for index, source in enumerate(sources):
-        found = list(_take(load_source(source), source.limit))
-        if not found:
-            raise DataError(f"{source.label}: the source holds no examples")
-        whole, fraction = divmod(source.weight, 1)
-        chosen = random.Random(f"{seed}/{index}").sample(range(len(found)), round(fraction * len(found)))
-        examples += found * int(whole) + [found[i] for i in sorted(chosen)]
+    times = times_used(sources, list(map(len, found)))
+    for index, (some, often) in enumerate(zip(found, times)):
+        whole, fraction = divmod(often, 1)
+        chosen = random.Random(f"{seed}/{index}").sample(range(len(some)), round(fraction * len(some)))
+        examples += list(some) * int(whole) + [some[i] for i in sorted(chosen)]
     return examples
 
 
-def load_source(source: Source) -> Iterator[Example]:
-    """Examples of one source as they come, before `limit` and `weight`. Raises DataError naming the row at
-    fault.
+def times_used(sources: Sequence[Source], counts: Sequence[int]) -> list[float]:
+    """How often an example of each source is used, of which there are `counts`: its `weight`, or what its `share` of
+    the largest mixture without repetition comes to."""
+    total = min((n / source.share for source, n in zip(sources, counts) if source.share), default=0)
+    return [
+        source.weight if source.share is None else min(round(source.share * total) / max(n, 1), 1.0)
+        for source, n in zip(sources, counts)
+    ]
+
+
+def load_source(source: Source, *, seed: int = 0, bad: BadRows | None = None) -> Iterator[Example]:
+    """Examples of one source as they come, before `limit` and `weight`; `seed`: of a stream's shuffle buffer.
+
+    A damaged row goes to `bad`; without one it raises.
     """
+    source = source.resolved()
+    rows, default = _built_in(source) or (rows_of(source, seed=seed), Path(source.path or source.name or "").stem)
+    for origin, row in rows:
+        if bad is not None:
+            bad.read += 1
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            yield parse_row(
+                row, origin=origin, workload=source.workload, default_workload=default,
+                field=source.field, columns=source.columns,
+            )  # fmt: skip
+        except BadRow as error:
+            if bad is None:
+                raise
+            bad.refuse(error)
+
+
+def _built_in(source: Source) -> tuple[Iterator[tuple[str, Any]], str] | None:
+    """The rows of what the project makes itself, and their workload; None for other sources."""
     if source.demo is not None:
-        yield from _demo(source)
-        return
+        from train.demo import WORKLOADS, conversations
+
+        demo = source.demo
+        made = conversations(demo.split, demo.count, demo.seed, demo.workloads or WORKLOADS)
+        rows: Iterable[dict[str, Any]] = ({"messages": c.messages, "workload": c.workload} for c in made)
+        return ((f"demo {demo.split} #{i}", row) for i, row in enumerate(rows)), "demo"
     if source.stdlib is not None:
         from train.stdlib_source import completions
 
         s = source.stdlib
-        rows: Iterable[tuple[str, Any]] = (
-            (f"stdlib {s.split} #{i}", row)
-            for i, row in enumerate(completions(s.split, s.count, s.seed, s.prompt_chars))
-        )
-        default = "code"
-    elif source.path is not None and Path(source.path).suffix in (".jsonl", ".json"):
-        rows, default = _json_rows(Path(source.path)), Path(source.path).stem
-    else:
-        rows, default = _dataset_rows(source), Path(source.path or source.name or "").stem
-    for origin, row in rows:
-        yield parse_row(row, origin=origin, workload=source.workload, default_workload=default, field=source.field)
+        rows = completions(s.split, s.count, s.seed, s.prompt_chars)
+        return ((f"stdlib {s.split} #{i}", row) for i, row in enumerate(rows)), "code"
+    return None
 
 
 def parse_row(
@@ -91,165 +139,195 @@ def parse_row(
     workload: str | None = None,
     default_workload: str = "default",
     field: str = "auto",
+    columns: Columns | None = None,
 ) -> Example:
     """One row of a file or dataset as an Example; keys with null values (columns filled up by Arrow) count
-    as absent.
+    as absent. Raises BadRow for a damaged one.
 
-    `workload` overrides the row's own `workload` column, which overrides `default_workload`.
+    `workload` overrides the row's own `workload` column, which overrides `default_workload`; `columns` says what
+    holds what where the columns have other names than `field` knows.
     """
-    if not isinstance(row, Mapping):
-        raise DataError(f"{origin}: expected a mapping with messages, conversations or prompt, got {_quote(row)}")
-    row = _without_nulls(dict(row))
-    label = workload or str(row.get("workload") or default_workload)
-    kinds = {"messages": "messages", "conversations": "conversations", "completion": "prompt"}
-    kind = field if field != "auto" else next((k for k, key in kinds.items() if key in row), None)
-    if kind is None or kinds[kind] not in row:
-        wanted = "messages, conversations or prompt" if kind is None else kinds[kind]
-        raise DataError(f"{origin}: the row has no {wanted}; its keys are {', '.join(row) or 'none'}")
-    if kind == "completion":
-        prompt, completion = row["prompt"], row.get("completion", "")
-        if not (isinstance(prompt, str) and isinstance(completion, str) and prompt):
-            raise DataError(f"{origin}: expected prompt and completion as text, got {_quote([prompt, completion])}")
-        return Example(label, origin, prompt=prompt, completion=completion)
-    messages = _messages(row, kind, origin)
-    if messages[0]["role"] != "system" and isinstance(row.get("system"), str) and row["system"]:
-        messages = [{"role": "system", "content": row["system"]}, *messages]
-    return Example(label, origin, messages=tuple(messages), tools=_tools(row.get("tools"), origin))
+    try:
+        return _Reader(origin).example(row, workload or None, default_workload, field, columns)
+    except RecursionError:
+        raise BadRow(origin, "too_deep", "nested too deeply to be read") from None
 
 
-def _messages(row: Mapping[str, Any], kind: str, origin: str) -> list[Message]:
-    turns = row[kind]
-    if not isinstance(turns, list) or not turns:
-        raise DataError(f"{origin}: expected {kind} to be a non-empty list of turns, got {_quote(turns)}")
-    messages = []
-    for number, turn in enumerate(turns, 1):
-        where = f"{origin}: turn {number} of {len(turns)}"
-        if not isinstance(turn, Mapping):
-            raise DataError(f"{where}: expected a mapping, got {_quote(turn)}")
-        speaker, text = ("from", "value") if kind == "conversations" and "from" in turn else ("role", "content")
-        role = _ROLES.get(str(turn.get(speaker)))
-        if role is None:
-            raise DataError(
-                f"{where}: unknown {speaker} {_quote(turn.get(speaker))}; expected one of {', '.join(_ROLES)}"
+@dataclass(frozen=True)
+class _Reader:
+    """Reads the row at `origin`."""
+
+    origin: str
+
+    def bad(self, reason: str, what: str) -> BadRow:
+        return BadRow(self.origin, reason, what)
+
+    def example(
+        self, row: Any, workload: str | None, default_workload: str, field: str, columns: Columns | None
+    ) -> Example:
+        if not isinstance(row, Mapping):
+            what = f"expected a mapping with messages, conversations or prompt, got {_quote(row)}"
+            raise self.bad("wrong_type", what)
+        row = {str(key): value for key, value in row.items() if value is not None}
+        if columns is not None:
+            row, field = self.renamed(row, columns)
+        label = workload or self.text(row.get("workload", default_workload), "workload as text") or default_workload
+        keys = {"messages": "messages", "conversations": "conversations", "completion": "prompt"}
+        kind = field if field != "auto" else next((k for k, key in keys.items() if key in row), None)
+        if kind is None or keys[kind] not in row:
+            wanted = "messages, conversations or prompt" if kind is None else keys[kind]
+            there = ", ".join(map(_quote_name, row)) or "none"
+            raise self.bad(
+                "missing_column",
+                f"the row has no {wanted}; its keys are {there} (data.*.columns gives columns other names)",
             )
-        content = turn.get(text, "" if turn.get("tool_calls") else None)
-        if not isinstance(content, str | list):
-            raise DataError(f"{where} ({role}): expected text in '{text}', got {_quote(content)}")
-        message = {
-            **{k: v for k, v in turn.items() if k not in (speaker, text)},
-            "role": role,
-            "content": content,
-        }
-        if calls := message.get("tool_calls"):
-            message["tool_calls"] = [_tool_call(call, where) for call in calls]
-        messages.append(message)
-    return messages
+        if kind == "completion":
+            prompt, completion = row["prompt"], row.get("completion", "")
+            if not (isinstance(prompt, str) and isinstance(completion, str) and prompt):
+                what = f"expected prompt and completion as text, got {_quote([prompt, completion])}"
+                raise self.bad("empty_turn" if prompt == "" else "wrong_type", what)
+            wanted = "prompt and completion as text"
+            return Example(
+                label, self.origin, prompt=self.text(prompt, wanted), completion=self.text(completion, wanted)
+            )
+        messages = self.messages(row[kind], kind)
+        system = self.text(row.get("system", ""), "system as text")
+        if messages[0]["role"] != "system" and system:
+            messages = [{"role": "system", "content": system}, *messages]
+        return Example(label, self.origin, messages=tuple(messages), tools=self.tools(row.get("tools")))
 
+    def renamed(self, row: Mapping[str, Any], columns: Columns) -> tuple[dict[str, Any], str]:
+        """The row under the names that are read here, and which of them."""
+        named = {ours: row[theirs] for ours, theirs in columns.model_dump().items() if theirs in row}
+        whole = next(name for name in ("messages", "user", "prompt") if getattr(columns, name) is not None)
+        if whole not in named:
+            raise self.bad(
+                "missing_column",
+                f"the row has no column {getattr(columns, whole)!r}, which columns.{whole} names; it has "
+                f"{', '.join(map(_quote_name, row)) or 'none'}",
+            )
+        named = {name: row[name] for name in ("tools", "workload") if name in row} | named
+        if whole == "prompt":
+            return named, "completion"
+        if whole == "messages":
+            return named, "messages"
+        asked = self.text(named["user"], f"text in column {columns.user}")
+        if more := self.text(named.get("input", ""), f"text in column {columns.input}").strip():
+            asked = f"{asked}\n\n{more}"
+        turns = [{"role": "user", "content": asked}]
+        if "assistant" in named:
+            turns.append({"role": "assistant", "content": named["assistant"]})
+            if thought := named.get("reasoning"):
+                turns[-1]["reasoning_content"] = thought
+        return {**named, "messages": turns}, "messages"
 
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    """A tool call with its arguments as a mapping: OpenAI sends them as JSON text, templates want the
-    mapping.
-    """
-    function = call.get("function", call) if isinstance(call, Mapping) else {}
-    if not isinstance(function.get("name"), str):
-        raise DataError(f"{where}: expected a tool call with a function name, got {_quote(call)}")
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
+    def messages(self, turns: Any, kind: str) -> list[Message]:
+        if not isinstance(turns, list) or not turns:
+            reason = "empty_turn" if turns == [] else "wrong_type"
+            raise self.bad(reason, f"expected {kind} to be a non-empty list of turns, got {_quote(turns)}")
+        messages = [self.message(turn, f"turn {i} of {len(turns)}") for i, turn in enumerate(turns, 1)]
+        if all(message["role"] == "system" for message in messages):
+            raise self.bad("no_conversation", f"none of its {len(turns)} turns is the user's or the assistant's")
+        for i, message in enumerate(messages, 1):
+            last_answer = i == len(messages) and message["role"] == "assistant"  # may be still to be written
+            if message["role"] in ("user", "assistant") and not last_answer and not _says_something(message):
+                what = f"turn {i} of {len(turns)} ({message['role']}) is empty, so that what follows answers nothing"
+                raise self.bad("empty_turn", what)
+        return messages
+
+    def message(self, turn: Any, where: str) -> Message:
+        if not isinstance(turn, Mapping):
+            raise self.bad("wrong_type", f"{where}: expected a mapping, got {_quote(turn)}")
+        turn = self.clean(turn, where)
+        speaker, text = ("from", "value") if "from" in turn and "role" not in turn else ("role", "content")
+        role = _ROLES.get(turn[speaker]) if isinstance(turn.get(speaker), str) else None
+        if role is None:
+            known = ", ".join(_ROLES)
+            what = f"{where}: unknown {speaker} {_quote(turn.get(speaker))}; expected one of {known}"
+            raise self.bad("unknown_role", what)
+        calls = turn.get("tool_calls") or []
+        if not isinstance(calls, list):
+            raise self.bad("bad_tool_call", f"{where}: expected tool_calls to be a list, got {_quote(calls)}")
+        content = turn.get(text, "" if calls else None)
+        if _is_text_parts(content):
+            content = "\n".join(part["text"] for part in content)  # as servers hand them to templates
+        if not isinstance(content, str):
+            raise self.bad("wrong_type", f"{where} ({role}): expected text in '{text}', got {_quote(content)}")
+        rest = {k: v for k, v in turn.items() if k not in (speaker, text, "tool_calls")}
+        for name in REASONING_FIELDS:
+            if not isinstance(rest.get(name, ""), str):
+                raise self.bad("wrong_type", f"{where} ({role}): expected text in '{name}', got {_quote(rest[name])}")
+        message = {**rest, "role": role, "content": content}
+        return message | ({"tool_calls": [self.tool_call(call, where) for call in calls]} if calls else {})
+
+    def tool_call(self, call: Any, where: str) -> dict[str, Any]:
+        """A tool call with its arguments as a mapping: OpenAI sends them as JSON text, templates want the
+        mapping.
+        """
+        function = call.get("function", call) if isinstance(call, Mapping) else {}
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise self.bad("bad_tool_call", f"{where}: expected a tool call with a function name, got {_quote(call)}")
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            arguments = self.from_json(arguments, f"{where}: the arguments of {function['name']} are")
+        if not isinstance(arguments, Mapping):
+            what = f"{where}: expected the arguments of {function['name']} to be a mapping, got {_quote(arguments)}"
+            raise self.bad("bad_tool_call", what)
+        called = {**function, "arguments": arguments}
+        return {**call, "function": called} if "function" in call else {"type": "function", "function": called}
+
+    def tools(self, tools: Any) -> tuple[dict[str, Any], ...]:
+        if isinstance(tools, str):  # datasets whose columns cannot hold free-form schemas carry them as JSON text
+            tools = self.from_json(tools or "[]", "tools are")
+        tools = self.clean(tools, "tools")
+        if not isinstance(tools or [], list) or not all(isinstance(tool, dict) for tool in tools or []):
+            raise self.bad("bad_tool_call", f"expected tools to be a list of JSON schemas, got {_quote(tools)}")
+        return tuple(tools or ())
+
+    def from_json(self, text: str, what: str) -> Any:
         try:
-            arguments = json.loads(arguments)
+            return self.clean(json.loads(text), what)
         except ValueError as error:
-            raise DataError(f"{where}: the arguments of {function['name']} are not JSON: {error}") from None
-    called = {**function, "arguments": arguments}
-    return {**call, "function": called} if "function" in call else {"type": "function", "function": called}
+            raise self.bad("bad_tool_call", f"{what} not JSON: {error}") from None
+
+    def text(self, value: Any, wanted: str) -> str:
+        if not isinstance(value, str):
+            raise self.bad("wrong_type", f"expected {wanted}, got {_quote(value)}")
+        return self.clean(value, wanted)
+
+    def clean(self, value: Any, where: str) -> Any:
+        """`value` without null entries; BadRow if there is text in it that no tokenizer takes."""
+        if isinstance(value, str):
+            if not value.isascii() and (half := _SURROGATE.search(value)):
+                what = f"{where}: {half.group()!r} at character {half.start() + 1} is half of a surrogate pair"
+                raise self.bad("lone_surrogate", what)
+            return value
+        if isinstance(value, Mapping):
+            return {self.clean(str(k), where): self.clean(v, where) for k, v in value.items() if v is not None}
+        return [self.clean(item, where) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _tools(tools: Any, origin: str) -> tuple[dict[str, Any], ...]:
-    if isinstance(tools, str):  # datasets whose columns cannot hold free-form schemas carry them as JSON text
-        try:
-            tools = json.loads(tools or "[]")
-        except ValueError as error:
-            raise DataError(f"{origin}: tools are not JSON: {error}") from None
-    if not isinstance(tools or [], list) or not all(isinstance(tool, dict) for tool in tools or []):
-        raise DataError(f"{origin}: expected tools to be a list of JSON schemas, got {_quote(tools)}")
-    return tuple(tools or ())
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def _demo(source: Source) -> Iterator[Example]:
-    from train.demo import WORKLOADS, conversations
-
-    demo = source.demo
-    assert demo is not None
-    made = conversations(demo.split, demo.count, demo.seed, demo.workloads or WORKLOADS)
-    for number, conversation in enumerate(made):
-        row = {"messages": conversation.messages, "workload": conversation.workload}
-        yield parse_row(row, origin=f"demo {demo.split} #{number}", workload=source.workload)
+def _is_text_parts(content: Any) -> bool:
+    """Whether it is a list of OpenAI's text parts; only text is trained on."""
+    return isinstance(content, list) and all(
+        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in content
+    )
 
 
-def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    if not path.is_file():
-        raise DataError(f"{path}: no such file; a relative path starts at the working directory, {Path.cwd().name}/")
-    try:
-        if path.suffix == ".json":
-            rows = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(rows, list):
-                raise DataError(f"{path}: expected a list of rows, got {_quote(rows)}; use .jsonl for a row per line")
-            yield from ((f"{path}[{i}]", row) for i, row in enumerate(rows))
-            return
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield f"{path}:{number}", json.loads(line)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text: {error}") from None
-    except json.JSONDecodeError as error:
-        line_number = error.lineno if path.suffix == ".json" else number
-        raise DataError(f"{path}:{line_number}: not JSON (column {error.colno}): {error.msg}") from None
-
-
-def _dataset_rows(source: Source) -> Iterator[tuple[str, Any]]:
-    """Parquet files, local dataset directories and hub datasets, through the `datasets` library."""
-    try:
-        import datasets
-    except ImportError:
-        raise DataError(f"{source.label}: reading it needs the `datasets` package: pip install datasets") from None
-    split = source.split or "train"
-    if source.path is not None and not Path(source.path).exists():
-        raise DataError(
-            f"{source.path}: no such file or directory; for a dataset on the hub write name: instead of path:"
-        )
-    try:
-        if source.path is not None and any(
-            (Path(source.path) / f).exists() for f in ("state.json", "dataset_dict.json")
-        ):
-            table = datasets.load_from_disk(source.path)
-            table = table[split] if isinstance(table, datasets.DatasetDict) else table
-        elif source.path is not None and Path(source.path).is_file():
-            if Path(source.path).suffix != ".parquet":
-                raise DataError(f"{source.path}: expected a .jsonl, .json or .parquet file, or a dataset directory")
-            table = datasets.load_dataset("parquet", data_files=source.path, split=split)
-        else:
-            table = datasets.load_dataset(source.path or source.name, source.config, split=split,
-                                          revision=source.revision)  # fmt: skip
-    except DataError:
-        raise
-    except Exception as error:  # the library raises whatever its many back ends raise
-        raise DataError(f"{source.label}: split {split!r} cannot be loaded: {error}") from error
-    yield from ((f"{source.label} {split} #{i}", row) for i, row in enumerate(table))
-
-
-def _take(examples: Iterator[Example], limit: int | None) -> Iterator[Example]:
-    for count, example in enumerate(examples):
-        if count == limit:
-            return
-        yield example
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
+def _says_something(message: Message) -> bool:
+    thought = any(message.get(name) for name in REASONING_FIELDS)
+    return bool(message["content"].strip() or message.get("tool_calls") or thought)
 
 
 def _quote(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _quote_name(name: str) -> str:
+    name = name.encode("utf-8", "backslashreplace").decode()
+    return name if len(name) <= 40 else name[:37] + "..."

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -195,35 +192,3 @@ def drafting_llm(byte_tokenizer, tiny_eagle3):
         return LLM._assemble(model, proposer=proposer(), **options)
 
     return make
-
-
-@pytest.fixture
-def serving():
-    """serving(llm, **options): the base URL of a server of that LLM, on a port of its own, in a thread of its own; its
-    Server is `serving.server(url)`. It is shut down when the test ends."""
-    import uvicorn
-
-    from inference.server import make_app
-    from inference.server_options import ServerOptions
-
-    running = {}
-
-    def start(llm, **options) -> str:
-        app = make_app(llm, ServerOptions(**{"served_model_names": ("tiny",), "shutdown_timeout_s": 0, **options}))
-        listening = socket.socket()
-        listening.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-        thread.start()
-        while not server.started and thread.is_alive():
-            time.sleep(0.01)
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        running[url] = (app.state.server, server, thread)
-        return url
-
-    start.server = lambda url: running[url][0]
-    yield start
-    for _, server, thread in running.values():
-        server.should_exit = True
-        thread.join(20)
-        assert not thread.is_alive()

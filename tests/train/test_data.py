@@ -6,6 +6,7 @@ The templates are written for these tests in the style of well-known ones, with 
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 from speculators.errors import DataError
+from train.bad_rows import BadRow, BadRows
 from train.data import TokenRow, collate, conversation_tokenizer, fit_rows, pack, prepare_rows
 from train.masks import ConversationTokenizer
 from train.recipe_data import DataSection, Source
@@ -270,7 +272,7 @@ REFUSALS = {
     "merged boundary": (CHATML, chat("hi", "\nyes"), r"turn 2 of 2 .*changes the tokens of the prompt"),
     "merged boundary, marked": (CHATML_MARKED, chat("hi", "\nyes"), r"turn 2 of 2 .*changes the tokens of"),
     "nothing marked": (MARKS_NOTHING, chat("hi", "yes"), r"turn 2 of 2 .*its mask is empty"),
-    "nothing rendered": (MISTRAL.replace(" {{ m.content }}</s>", ""), chat("hi", ""), r"its mask is empty"),
+    "nothing to learn": (CHATML, chat("hi", " "), r"turn 2 of 2 \(assistant: ' '\): it is empty"),
     "assistant first": (CHATML, conversation(("assistant", "hi")), r"x: turn 1 of 1 .*nothing prompts it"),
 }
 
@@ -292,6 +294,77 @@ def test_lost_reasoning_is_an_error_unless_dropped(tokenizer):
         rows_of(tokenizer, CHATML, example)
     (row,) = rows_of(tokenizer, CHATML, example, reasoning="drop")
     assert supervised(tokenizer, row) == ["b<|im_end|>"]
+
+
+# Hermes' and Qwen's way: calls are JSON in tags, results are the user's; thoughts in tags wherever they are given.
+HERMES = (
+    "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>{{ m.content }}</tool_response>"
+    "{% else %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Llama 3's way: calls under another key, results of a role of their own, thoughts before the answer without a tag.
+IPYTHON = (
+    "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}"
+    "<|end_header_id|>\n\n{% if m.reasoning %}({{ m.reasoning }}) {% endif %}{{ m.content | trim }}"
+    '{% for c in m.tool_calls %}{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
+    "{% endfor %}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+TOOL_TALK = {
+    "tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}],
+    "messages": [
+        {"role": "user", "content": "1 + 2?"},
+        {"role": "assistant", "content": "", "reasoning": "ask", "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]},
+        {"role": "tool", "content": "3", "tool_call_id": "1"},
+        {"role": "assistant", "content": "It is 3.", "reasoning_content": "easy"},
+    ],
+}  # fmt: skip
+ANSWERS = {
+    HERMES: [
+        '<think>ask</think><tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>',
+        "<think>easy</think>It is 3.<|im_end|>",
+    ],
+    IPYTHON: ['(ask) {"name": "add", "parameters": {"a": 1}}<|eot_id|>', "(easy) It is 3.<|eot_id|>"],
+}
+
+
+@pytest.mark.parametrize("template", ANSWERS, ids=["hermes", "ipython"])
+def test_tool_calls_and_reasoning_are_supervised_and_their_results_are_not(tokenizer, template):
+    example = parse_row(TOOL_TALK, origin="x")
+    (row,) = rows_of(tokenizer, template, example)
+    assert supervised(tokenizer, row) == ANSWERS[template]
+    prompt = ConversationTokenizer(tokenizer, chat_template=template).prompt_ids(example)
+    assert row.input_ids[: len(prompt)].tolist() == prompt, "serving sends the calls and their results"
+    assert not row.loss_mask[: len(prompt)][-10:].any()
+
+
+def test_the_template_and_its_thinking_mode_are_told(tokenizer):
+    """Data rendered otherwise is told by other facts."""
+    quiet = ConversationTokenizer(tokenizer, chat_template=QWEN3, template_kwargs={"enable_thinking": False})
+    facts = quiet.template_facts()
+    assert facts["chat_template_kwargs"] == {"enable_thinking": False} and len(facts["chat_template_sha256"]) == 64
+    assert ConversationTokenizer(tokenizer, chat_template=R1).template_facts() != facts
+    assert ConversationTokenizer(tokenizer).template_facts() == {
+        "chat_template_sha256": None, "chat_template_kwargs": {}
+    }  # fmt: skip
+
+
+def test_turns_out_of_reach_are_passed_over_and_change_nothing(tokenizer, monkeypatch):
+    """Of a conversation much longer than a row only what reaches into the row is tokenised; the rows are the same."""
+    example = chat(*["hello there, how are you?"] * 80)
+    for template in (CHATML, CHATML_MARKED, LLAMA3):
+        converter = ConversationTokenizer(tokenizer, chat_template=template)
+        whole, turn, calls = fit_rows(converter.rows(example), 60), converter._turn, Counter()
+        monkeypatch.setattr(converter, "_turn", lambda *a, turn=turn, calls=calls: calls.update([1]) or turn(*a))
+        rows, statistics = fit_rows(converter.rows(example, 60), 60)
+        assert calls.total() < 6
+        assert (statistics.rows, statistics.truncated) == (whole[1].rows, whole[1].truncated) == (1, 1)
+        assert rows[0].input_ids.tolist() == whole[0][0].input_ids.tolist()
+        assert rows[0].loss_mask.tolist() == whole[0][0].loss_mask.tolist()
 
 
 def test_tokenizer_without_template_is_refused(tokenizer):
@@ -334,11 +407,11 @@ def test_cutting_keeps_masks_right_and_is_counted(tokenizer):
 def test_bad_rows_stop_the_run_or_are_counted(tokenizer):
     converter = ConversationTokenizer(tokenizer, chat_template=QWEN3)
     examples = [chat("hi"), chat("hello", "fine", "bye", "see you")]
-    with pytest.raises(DataError, match=r"no assistant turn.*on_bad_row: drop"):
+    with pytest.raises(BadRow, match=r"chats.jsonl:7: .*no assistant turn"):
         prepare_rows(examples, converter, max_length=99)
     seen: list[tuple[int, ...]] = []
     rows, statistics = prepare_rows(
-        examples, converter, max_length=99, on_bad_row="drop", progress=lambda *counts: seen.append(counts)
+        examples, converter, max_length=99, bad=BadRows(), progress=lambda *counts: seen.append(counts)
     )
     assert (len(rows), statistics.dropped_bad, statistics.fanned_out) == (2, 1, 1)
     assert "chats.jsonl:7" in statistics.first_bad
@@ -432,6 +505,7 @@ def test_files_limits_weights_and_labels(tmp_path):
         ('{"messages": 1}\n', r"chats.jsonl:1: expected messages to be"),
         ('\n{"messages\n', r"chats.jsonl:2: not JSON \(column \d+\): "),
         ("", r"chats.jsonl: the source holds no examples"),
+        ('{"a": 1, "a": 2}\n', r"chats.jsonl:1: the key 'a' is given twice"),
     ],
 )
 def test_malformed_files_name_the_line(tmp_path, text, message):

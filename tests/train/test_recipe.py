@@ -229,10 +229,12 @@ MALFORMED = {
     "{gates: {lossless_mismatches: {max: 0}}, evaluation: {lossless_check: false}}": AT
     + "gates.lossless_mismatches: needs evaluation.lossless_check: true",
     "evaluation: {temperatures: [0, 0.0]}": AT + "evaluation.temperatures: each temperature may be given once, ...",
-    "evaluation: {prompts: [{}]}": AT + "evaluation.prompts.0: expected exactly one of path, name, demo, stdlib, got "
+    "evaluation: {prompts: [{}]}": AT
+    + "evaluation.prompts.0: expected exactly one of path, name, preset, demo, stdlib, got "
     "none",
     "data: {train: []}": AT + "data.train: expected a non-empty list, each a mapping, got []",
-    "data: {train: [{path: a.jsonl, name: b/c}]}": AT + "data.train.0: expected exactly one of path, name, demo, "
+    "data: {train: [{path: a.jsonl, name: b/c}]}": AT
+    + "data.train.0: expected exactly one of path, name, preset, demo, "
     "stdlib, got path and name",
     "data: {train: [{demo: {}, split: test}]}": AT + "data.train.0: split has no meaning for a demo source; write it "
     "under demo",
@@ -250,7 +252,7 @@ MALFORMED = {
     "export: {formats: [gguf]}": AT + "export.formats.0: expected one of vllm, speculators, sglang, transformers, "
     "got 'gguf'",
     "export: {formats: [vllm, vllm]}": AT + "export.formats: each format may be given once, got ['vllm', 'vllm']",
-    "trackers: [mlflow]": AT + "trackers.0: expected one of wandb, tensorboard, got 'mlflow'",
+    "trackers: [mlflow]": AT + "trackers.0: expected one of wandb, trackio, tensorboard, got 'mlflow'",
     "name: ../escape": AT + "name: expected a string matching ...",
 }
 

@@ -13,7 +13,8 @@ from inference import LLM
 from speculators.errors import DataError
 from train.masks import ConversationTokenizer
 from train.recipe_data import RegenerateSection
-from train.regenerate import CHUNK_END, regenerate, temperatures_of
+from train.regenerate import regenerate, temperatures_of
+from train.responses import CHUNK_END
 from train.sources import Example
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "target"
@@ -56,7 +57,7 @@ def test_a_kill_anywhere_changes_no_response(write, tmp_path):
 def test_nothing_is_written_twice_and_settings_do_not_mix(write, tmp_path):
     first = write(tmp_path)
     seen = []
-    assert write(tmp_path, progress=lambda done, total: seen.append((done, total))) == first
+    assert write(tmp_path, progress=lambda done, total, note: seen.append((done, total))) == first
     assert seen == [(40, 40)]
     longer = write(tmp_path, section=SECTION.model_copy(update={"max_new_tokens": 9}))
     assert len(list(tmp_path.iterdir())) == 2 and {len(r.output_ids) for r in longer} == {9}

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
+import subprocess
+import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +25,7 @@ from speculators.drafter import Drafter
 from speculators.export import export_drafter, load_drafter, read_drafter_config
 from speculators.target import FrozenTarget, TargetFeatures
 from tests.vllm.process import VLLMProcess
+from tests.vllm.serve import SETTINGS as ENVIRONMENT
 
 PROMPTS = [[3 + (i * i * 7 + n) % 120 for i in range(n)] for n in (9, 4, 17, 30)]
 WRITTEN = 48
@@ -81,6 +86,48 @@ def serve(vllm_processes, vllm_plugins: str):
                 process.close()
 
     return run
+
+
+# A float32 target would be served in another precision by default, and the CPU's compilation takes minutes.
+SERVER = "--dtype float32 --enforce-eager --max-model-len 128 --max-num-seqs 8 --kv-cache-memory-bytes 67108864".split()
+
+
+@pytest.fixture(scope="module")
+def vllm_server(vllm_python: str, tmp_path_factory):
+    """`vllm_server(model, *arguments)`: the address of a real server of it on loopback; stopped after the module."""
+    running, root = [], tmp_path_factory.mktemp("servers")
+
+    def start(model: str, *arguments: str) -> str:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [
+            vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1",
+            "--port", str(port), *SERVER, *arguments,
+        ]  # fmt: skip
+        log = root / f"{port}.log"
+        with log.open("w") as written:
+            environment = os.environ | {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+            process = subprocess.Popen(command, cwd=root, env=environment, stdout=written, stderr=subprocess.STDOUT)
+        running.append(process)
+        _wait_for(f"http://127.0.0.1:{port}/health", process, log)
+        return f"http://127.0.0.1:{port}"
+
+    yield start
+    for process in running:
+        process.terminate()
+        process.wait(60)
+
+
+def _wait_for(url: str, process: subprocess.Popen, log: Path, seconds: float = 400) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and process.poll() is None:
+        try:
+            urllib.request.urlopen(url, timeout=5)
+            return
+        except OSError:
+            time.sleep(0.5)
+    raise AssertionError(f"no server at {url}:\n{log.read_text()[-4000:]}")
 
 
 @pytest.fixture(scope="session")

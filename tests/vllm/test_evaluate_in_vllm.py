@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import time
-import urllib.request
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -26,7 +21,6 @@ from speculators.families.eagle3 import Eagle3, Eagle3Options
 from speculators.target import FrozenTarget
 from tests.speculators.test_token_map import byte_level
 from tests.vllm.conftest import PROMPTS
-from tests.vllm.serve import SETTINGS as ENVIRONMENT
 
 K = 3
 SETTINGS = EvaluationSettings(
@@ -41,8 +35,6 @@ SETTINGS = EvaluationSettings(
     lossless_prompts=0,
 )
 WORKLOADS = {"one": PROMPTS[:2], "two": PROMPTS[2:]}
-# A float32 target would be served in another precision by default, and the CPU's compilation takes minutes.
-SERVER = "--dtype float32 --enforce-eager --max-model-len 128 --max-num-seqs 8 --kv-cache-memory-bytes 67108864".split()
 
 
 @pytest.fixture(scope="module")
@@ -125,42 +117,10 @@ def test_sampling_is_refused_or_right(folders, offline) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(vllm_python: str, folders, tmp_path_factory):
+def server(vllm_server, folders):
     """`server(*arguments)`: the address of a real server on loopback that drafts."""
-    running, root = [], tmp_path_factory.mktemp("servers")
     drafting = {"method": "eagle3", "model": folders[1], "num_speculative_tokens": K}
-
-    def start(*arguments: str) -> str:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        command = [
-            vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", folders[0], "--host", "127.0.0.1",
-            "--port", str(port), "--speculative-config", json.dumps(drafting), *SERVER, *arguments,
-        ]  # fmt: skip
-        log = root / f"{port}.log"
-        with log.open("w") as written:
-            environment = os.environ | {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-            process = subprocess.Popen(command, cwd=root, env=environment, stdout=written, stderr=subprocess.STDOUT)
-        running.append(process)
-        wait_for(f"http://127.0.0.1:{port}/health", process, log)
-        return f"http://127.0.0.1:{port}"
-
-    yield start
-    for process in running:
-        process.terminate()
-        process.wait(60)
-
-
-def wait_for(url: str, process: subprocess.Popen, log: Path, seconds: float = 400) -> None:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until and process.poll() is None:
-        try:
-            urllib.request.urlopen(url, timeout=5)
-            return
-        except OSError:
-            time.sleep(0.5)
-    raise AssertionError(f"no server at {url}:\n{log.read_text()[-4000:]}")
+    return partial(vllm_server, folders[0], "--speculative-config", json.dumps(drafting))
 
 
 def test_a_server_counts_what_this_runtime_counts(folders, ours, server) -> None:

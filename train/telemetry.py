@@ -1,0 +1,117 @@
+"""What a training step cost, beside what it learnt: tokens per second, where the time went, memory.
+
+    telemetry.begin()
+    telemetry.saw(batches)
+    with telemetry.phase("target"): ...     # around the parts of a step, or @timed("target") on a method
+    figures = telemetry.finish(total)       # one step's, summed over processes where that means something
+
+Phases on a GPU are timed by its own events, so that nothing waits for it in between. Knows no drafter and no loss.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import psutil
+import torch
+from torch import Tensor
+
+PHASES = ("data", "target", "drafter", "optimizer")
+GIB = 2**30
+
+Batch = dict[str, Tensor]
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def timed(name: str) -> Callable[[Method], Method]:
+    """Of a method whose object has a `telemetry`: its time is that phase's."""
+
+    def wrap(method: Method) -> Method:
+        @wraps(method)
+        def inner(self: Any, *arguments: Any, **named: Any) -> Any:
+            with self.telemetry.phase(name):
+                return method(self, *arguments, **named)
+
+        return cast(Method, inner)
+
+    return wrap
+
+
+class Telemetry:
+    """Of one process.
+
+    data        which rows; with on_policy the texts that are written for them
+    target      features of the target
+    drafter     unroll, loss and backward; the target's logits for the loss among it
+    optimizer   gradients summed over processes, and the step
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._process = psutil.Process()
+        self.begin()
+
+    def begin(self) -> None:
+        """A step; what went before, such as a held-out evaluation, is no part of it."""
+        self._began, self._spent = time.perf_counter(), defaultdict[str, float](float)
+        self._counts = torch.zeros(3, device=self.device)
+        self._events.clear()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        assert name in PHASES, name
+        if self.device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            yield
+            end.record()
+            self._events.append((name, start, end))
+            return
+        began = time.perf_counter()
+        yield
+        self._spent[name] += time.perf_counter() - began
+
+    def saw(self, batches: list[Batch]) -> list[Batch]:
+        """Batches of the step: input_ids, segment_ids (-1: padding) and loss_mask, each [B, T]. Returns them."""
+        for batch in batches:
+            ids, valid, supervised = batch["input_ids"], batch["segment_ids"] >= 0, batch["loss_mask"]
+            self._counts += torch.stack([torch.ones_like(ids).sum(), valid.sum(), supervised.sum()]).to(self._counts)
+        return batches
+
+    def finish(self, total: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """The step's figures. `total` sums a tensor over processes.
+
+        step_seconds                  wall time of this process
+        tokens_per_second             of all processes, padding among them: what was computed on
+        valid_tokens_per_second       without padding
+        supervised_tokens_per_second  those with a loss
+        time/<phase>                  share of the wall time, 0 to 1; time/other: what is left
+        memory_gib                    most that the device had in use so far; on a CPU the process's memory now
+        """
+        if self._events:
+            torch.cuda.synchronize(self.device)
+            for name, start, end in self._events:
+                self._spent[name] += start.elapsed_time(end) / 1000
+        seconds = max(time.perf_counter() - self._began, 1e-9)
+        counts = total(self._counts).tolist()
+        shares = {f"time/{name}": self._spent[name] / seconds for name in PHASES}
+        figures = {
+            "step_seconds": seconds,
+            **dict(zip((f"{kind}tokens_per_second" for kind in ("", "valid_", "supervised_")),
+                       (count / seconds for count in counts))),
+            **shares,
+            "time/other": max(0.0, 1 - sum(shares.values())),
+            "memory_gib": self._memory() / GIB,
+        }  # fmt: skip
+        return figures
+
+    def _memory(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return self._process.memory_info().rss
