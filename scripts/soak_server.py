@@ -15,13 +15,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import psutil
 import typer
+from pydantic_core import to_jsonable_python
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -201,7 +202,8 @@ def main(
     show(found, console)
     wrong = violations(found, tolerance)
     if save is not None:
-        save.write_text(json.dumps({**asdict(found), "violations": wrong}) + "\n", encoding="utf-8")
+        told = {**to_jsonable_python(found), "violations": wrong}
+        save.write_text(json.dumps(told) + "\n", encoding="utf-8")
     for each in wrong[:20]:
         console.print(each, style="red", markup=False)
     if wrong:
