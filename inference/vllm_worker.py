@@ -4,7 +4,8 @@
 
 First question: {"model": …, "options": {…}, "speculative_config": {…} or null}; its answer says which vLLM this is. Any
 other: {"prompts": [[token ids]], "params": [{…}]}; its answer has, per prompt, the tokens in the steps they came in
-and, with drafting, the drafts accepted and proposed in every round that had some. Imports nothing of this project: the
+and, with drafting, the drafts accepted and proposed in every round that had some. With {"hidden_states": {"folder": …,
+"connectors": …}} in the first question, the file with the prompt's hidden states. Imports nothing of this project: the
 environment that has vLLM need not have it. vLLM's own lines go to standard error.
 """
 
@@ -42,6 +43,9 @@ def start(question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     )
     if drafting := question["speculative_config"]:
         options |= {"speculative_config": drafting, "per_request_spec_decode_metrics": "detailed"}
+    if extraction := question.get("hidden_states"):
+        options |= {"kv_transfer_config": connector(extraction, on_cpu)}
+        del options["per_request_spec_decode_metrics"]
     llm = LLM(question["model"], **(options | question["options"]))
     facts = {
         "version": vllm.__version__,
@@ -51,6 +55,18 @@ def start(question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         "sampling_is_sound": not on_cpu or expands_rightly(),
     }
     return llm, facts
+
+
+def connector(extraction: dict[str, str], on_cpu: bool) -> dict[str, Any]:
+    """Who writes the hidden states, and where: vLLM's own connector, on a CPU ours."""
+    chosen = {"kv_connector": "ExampleHiddenStatesConnector"}
+    if on_cpu:
+        sys.path.append(extraction["connectors"])
+        inherited = os.environ.get("PYTHONPATH")  # by processes that vLLM may start
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (inherited, extraction["connectors"])))
+        chosen = {"kv_connector": "CpuHiddenStatesConnector", "kv_connector_module_path": "cpu_hidden_states"}
+    where = {"shared_storage_path": extraction["folder"]}
+    return {**chosen, "kv_role": "kv_producer", "kv_connector_extra_config": where}
 
 
 def expands_rightly() -> bool:
@@ -92,6 +108,11 @@ def write(llm: Any, prompts: list[list[int]], params: list[dict[str, Any]], name
                 answer["finish_reason"] = new.finish_reason
                 if metrics := getattr(new, "spec_decode_metrics", None):
                     answer |= {"accepted": metrics.per_step_accepted, "drafted": metrics.per_step_drafted}
+                if path := (getattr(output, "kv_transfer_params", None) or {}).get("hidden_states_path"):
+                    answer["hidden_states"] = path
+    if any("hidden_states" in answer for answer in written.values()):
+        for _ in range(3):  # the connector writes in steps that follow; nobody else makes them
+            engine.engine_core.get_output()
     return list(written.values())
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 RECOMPUTE_FROM = 1024  # queries; shorter rows keep their scores for the backward pass
+SCORES = {"cpu": 1 << 24, "cuda": 1 << 26}  # of a chunk, in numbers
 
 
 def unrolled_attention(
@@ -32,9 +33,9 @@ def unrolled_attention(
     diagonals: (key, value) [B, g, M, ·] of the same slots at depths 1..i. `segment_ids` [B, T]: documents of a packed
     row; padding is -1 and attends to itself only. Returns [B, h, M, v].
     """
-    M = query.shape[2]
-    width = chunk if M > chunk else M
-    whole_row = M == key.shape[2]  # slots in order: later keys are never seen by an earlier chunk
+    (B, h, M), T = query.shape[:3], key.shape[2]
+    width = min(M, chunk, max(16, SCORES.get(query.device.type, SCORES["cuda"]) // (B * h * T)))
+    whole_row = M == T  # slots in order: later keys are never seen by an earlier chunk
     pieces = []
     for start in range(0, M, width):
         rows = slice(start, min(start + width, M))

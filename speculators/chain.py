@@ -19,6 +19,7 @@ from speculators.cached_attention import cached_attends
 from speculators.decoder import Attend, Rotary, RotaryTable
 from speculators.drafter import Drafter, DraftStep, Grow, term_paths
 from speculators.host_copy import on_device
+from speculators.recompute import kept_or_recomputed
 from speculators.target import TargetFeatures
 
 
@@ -59,6 +60,18 @@ class ChainDrafter(Drafter):
 
     # -------------------------------------------------------------- training
 
+    def multiplied(self, depth: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """See `Drafter.multiplied`: at depth 0 all but the last layer's queries and what follows them is everywhere."""
+        if depth or not self.asks:
+            return ([], self.weight_matrices()) if depth else (self.weight_matrices(), [])
+        asking = {id(p) for p in self.asking_matrices()}
+        both = self.weight_matrices()
+        return [p for p in both if id(p) not in asking], [p for p in both if id(p) in asking]
+
+    def asking_matrices(self) -> list[nn.Parameter]:
+        """What `run` multiplies with the slots of `asking` only."""
+        raise NotImplementedError
+
     def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
         """`steps` depths; a slot's terms, and what they read and match, are those of `term_paths`.
 
@@ -84,7 +97,7 @@ class ChainDrafter(Drafter):
             ]
             places = positions.gather(1, slots) + depth
             state = self.feed_back(state) if depth else state
-            state = self.run(self.embed(tokens, places), state, self.rotary(places, state), attends, asking)
+            state = kept_or_recomputed(self.recomputes, self._depth, tokens, places, state, attends, asking)
             slots = chosen
             terms = valid[depth].gather(1, slots)
             anchors = (slots + rows)[terms]
@@ -100,13 +113,20 @@ class ChainDrafter(Drafter):
         self, layer: int, depth: int, causal: list, own: list, slots: Tensor, segment_ids: Tensor
     ) -> Callable:
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            """Keeps its keys and values for later depths, the first time it is called."""
             if depth == 0:
-                causal.append((k, v))
-            else:
-                own.append((k, v))
-            return unrolled_attention(q, *causal[layer], own, slots, segment_ids, scale)
+                causal[layer:] = causal[layer:] or [(k, v)]
+                return unrolled_attention(q, k, v, (), slots, segment_ids, scale)
+            before = own[: depth - 1]
+            own[depth - 1 :] = own[depth - 1 :] or [(k, v)]
+            return unrolled_attention(q, *causal[layer], [*before, (k, v)], slots, segment_ids, scale)
 
         return attend
+
+    def _depth(
+        self, tokens: Tensor, places: Tensor, state: Tensor, attends: Sequence[Attend], asking: Tensor | None
+    ) -> Tensor:
+        return self.run(self.embed(tokens, places), state, self.rotary(places, state), attends, asking)
 
     # -------------------------------------------------------------- inference
 
@@ -213,6 +233,9 @@ class DecoderChain(ChainDrafter):
     @property
     def attention_layers(self) -> int:
         return len(self.layers)
+
+    def asking_matrices(self) -> list[nn.Parameter]:
+        return self.layers[-1].asking_matrices()
 
     def rotary(self, position_ids: Tensor, like: Tensor, length: int | None = None) -> Rotary:
         if length is None:

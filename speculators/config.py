@@ -13,6 +13,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from speculators.errors import ConfigError
+from speculators.sizes import NO_ATTENTION, AttentionSizes
 from speculators.target import FrozenTarget
 
 
@@ -69,6 +70,11 @@ class DrafterConfig(BaseModel):
     def describe(self) -> str:
         """The head in a few words."""
         return f"{self.hidden_size} wide"
+
+    @property
+    def attention(self) -> AttentionSizes:
+        """Of the head's own layers."""
+        return NO_ATTENTION
 
     def activation_bytes(self, tokens: int, width: int, *, recompute: bool) -> int:
         """About what one depth of an unroll keeps for its backward pass, per token of rows of `tokens` tokens, in
@@ -130,11 +136,18 @@ class DecoderConfig(DrafterConfig):
             f"of {self.head_dim} ({self.num_key_value_heads} key/value)"
         )
 
+    @property
+    def attention(self) -> AttentionSizes:
+        kv = self.num_layers * self.num_key_value_heads * 2 * self.head_dim
+        heads = self.num_layers * self.num_attention_heads
+        return AttentionSizes(self.num_layers, heads, 2 * heads * self.head_dim, kv)
+
     def activation_bytes(self, tokens: int, width: int, *, recompute: bool) -> int:
         H, inner = self.hidden_size, self.intermediate_size
         heads, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         layer = width * (10 * H + 2 * heads + 2 * kv + 3 * inner) + 4 * 4 * H  # norms run in float32
-        scores = 0 if recompute else self.num_attention_heads * tokens * (4 + width)
+        # in float32, and again in fewer bits where there are fewer
+        scores = 0 if recompute else self.num_attention_heads * tokens * (4 + width % 4)
         return self.num_layers * (layer + scores)
 
     def llama_fields(self) -> dict[str, Any]:

@@ -129,6 +129,7 @@ class Drafter(nn.Module):
         super().__init__()
         self.config = config
         self._target: list[FrozenTarget] = []  # in a list, so that nn.Module does not register it
+        self.recomputes = False
 
     # -------------------------------------------------------------- shared with the target
 
@@ -162,6 +163,10 @@ class Drafter(nn.Module):
     def prepare_training(self, options: Any) -> Drafter:
         """What a recipe says of how the head is trained, before its optimizer is made. `options`: the family's."""
         return self
+
+    def checkpoint_activations(self, wanted: bool) -> None:
+        """Whether `unroll` keeps the activations of a depth for the backward pass, or computes them again there."""
+        self.recomputes = wanted
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.parameters() if p.requires_grad]
@@ -226,10 +231,13 @@ class Drafter(nn.Module):
         """What writes text of its own, in the target's tokens, if the drafter can; None otherwise."""
         return None
 
+    def twin(self) -> Drafter:
+        """A copy that shares the target."""
+        return copy.deepcopy(self, {id(target): target for target in self._target})
+
     def snapshot(self, dtype: torch.dtype) -> Drafter:
-        """A frozen copy in `dtype` that drafts as an export of this moment would; it shares the target."""
-        shared = {id(target): target for target in self._target}
-        return copy.deepcopy(self, shared).to(dtype).freeze()
+        """A frozen copy in `dtype` that drafts as an export of this moment would."""
+        return self.twin().to(dtype).freeze()
 
     def train(self, mode: bool = True) -> Drafter:
         if mode:
@@ -246,6 +254,16 @@ class Drafter(nn.Module):
         """For a family that has a tokenizer of its own, which `own` loads (None: it is the target's): makes sure that
         tokens mean the same to both models, or makes a map between them. ConfigError with the reason if they do not and
         `intersection` does not allow it; `where` names the option that would."""
+
+    # -------------------------------------------------------------- on several processes
+
+    def forward(self, work: Callable[[], Any]) -> Any:
+        """`work()`: whoever acts around a module's forward, as sharding does, acts around any use of the head."""
+        return work()
+
+    def shard_units(self) -> Sequence[nn.Module]:
+        """Parts that may be whole one after the other, each run once per unroll; none: the head is whole at once."""
+        return ()
 
     # -------------------------------------------------------------- the contract
 
@@ -264,6 +282,17 @@ class Drafter(nn.Module):
     def head_parameters(self) -> Sequence[nn.Parameter]:
         """The trainable parameters that `head` reads."""
         return []
+
+    def weight_matrices(self) -> list[nn.Parameter]:
+        """Weights of two or more dimensions that are neither an embedding nor trained as part of the head."""
+        apart = {id(p) for p in self.head_parameters()}
+        apart |= {id(p) for m in self.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+        return [p for p in self.parameters() if p.ndim > 1 and id(p) not in apart]
+
+    def multiplied(self, depth: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Of `weight_matrices`, what one depth of `unroll` multiplies: with every slot of the rows, and with the slots
+        only that have a term. What it costs follows (train/work.py)."""
+        return [], self.weight_matrices()
 
     def draft(
         self,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from speculators.drafter import Drafter, DraftStep, Grow, term_paths
 from speculators.host_copy import on_device
+from speculators.recompute import kept_or_recomputed
 from speculators.target import TargetFeatures
 
 
@@ -56,12 +57,12 @@ class SlotwiseDrafter(Drafter):
         for depth in range(steps):
             going = valid[depth:, slots].any(0)
             slots, state = slots[going], state[going]
-            state = self.advance(state, ids[paths[depth][slots]], depth)
+            state = kept_or_recomputed(self.recomputes, self.advance, state, ids[paths[depth][slots]], depth)
             terms = valid[depth, slots]
             anchors = slots[terms]
             yield DraftStep(
                 depth=depth,
-                hidden=self.read(state[terms], depth),
+                hidden=kept_or_recomputed(self.recomputes, self.read, state[terms], depth),
                 target_index=paths[depth][anchors],
                 anchor_index=anchors,
                 weight=torch.ones(len(anchors), device=state.device),

@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache
 from speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
 from speculators.grouped_attention import decoding, worthwhile
 from speculators.hub import hub_trouble, split_revision
+from speculators.packed_attention import LONG_ROW, Spans, packed, text_spans
 from speculators.packed_mask import packed_mask
 from speculators.target_probe import (
     ATTENTION,
@@ -31,6 +32,7 @@ from speculators.target_probe import (
     confirm_logits,
     confirm_masks,
     confirm_packing,
+    find_final_norm,
     find_parts,
     needs_eager,
     refuse_incomplete,
@@ -41,7 +43,7 @@ _SHIFTED_NORMS = ("gemma", "gemma2", "gemma3", "gemma3_text")  # their norms sca
 
 @dataclass
 class TargetFeatures:
-    """What a drafter learns from; every field but `taps` and `last_hidden` as given to `FrozenTarget.features`.
+    """What a drafter learns from; all but `taps`, `last_hidden` and `seeds` as given to `FrozenTarget.features`.
 
     `paths` and `forks` are those of rows whose text is followed by branches, tokens that were drafted and rejected:
     the paths lead into them (`drafter.term_paths`). Other rows have neither.
@@ -55,6 +57,7 @@ class TargetFeatures:
     last_hidden: Tensor  # [B, T, H], after the final norm: the output head's input
     paths: Tensor | None = None  # [B, T, K], the slot that depth k of slot t reads and must match; -1: no term
     forks: Tensor | None = None  # [B, T], of a branch's token the slot after which it left its text; of others -1
+    seeds: Tensor | None = None  # [B], in the host's memory: of the random numbers of each row; None: any
 
 
 class FrozenTarget(nn.Module):
@@ -82,6 +85,7 @@ class FrozenTarget(nn.Module):
             self._collected: dict[int, Tensor] | None = None  # taps of the forward in progress
             self._handles = [self._hook_tap(tap) for tap in self.tap_layers]
             self._tapped = bool(self.tap_layers)
+            self._final_norm: Callable[[Tensor], Tensor] | None = None  # looked for when it is asked for
             confirm_packing(self._parts, self._probe_packed)
 
     @classmethod
@@ -152,6 +156,14 @@ class FrozenTarget(nn.Module):
         return self._parts.embed_tokens
 
     @property
+    def decoder(self) -> nn.Module:
+        return self._parts.decoder
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self._parts.layers
+
+    @property
     def lm_head(self) -> nn.Module:
         return self._parts.lm_head
 
@@ -209,6 +221,14 @@ class FrozenTarget(nn.Module):
         """last_hidden [..., H] -> logits [..., V], with the architecture's own scale and soft cap."""
         return self._head_to_logits(self._parts.lm_head(last_hidden))
 
+    def final_norm(self, residual: Tensor) -> Tensor:
+        """The residual stream after the last layer (tap `num_layers`) [..., H] -> last_hidden [..., H]."""
+        if self._final_norm is None:
+            with torch.no_grad():
+                self._final_norm = find_final_norm(self._parts)
+        with torch.no_grad():
+            return self._final_norm(residual)
+
     def features(
         self,
         input_ids: Tensor,
@@ -224,11 +244,16 @@ class FrozenTarget(nn.Module):
         """Shapes as in TargetFeatures. Packed rows: a token attends to earlier tokens of its own segment only, and one
         of a branch to the text before its branch and to the branch. `gradients`: for whoever trains weights in the
         model; `autocast`: under the one in force, instead of in the model's own precision."""
-        mask = packed_mask(segment_ids, forks)
-        places = (None, None) if mask is None else (position_ids, position_ids)
         kept = nullcontext() if autocast else torch.autocast(self._device.type, enabled=False)
         with torch.set_grad_enabled(gradients), kept:
-            taps, last_hidden = self._run(input_ids, position_ids, mask, places, 0, None)
+            long = input_ids.shape[1] >= LONG_ROW and forks is None and not self._eager
+            spans = text_spans(segment_ids) if long else None
+            if spans is not None:
+                taps, last_hidden = self._run_long(input_ids, position_ids, spans)
+            else:
+                mask = packed_mask(segment_ids, forks)
+                places = (None, None) if mask is None else (position_ids, position_ids)
+                taps, last_hidden = self._run(input_ids, position_ids, mask, places, 0, None)
         return TargetFeatures(input_ids, position_ids, segment_ids, loss_mask, taps, last_hidden, paths, forks)
 
     def _probe_packed(self, *packed: Tensor) -> Tensor:
@@ -242,18 +267,29 @@ class FrozenTarget(nn.Module):
             )
         return features.last_hidden
 
+    def _run_long(self, input_ids: Tensor, position_ids: Tensor, spans: Spans) -> tuple[Tensor | None, Tensor]:
+        """Rows too long for masks [T, T], text by text."""
+        full, sliding = (torch.zeros(1, 1, 1, 1, dtype=self._dtype, device=self._device) for _ in range(2))
+        windows = {full.data_ptr(): 0, sliding.data_ptr(): self._window}
+        with packed(self.config, spans, windows):
+            return self._decode(input_ids, position_ids, self._shape_masks(full, sliding), None)
+
     def _run(self, input_ids, position_ids, mask, places, past, past_key_values) -> tuple[Tensor | None, Tensor]:
         """`places`: the positions of queries and keys, where a mask is given."""
+        masks = self._masks(mask, *places, past, input_ids.shape[1])
+        with decoding(self.config, worthwhile(self._device, past_key_values)):
+            return self._decode(input_ids, position_ids, masks, past_key_values)
+
+    def _decode(self, input_ids, position_ids, masks, past_key_values) -> tuple[Tensor | None, Tensor]:
         self._collected = {}
         try:
-            with decoding(self.config, worthwhile(self._device, past_key_values)):
-                output = self._parts.decoder(
-                    input_ids=input_ids,
-                    attention_mask=self._masks(mask, *places, past, input_ids.shape[1]),
-                    position_ids=position_ids,
-                    past_key_values=past_key_values,
-                    use_cache=past_key_values is not None,
-                )
+            output = self._parts.decoder(
+                input_ids=input_ids,
+                attention_mask=masks,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=past_key_values is not None,
+            )
             taps = torch.cat([self._collected[i] for i in self.tap_layers], dim=-1) if self._tapped else None
         finally:
             self._collected = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -309,6 +309,28 @@ def _logit_transforms(config: PretrainedConfig) -> list[Callable[[Tensor], Tenso
     if not cap:
         return scalings
     return [lambda x, scaled=scaled: torch.tanh(scaled(x) / cap) * cap for scaled in scalings] + scalings
+
+
+def find_final_norm(parts: Parts) -> Callable[[Tensor], Tensor]:
+    """What the decoder applies to the last layer's output: the module outside its layers that gives the same."""
+    seen: list[Tensor] = []
+    keep = lambda module, args, output: seen.append(output[0] if isinstance(output, tuple) else output)
+    hook = parts.layers[-1].register_forward_hook(keep)
+    try:
+        last_hidden = parts.decoder(input_ids=_probe_ids(parts, 5), use_cache=False).last_hidden_state
+    finally:
+        hook.remove()
+    inside = set(parts.layers.modules())
+    for module in parts.decoder.modules():
+        if module in inside or any(True for _ in module.children()):
+            continue
+        with suppress(*_PROBE_ERRORS):
+            if _error(module(seen[0]), last_hidden).max() <= _tolerance(parts.dtype) / 10:
+                return module.forward
+    raise UnsupportedTarget(
+        f"target {parts.name}: no module of its decoder takes its last layer's output to its last hidden state; "
+        "features of another engine, which end before the final norm, cannot be used (features.engine: draftsmith)"
+    )
 
 
 def confirm_packing(parts: Parts, run: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:

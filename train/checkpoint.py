@@ -1,7 +1,8 @@
 """Checkpoints of a run: written whole or not at all, found again, refused if another recipe made them.
 
-A checkpoint is a folder `step-00000100` with the drafter's float32 weights (safetensors), the optimizer's state, the
-random state and `state.json`. A kill between two writes leaves the one before. Knows nothing of data or losses.
+A checkpoint is a folder `step-00000100` with the drafter's float32 weights (safetensors), the optimizer's state by the
+names of parameters, and `state.json`: nothing in it depends on how many processes there were. A kill between two writes
+leaves the one before. Knows nothing of data or losses.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from torch import nn
 
 from speculators.errors import CheckpointError
 from speculators.export import replace_folder
+from train.optimizer_state import Names, by_name, load_optimizer_state
+from train.processes import Replicated
 
 
 @dataclass
@@ -46,18 +50,18 @@ def latest(root: Path) -> Path | None:
 def save(
     root: Path,
     drafter: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Mapping[str, Any],
     state: TrainState,
     keep: int,
     adapter: nn.Module | None = None,
 ) -> Path:
-    """Writes the checkpoint of `state.step` and removes all but the newest `keep`. `adapter`: what is trained of the
-    target."""
+    """Writes the checkpoint of `state.step` and removes all but the newest `keep`. `optimizer`: its state, by
+    `optimizer_state`; `adapter`: what is trained of the target."""
     root.mkdir(parents=True, exist_ok=True)
     folder, fresh = step_folder(root, state.step), root / f".step-{state.step}-{os.getpid()}"
     fresh.mkdir(exist_ok=True)
     _save_weights(fresh, drafter, adapter)
-    torch.save({"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}, fresh / "optimizer.pt")
+    torch.save(dict(optimizer), fresh / "optimizer.pt")
     (fresh / "state.json").write_text(json.dumps(asdict(state), indent=1))
     replace_folder(fresh, folder)
     for old in sorted(root.glob("step-*"))[:-keep]:
@@ -67,14 +71,8 @@ def save(
     return folder
 
 
-def load(
-    folder: Path,
-    drafter: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    fingerprint: str,
-    adapter: nn.Module | None = None,
-) -> TrainState:
-    """Restores weights, optimizer and random state. CheckpointError if the recipe has changed since."""
+def load(folder: Path, fingerprint: str) -> TrainState:
+    """What is known of the run. CheckpointError if the recipe has changed since."""
     try:
         state = TrainState(**json.loads((folder / "state.json").read_text()))
     except (json.JSONDecodeError, TypeError) as error:
@@ -84,11 +82,20 @@ def load(
             f"{folder}: was made by another recipe (target, drafter, data, regenerate, loss, training or on_policy "
             "differ); give the new one another `name` or `output_dir`, or delete the folder to start again"
         )
-    _load_weights(folder, drafter, adapter)
-    saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
-    optimizer.load_state_dict(saved["optimizer"])
-    torch.set_rng_state(saved["rng"])
     return state
+
+
+def load_tensors(
+    folder: Path, replica: Replicated, optimizer: Any, names: Names, adapter: nn.Module | None = None
+) -> None:
+    """Restores weights and optimizer, whatever number of processes wrote them and read them."""
+    replica.load(load_file(folder / "drafter.safetensors"))
+    if adapter is not None:
+        adapter.load_state_dict(load_file(folder / "adapter.safetensors"), strict=True)
+    saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+    if "groups" not in saved:  # of a version that counted parameters
+        saved = by_name(saved["optimizer"], optimizer, names)
+    load_optimizer_state(optimizer, saved, names)
 
 
 def save_best(root: Path, drafter: nn.Module, adapter: nn.Module | None = None) -> None:

@@ -22,6 +22,8 @@ from inference.console import json_option, print_error
 from speculators.errors import ConfigError, DraftsmithError
 from train import artefact, bench_command
 from train.cli_evaluate import evaluate
+from train.feature_command import cache_features
+from train.plan_command import plan
 from train.prepare_command import prepare
 from train.push_command import push
 from train.regenerate_command import regenerate
@@ -91,12 +93,14 @@ def train(
         raise typer.Exit(run(recipe, overrides or (), dry_run=dry_run))
 
 
+app.command()(plan)
 app.command()(prepare)
 app.command()(artefact.export)
 app.command()(artefact.inspect)
 
 
 app.command()(evaluate)
+app.command()(cache_features)
 
 
 @app.command()

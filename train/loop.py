@@ -14,7 +14,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,9 +31,12 @@ from train.features import RowFeatures
 from train.joint import JointTarget
 from train.losses import Loss, chunked_objective
 from train.on_policy import OnPolicy
+from train.optimizer_state import optimizer_state
 from train.optimizers import make_optimizer
+from train.processes import spread, whole
 from train.recipe import Recipe
-from train.step_metrics import StepMetrics, expected_acceptance_length_in_loop
+from train.step_metrics import StepMetrics, in_loop_lengths
+from train.step_rows import MicroStep, StepRows
 from train.suffix import branch_weights, count_suffix, split
 from train.telemetry import Telemetry, timed
 
@@ -68,14 +71,17 @@ class Trainer:
         t = self.recipe.training
         self.features = features or RowFeatures(target, rows, pad_token_id=pad_token_id)
         drafter.prepare_training(recipe.drafter)
+        drafter.checkpoint_activations(t.activation_checkpointing)
         self.joint, self.on_policy = joint, on_policy
+        self.replica = spread(accelerator, self.drafter, joint=joint is not None)
+        self.module = self.replica.module  # what trains; `drafter` is the whole of it
         others = joint.trainable_parameters() if joint else []
         rate = t.learning_rate / joint.section.head_lr_multiplier if joint else None
-        self.parameters = drafter.trainable_parameters() + others
-        self.optimizer = make_optimizer(drafter, t, others, rate)
-        self.micro = t.gradient_accumulation_steps
-        self.rows_per_step = t.batch_size * accelerator.num_processes * self.micro
-        self.total_steps = t.steps or (math.ceil(len(rows) * t.epochs / self.rows_per_step) if t.epochs else None)
+        self.parameters = self.module.trainable_parameters() + others
+        self.optimizer = make_optimizer(self.module, t, others, rate)
+        self.step_rows = StepRows(t, accelerator.process_index, accelerator.num_processes)
+        per_step = self.step_rows.rows_per_step
+        self.total_steps = t.steps or (math.ceil(len(rows) * t.epochs / per_step) if t.epochs else None)
         depths = min(recipe.drafter.unroll_steps, drafter.max_depth or recipe.drafter.unroll_steps)
         decay = torch.tensor([recipe.drafter.step_decay**k for k in range(depths)])
         self.depth_weights = decay / decay.sum()  # [K]
@@ -93,9 +99,11 @@ class Trainer:
         """
         found = checkpoint.latest(self.folder)
         if found is not None:
-            self.state = checkpoint.load(found, self.drafter, self.optimizer, self.fingerprint, self.joint)
+            self.state = checkpoint.load(found, self.fingerprint)
+            checkpoint.load_tensors(found, self.replica, self.optimizer, self.names(), self.joint)
         if self.on_policy is not None:
             self.on_policy.resume(self.state.step)
+            self.accelerator.wait_for_everyone()
         before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
         try:
             while (share := self.share_done()) < 1:
@@ -111,7 +119,8 @@ class Trainer:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-        return self.state
+        with self.replica.whole():  # which leaves the whole drafter with its last weights
+            return self.state
 
     def share_done(self) -> float:
         """Part of the budget that is spent, 0 to 1, the same on every process."""
@@ -128,24 +137,31 @@ class Trainer:
     def step(self, share: float) -> dict[str, Any]:
         """One optimizer step; returns what it measured."""
         self.telemetry.begin()
-        sources = [self._source(i, share) for i in range(self.micro)]
+        step, micro_steps = self.state.step, self.step_rows.of(self.state.step)
+        if self.on_policy is not None and self.on_policy.due(step, self._numbers(step), share):
+            with self.telemetry.phase("data"), self.replica.whole() as drafter:
+                self.on_policy.renew(step, drafter, len(self.depth_weights))
+        sources = [self._source(micro, share) for micro in micro_steps]
         batches = self.telemetry.saw([features.batch(rows) for features, rows in sources])
-        self.drafter.train()
+        self.module.train()
         counts, suffix = self._count(batches)
         row_weights = (self.depth_weights.to(counts.device) / counts.clamp(min=1)).float()
-        if self.joint is None:
-            scale = 1 / max(float(suffix[-1]), 1e-9)
-            measured = [
-                self._micro_step(self._looked(features.of, rows, batch), row_weights, suffix_scale=scale)
-                for (features, rows), batch in zip(sources, batches)
-            ]
-        else:
+        scale, supervised = 1 / max(float(suffix[-1]), 1e-9), None
+        if self.joint is not None:
             row_weights = row_weights * self.joint.heads_weight(share)
             supervised = float(self._sum(sum(self.joint.count_terms(b) for b in batches)))
-            look = partial(self._looked, self.joint.features)
-            measured = [self._micro_step(look(b), row_weights, supervised) for b in batches]
-        self._sum_gradients()
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.recipe.training.max_grad_norm)
+        measured = []
+        for micro, (known, rows), batch in zip(micro_steps, sources, batches):
+            self.step_rows.seed_everything(micro.places)
+            features = (
+                self._looked(known.of, rows, batch) if self.joint is None else self._looked(self.joint.features, batch)
+            )
+            features = replace(features, seeds=self.step_rows.seeds(micro.places))
+            last = micro is micro_steps[-1]
+            measured.append(self._micro_step(features, row_weights, supervised, suffix_scale=scale, last=last))
+        with self.telemetry.phase("optimizer"):
+            self.replica.sum_gradients(self.parameters)
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.recipe.training.max_grad_norm))
         rate = self.learning_rate(share)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * rate / self.recipe.training.learning_rate
@@ -153,7 +169,7 @@ class Trainer:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.state.step += 1
-        totals = self._sum(torch.stack([m["totals"] for m in measured]).sum(0))  # [2K + 3]
+        totals = self._sum(torch.stack([m["totals"] for m in measured]).sum(0))  # [2K + 4]
         K = len(self.depth_weights)
         loss = sum(m["loss"] for m in measured)
         record = {
@@ -163,19 +179,18 @@ class Trainer:
             "grad_norm": float(norm),
             "acceptance_rate": (totals[:K] / counts.clamp(min=1)).tolist(),
             "top1_agreement": (totals[K : 2 * K] / counts.clamp(min=1)).tolist(),
-            "in_loop_acceptance_length": float(totals[2 * K]) / (self.micro * self.accelerator.num_processes),
+            "in_loop_acceptance_length": float(totals[2 * K] / totals[2 * K + 1]) if totals[2 * K + 1] else 1.0,
             "terms": int(counts.sum()),
         }
         if self.on_policy is not None:
-            micro_steps = sum(features is not self.features for features, _ in sources)
-            record |= self._on_policy_record(micro_steps, suffix, totals[2 * K + 1 :])
+            record |= self._on_policy_record(share, suffix, totals[2 * K + 2 :])
         return record
 
     def _count(self, batches: Sequence[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
         """Of the whole step, before any loss is computed: [K] valid terms of each depth outside rejected suffixes, and
         what `count_suffix` says of those inside [K + 1]."""
         depths, spaces = len(self.depth_weights), [SimpleNamespace(**batch) for batch in batches]
-        counts = self._sum(sum(self.drafter.count_terms(batch, depths) for batch in spaces))
+        counts = self._sum(sum(self.module.count_terms(batch, depths) for batch in spaces))
         if self.on_policy is None:
             return counts, torch.zeros(depths + 1)
         decay = self.on_policy.section.suffix_decay
@@ -193,14 +208,29 @@ class Trainer:
         row_weights: Tensor,
         supervised: float | None = None,
         suffix_scale: float = 0.0,
+        last: bool = True,
     ) -> dict[str, Any]:
         """Forward and backward of one batch; gradients add up in the parameters. `supervised`: tokens of the step that
-        a target trained along has a loss on. `suffix_scale`: 1 / the normaliser of terms in rejected suffixes."""
+        a target trained along has a loss on. `suffix_scale`: 1 / the normaliser of terms in rejected suffixes. `last`:
+        of the step, after which gradients are summed over processes."""
+
+        def work() -> tuple[Tensor, Tensor]:
+            return self._loss(features, row_weights, supervised, suffix_scale)
+
+        loss, totals = self.replica.run(work, last)
+        loss.backward()
+        return {"loss": float(loss.detach()), "totals": totals}
+
+    def _loss(
+        self, features: TargetFeatures, row_weights: Tensor, supervised: float | None, suffix_scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of one batch, and what was measured on it [2K + 4]: acceptance and agreement of each depth, in-loop
+        lengths and their number, loss and acceptance in rejected suffixes."""
         section = self.on_policy.section if self.on_policy is not None else None
         suffix_loss, suffix_alpha = torch.zeros(()), torch.zeros(())
         with self.accelerator.autocast():
             branches = branch_weights(features, section.suffix_decay) if section is not None else None
-            steps, rejected = split(list(self.drafter.unroll(features, len(row_weights))), branches)
+            steps, rejected = split(list(self.module.unroll(features, len(row_weights))), branches)
             loss, parts = self._objectives(features, steps, row_weights, self.recipe.loss)
             if self.joint is not None:
                 loss = loss + self.joint.loss(features, supervised)
@@ -209,16 +239,15 @@ class Trainer:
                 suffix_loss, found = self._objectives(features, rejected, scales, section.suffix_loss)
                 suffix_alpha = sum(part.alpha_sum for part in found)
                 loss = loss + section.suffix_weight * suffix_loss
-        loss.backward()
-        length = expected_acceptance_length_in_loop([p.alpha for p in parts], [s.anchor_index for s in steps])
-        totals = [p.alpha_sum for p in parts] + [p.agreement_sum for p in parts] + [length, suffix_loss, suffix_alpha]
-        return {"loss": float(loss.detach()), "totals": torch.stack([t.detach().float().cpu() for t in totals])}
+        lengths = in_loop_lengths([p.alpha for p in parts], [s.anchor_index for s in steps])
+        totals = [p.alpha_sum for p in parts] + [p.agreement_sum for p in parts] + [*lengths, suffix_loss, suffix_alpha]
+        return loss, torch.stack([t.detach().float().cpu() for t in totals])
 
     def _objectives(
         self, features: TargetFeatures, steps: Sequence[DraftStep], scales: Tensor, mix: Loss
     ) -> tuple[Tensor, list[StepMetrics]]:
         """The loss over terms of several depths, each weighted by its depth's of `scales` [K]; the metrics of each."""
-        together = [steps] if self.drafter.one_head else [[step] for step in steps]  # what one head reads
+        together = [steps] if self.module.one_head else [[step] for step in steps]  # what one head reads
         losses, parts = zip(*(self._objective(features, group, scales, mix) for group in together))
         return sum(losses), [part for group in parts for part in group]
 
@@ -230,13 +259,13 @@ class Trainer:
         index = torch.cat([s.target_index for s in steps])  # [N] of all of these depths
         loss, metrics = chunked_objective(
             torch.cat([s.hidden for s in steps]),  # [N, D]
-            lambda hidden: self.drafter.head(hidden, depth),
+            lambda hidden: self.module.head(hidden, depth),
             features.last_hidden.flatten(0, 1),
             self.target.logits,
             torch.cat([s.weight * scales[s.depth] for s in steps]),
             labels=features.input_ids.flatten().roll(-1)[index],
             mix=mix,
-            draft_to_target=self.drafter.draft_to_target,
+            draft_to_target=self.module.draft_to_target,
             chunk_size=self.recipe.training.loss_chunk_size,
             target_index=index,
         )
@@ -259,18 +288,29 @@ class Trainer:
     # -------------------------------------------------------------- data
 
     @timed("data")
-    def _source(self, micro: int, share: float) -> tuple[RowFeatures, list[int]]:
+    def _source(self, micro: MicroStep, share: float) -> tuple[RowFeatures, list[int]]:
         """What a micro-step of the coming step learns from: rows of the data, or of texts the drafter had a part in."""
-        step, depths = self.state.step, len(self.depth_weights)
-        if self.on_policy is not None and self.on_policy.wants(step, micro, share):
-            return self.on_policy.rows(step, micro, self.drafter, depths)
-        return self.features, self.chosen(step, micro)
+        if self.on_policy is not None and self.on_policy.wants(self.state.step, micro.number, share):
+            return self.on_policy.rows(micro.places, self.step_rows.rows_per_step)
+        return self.features, self.chosen(micro)
 
-    def chosen(self, step: int, micro: int) -> list[int]:
-        """This process's rows of one micro-step: a function of the step alone."""
-        t, a = self.recipe.training, self.accelerator
-        first = step * self.rows_per_step + (micro * a.num_processes + a.process_index) * t.batch_size
-        return [self.order[first + i] for i in range(t.batch_size)]
+    def _numbers(self, step: int) -> list[int]:
+        """Of the micro-steps of all processes."""
+        return [micro.number for micro in self.step_rows.of_all(step)]
+
+    def chosen(self, micro: MicroStep) -> list[int]:
+        """The rows of a micro-step."""
+        return [self.order[place] for place in micro.places]
+
+    def names(self) -> dict[str, torch.nn.Parameter]:
+        """The trained parameters as checkpoints call them."""
+        parts = {"drafter": self.module} | ({"adapter": self.joint.model} if self.joint is not None else {})
+        return {
+            f"{part}.{name}": parameter
+            for part, module in parts.items()
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
 
     # -------------------------------------------------------------- processes, signals, records
 
@@ -279,18 +319,6 @@ class Trainer:
         if self.accelerator.num_processes == 1:
             return tensor
         return self.accelerator.reduce(tensor.to(self.accelerator.device).float(), "sum")
-
-    @timed("optimizer")
-    def _sum_gradients(self) -> None:
-        """Sums gradients over processes in one message; the loss is already divided by the global counts."""
-        for p in self.parameters:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        if self.accelerator.num_processes == 1:
-            return
-        flat = self.accelerator.reduce(torch.cat([p.grad.flatten() for p in self.parameters]), "sum")
-        for p, piece in zip(self.parameters, flat.split([p.numel() for p in self.parameters])):
-            p.grad.copy_(piece.view_as(p))
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if self.stop_signal is not None:  # a second time: now
@@ -310,14 +338,17 @@ class Trainer:
             every = max((total or self.recipe.training.max_minutes * 60) // 10, 1) if total else 100
         return step % int(every) == 0
 
-    def _on_policy_record(self, micro_steps: int, suffix: Tensor, measured: Tensor) -> dict[str, Any]:
+    def _on_policy_record(self, share: float, suffix: Tensor, measured: Tensor) -> dict[str, Any]:
         """How much of the training was on-policy, the texts it read, and the terms in rejected suffixes: `suffix`
         their counts [K + 1], `measured` their loss and the sum of their acceptance."""
-        here, history, terms = micro_steps / self.micro, self.state.history, float(suffix[:-1].sum())
+        assert self.on_policy is not None
+        step, history, terms = self.state.step - 1, self.state.history, float(suffix[:-1].sum())
+        wanted = [self.on_policy.wants(step, number, share) for number in self._numbers(step)]
+        here = sum(wanted) / len(wanted)
         before = history[-1]["on_policy_share"] if history else 0.0
         record: dict[str, Any] = {"on_policy": here, "on_policy_share": before + (here - before) / self.state.step}
-        if micro_steps and self.on_policy is not None:
-            record |= self.on_policy.figures(self.state.step - 1, self._sum)
+        if any(wanted):
+            record |= self.on_policy.figures(step)
         if terms:
             record |= {"suffix_terms": int(terms), "suffix_loss": float(measured[0])}
             record["suffix_acceptance"] = float(measured[1]) / terms
@@ -327,24 +358,32 @@ class Trainer:
         t, costs = self.recipe.training, self.telemetry.finish(self._sum)
         evaluated = self.evaluate is not None and self._due(t.eval_every)
         if evaluated:
-            self.drafter.eval()
-            record |= self.evaluate(self.drafter)
-            value = record["expected_acceptance_length"]
-            if self.state.best_value is None or value > self.state.best_value:
-                self.state.best_value, self.state.best_step = value, self.state.step
-                if self.accelerator.is_main_process:
-                    checkpoint.save_best(self.folder, self.drafter, self.joint)
+            with self.replica.whole() as drafter:
+                drafter.eval()
+                record |= self.evaluate(drafter)
+                value = record["expected_acceptance_length"]
+                if self.state.best_value is None or value > self.state.best_value:
+                    self.state.best_value, self.state.best_step = value, self.state.step
+                    if self.accelerator.is_main_process:
+                        checkpoint.save_best(self.folder, drafter, self.joint)
         self.state.history.append(record)
         self.accelerator.log(_flat(record) | costs, step=self.state.step)
         save = self._due(t.save_every) if t.save_every else evaluated or self._due(None)
         stopping = self._stopping()
-        if (save or stopping) and self.accelerator.is_main_process:
-            checkpoint.save(self.folder, self.drafter, self.optimizer, self.state, t.keep_last, self.joint)
+        if save or stopping:
+            self._save()
         if stopping:
             raise Interrupted(
                 f"stopped by {f'signal {self.stop_signal}' if self.stop_signal else 'another process'} after step "
                 f"{self.state.step}; the checkpoint is in {self.folder}; run the same command again to continue"
             )
+
+    def _save(self) -> None:
+        """All processes gather, one writes."""
+        optimizer, keep = optimizer_state(self.optimizer, self.names()), self.recipe.training.keep_last
+        with self.replica.whole() as drafter:
+            if self.accelerator.is_main_process:
+                checkpoint.save(self.folder, drafter, optimizer, self.state, keep, self.joint)
 
 
 def _flat(record: dict[str, Any]) -> dict[str, float]:

@@ -1,9 +1,10 @@
 """On-policy training: which micro-steps learn from texts of the drafter in training, and the keeping of those texts.
 
 Texts are written anew every so many steps, by the drafter as it is at the first step that needs them, to the training
-prompts in a seeded order; each process writes and reads its own part. They are kept in a file per refresh and process
-until no checkpoint can need them, so that a run that was killed reads what it read before. Knows a writer, and nothing
-of how texts are written or losses made (arXiv 2306.13649 for the mixture of steps).
+prompts in a seeded order; each process writes its part and all read all of them, so that nothing depends on how many
+there are. They are kept in a file per refresh until no checkpoint can need them, so that a run that was killed reads
+what it read before. Knows a writer, and nothing of how texts are written or losses made (arXiv 2306.13649 for the
+mixture of steps).
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
+from accelerate.utils import gather_object
 
 from inference.metrics import SpecDecodeCounters, acceptance_length
 from speculators.drafter import Drafter
@@ -58,7 +58,7 @@ class Refresh:
 
 
 class OnPolicy:
-    """The texts of one process of a stage. `folder`: that of the stage's checkpoints."""
+    """The texts of a stage. `folder`: that of the stage's checkpoints."""
 
     def __init__(
         self,
@@ -81,46 +81,50 @@ class OnPolicy:
 
     # -------------------------------------------------------------- which steps, which rows
 
-    def wants(self, step: int, micro: int, done: float) -> bool:
-        """Whether a micro-step learns from rollouts when `done` of the budget is spent; the same on all processes."""
-        return float(np.random.default_rng([self.seed, STEPS, step, micro]).random()) < self.section.share.at(done)
+    def wants(self, step: int, number: int, done: float) -> bool:
+        """Whether a batch of a step learns from rollouts when `done` of the budget is spent; `number`: which batch."""
+        return float(np.random.default_rng([self.seed, STEPS, step, number]).random()) < self.section.share.at(done)
 
-    def rows(self, step: int, micro: int, drafter: Drafter, depths: int) -> tuple[RowFeatures, list[int]]:
-        """The rows of such a micro-step, written first if it is the first of its refresh. `depths`: those trained."""
-        refresh, features = self._texts(step, drafter, depths)
-        t = self.recipe.training
-        first = ((step - refresh.step) * t.gradient_accumulation_steps + micro) * t.batch_size
+    def due(self, step: int, numbers: Iterable[int], done: float) -> bool:
+        """Whether some of these batches of a step want texts that are not those that are read now."""
+        fresh = self.current is not None and self._period(self.current[0].step) == self._period(step)
+        return not fresh and any(self.wants(step, number, done) for number in numbers)
+
+    def rows(self, places: range, rows_per_step: int) -> tuple[RowFeatures, list[int]]:
+        """The rows of a micro-step that wants rollouts: of its places in the stream of rows, counted from the step at
+        which the texts were written."""
+        assert self.current is not None, "renew() comes first"
+        refresh, features = self.current
         order = Shuffled([self.seed, ROWS, refresh.step], len(features.rows))
-        return features, [order[first + i] for i in range(t.batch_size)]
+        return features, [order[place - refresh.step * rows_per_step] for place in places]
 
-    def figures(self, step: int, total: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    def figures(self, step: int) -> dict[str, float]:
         """Of the texts that `step` has read: their age in steps, how fast they were written, and where drafts were
-        verified their acceptance length. `total` sums over processes."""
+        verified their acceptance length."""
         if self.current is None:
             return {}
         refresh, _ = self.current
         found = refresh.counters()
-        mine = [refresh.tokens, refresh.seconds, found.num_accepted_tokens, found.num_drafts]
-        tokens, seconds, accepted, drafts = total(torch.tensor(mine, dtype=torch.float32)).tolist()
-        speed = tokens * self.processes / max(seconds, 1e-9)
-        record = {"text_age": step - refresh.step, "writing_tokens_per_second": speed}
-        return record | ({"rollout_acceptance_length": acceptance_length(accepted, drafts)} if drafts else {})
+        record = {"text_age": step - refresh.step, "writing_tokens_per_second": refresh.tokens / refresh.seconds}
+        if not found.num_drafts:
+            return record
+        return record | {"rollout_acceptance_length": acceptance_length(found.num_accepted_tokens, found.num_drafts)}
 
     # -------------------------------------------------------------- texts
 
     def resume(self, step: int) -> None:
         """Throws away what a run that came further than `step` has left; it is written again."""
         self.current = None
-        for path in (self.folder / FOLDER).glob(f"step-*.{self.process}.*"):
-            if _step_of(path) >= step or path.suffix != ".json":
+        if self.process:
+            return
+        for path in (self.folder / FOLDER).glob("step-*"):
+            if _step_of(path) >= step or path.name.count(".") != 1:
                 path.unlink()
 
-    def _texts(self, step: int, drafter: Drafter, depths: int) -> tuple[Refresh, RowFeatures]:
-        """Those of the period of `step`: read now, on disk, or written."""
-        period = step // self.section.refresh_every
-        if self.current is not None and self.current[0].step // self.section.refresh_every == period:
-            return self.current
-        found = [path for path in self._files() if _step_of(path) // self.section.refresh_every == period]
+    def renew(self, step: int, drafter: Drafter, depths: int) -> None:
+        """The texts of the period of `step`: those on disk, or written. `depths`: those trained. All processes come
+        together."""
+        found = [path for path in self._files() if self._period(_step_of(path)) == self._period(step)]
         refresh = _read(found[0]) if found else self._write(step, drafter)
         rows = rollout_rows(
             refresh.rollouts,
@@ -132,31 +136,36 @@ class OnPolicy:
             and any(each.rounds for each in refresh.rollouts),
         )
         self.current = refresh, RowFeatures(self.target, rows, pad_token_id=self.pad_token_id)
-        return self.current
 
     def _write(self, step: int, drafter: Drafter) -> Refresh:
-        began = time.monotonic()
-        each = -(-self.section.prompts // self.processes)
-        first = (step // self.section.refresh_every * self.processes + self.process) * each
+        began, count = time.monotonic(), self.section.prompts
+        numbers = range(self._period(step) * count, (self._period(step) + 1) * count)
         order = Shuffled([self.seed, PROMPTS], len(self.prompts))
-        numbers = range(first, first + each)
         texts = [self.prompts[order[number]] for number in numbers]
-        rollouts = self.writer.write(drafter, texts, [self._seed_of(number) for number in numbers])
-        refresh = Refresh(step, time.monotonic() - began, tuple(rollouts))
-        path = self.folder / FOLDER / f"step-{step:08d}.{self.process}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(f".{os.getpid()}")
-        fresh.write_text(json.dumps(asdict(refresh)))
-        os.replace(fresh, path)
-        self._prune()
+        seeds = [self._seed_of(number) for number in numbers]
+        parts = [self.writer.write(drafter, texts, seeds, (self.process, self.processes))]
+        if self.processes > 1:
+            parts = gather_object(parts)
+        rollouts = tuple(parts[i % self.processes][i // self.processes] for i in range(count))
+        refresh = Refresh(step, time.monotonic() - began, rollouts)
+        if self.process == 0:
+            path = self.folder / FOLDER / f"step-{step:08d}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fresh = path.with_suffix(f".{os.getpid()}.json")
+            fresh.write_text(json.dumps(asdict(refresh)))
+            os.replace(fresh, path)
+            self._prune()
         return refresh
 
+    def _period(self, step: int) -> int:
+        return step // self.section.refresh_every
+
     def _seed_of(self, number: int) -> int:
-        """Of the text with that number, counted over the whole stage and all processes."""
+        """Of the text with that number, counted over the whole stage."""
         return int.from_bytes(hashlib.sha256(f"{self.seed}/on-policy/{number}".encode()).digest()[:6], "big")
 
     def _files(self) -> list[Path]:
-        return sorted((self.folder / FOLDER).glob(f"step-*.{self.process}.json"))
+        return sorted(path for path in (self.folder / FOLDER).glob("step-*.json") if path.name.count(".") == 1)
 
     def _prune(self) -> None:
         """Removes texts of periods that lie before every checkpoint."""

@@ -12,9 +12,29 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from speculators.drafter import Drafter
+from train.processes import like_shards, whole
 from train.recipe_sections import TrainingSection
+
+
+class GatheredMuon(torch.optim.Muon):
+    """Muon of sharded matrices. An update needs the whole of a matrix: each in turn is gathered with its gradient and
+    momentum, stepped as one process would, and its shards kept."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None) -> None:
+        for group in self.param_groups:
+            options = {key: value for key, value in group.items() if key not in ("params", "peak_lr")}
+            for shards in group["params"]:
+                gathered = torch.nn.Parameter(whole(shards.detach()))
+                gathered.grad = whole(shards.grad)
+                alone = torch.optim.Muon([gathered], **options)
+                alone.state[gathered] = {key: whole(value) for key, value in self.state[shards].items()}
+                alone.step()
+                shards.copy_(like_shards(gathered.detach(), shards))
+                self.state[shards] = {key: like_shards(value, shards) for key, value in alone.state[gathered].items()}
 
 
 class Together:
@@ -65,7 +85,8 @@ def make_optimizer(
     )
     optimizer: torch.optim.Optimizer | Together = adam
     if matrices:
-        muon = torch.optim.Muon(
+        sharded = isinstance(matrices[0], DTensor)
+        muon = (GatheredMuon if sharded else torch.optim.Muon)(
             matrices, lr=training.muon_learning_rate, momentum=0.95, weight_decay=training.weight_decay
         )
         optimizer = Together(muon, adam)
@@ -76,8 +97,4 @@ def make_optimizer(
 
 def _matrices(drafter: Drafter) -> list[torch.nn.Parameter]:
     """What Muon is for: two-dimensional weights that are neither an embedding nor read by the output head."""
-    apart = {id(p) for p in drafter.head_parameters()}
-    for module in drafter.modules():
-        if isinstance(module, torch.nn.Embedding):
-            apart |= {id(p) for p in module.parameters()}
-    return [p for p in drafter.trainable_parameters() if p.ndim == 2 and id(p) not in apart]
+    return [p for p in drafter.weight_matrices() if p.ndim == 2 and p.requires_grad]

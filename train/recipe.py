@@ -21,6 +21,7 @@ from speculators.options import DrafterOptions, Section, Text
 from train.divergences import Mix
 from train.recipe_data import DataSection, RegenerateSection
 from train.recipe_errors import explain
+from train.recipe_features import FeaturesSection
 from train.recipe_on_policy import OnPolicySection
 from train.recipe_schema import SchemaRow, rows
 from train.recipe_sections import (
@@ -57,6 +58,10 @@ class Recipe(Section):
     data: DataSection = Field(description="conversations to train and validate on")
     regenerate: RegenerateSection = Field(
         default_factory=lambda: RegenerateSection.model_validate({}), description="responses rewritten by the target"
+    )
+    features: FeaturesSection = Field(
+        default_factory=lambda: FeaturesSection.model_validate({}),
+        description="the target's features of training rows: made as they are needed, or kept on disk",
     )
     loss: dict[str, Any] = Field(
         default_factory=lambda: {"forward_kl": 1.0},
@@ -150,6 +155,8 @@ class Recipe(Section):
                 )
         if self.joint is not None and self.training.keep_features_gb:
             raise ValueError("training.keep_features_gb: a target that is trained says something else at every step")
+        if self.joint is not None and self.features.mode == "cache":
+            raise ValueError("features.mode: a target that is trained says something else at every step; needs online")
         if self.joint is not None and self.on_policy is not None and not self.stages:
             raise ValueError(
                 "on_policy: a target that is trained along is no longer the one that accepted and rejected the drafts; "
@@ -175,6 +182,19 @@ class Recipe(Section):
             raise ValueError("gates.lossless_mismatches: needs evaluation.lossless_check: true")
         if self.gates and not (self.evaluation.prompts or self.data.validation):
             raise ValueError("gates: there is nothing to measure on; give evaluation.prompts or data.validation")
+        return self
+
+    @model_validator(mode="after")
+    def _shards_run_together(self) -> Recipe:
+        """The processes of a sharded target run it the same number of times."""
+        parts: dict[str, object] = {"joint": self.joint, "on_policy": self.on_policy, "stages": self.stages}
+        parts["training.keep_features_gb"] = self.training.keep_features_gb
+        parts["features.mode: cache"] = self.features.mode == "cache"
+        if self.target.sharding != "none" and (given := [name for name, part in parts.items() if part]):
+            raise ValueError(
+                f"target.sharding: {self.target.sharding}, but with {given[0]} some processes would run the target "
+                f"alone; leave {given[0]} out or set target.sharding: none"
+            )
         return self
 
     @model_validator(mode="after")

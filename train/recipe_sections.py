@@ -36,6 +36,12 @@ class TargetSection(Section):
         "sdpa", description="attention kernel of the target; packed rows need one that takes a mask"
     )
 
+    sharding: Literal["none", "fsdp"] = Field(
+        "none",
+        description="how several processes hold the target while a head is trained: none, each all of it; fsdp, each a "
+        "part of every layer, gathered while the layer computes",
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _revision_beside(cls, value: Any) -> Any:
@@ -67,6 +73,11 @@ class TrainingSection(Section):
     gradient_accumulation_steps: PositiveInt = Field(
         1, description="micro-steps per optimiser step; the loss is normalised over all their valid tokens"
     )
+    global_batch_size: PositiveInt | None = Field(
+        None,
+        description="rows per optimiser step over all processes, whatever their number: micro-steps follow from it, of "
+        "batch_size rows or fewer; null: batch_size x processes x gradient_accumulation_steps",
+    )
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw", description="muon: Muon for the matrices of the layers and AdamW for the rest; fewer steps, as a rule"
     )
@@ -93,6 +104,9 @@ class TrainingSection(Section):
         ge=0,
         description="memory for the target's features of training rows, so that further epochs need no target; 0: none",
     )
+    activation_checkpointing: bool = Field(
+        False, description="compute each depth again in the backward pass instead of keeping it; for long rows"
+    )
     compile: bool = Field(False, description="torch.compile the head; pays on a GPU after minutes of compilation")
     num_workers: Count = Field(0, description="data loader processes; rows are already tokens, so none is needed")
 
@@ -109,6 +123,10 @@ class TrainingSection(Section):
             raise ValueError(
                 f"expected steps or epochs, got both (steps={self.steps}, epochs={self.epochs:g}); "
                 "set one of them to null"
+            )
+        if self.global_batch_size is not None and self.gradient_accumulation_steps != 1:
+            raise ValueError(
+                f"gradient_accumulation_steps follows from global_batch_size ({self.global_batch_size}); leave it out"
             )
         return self
 

@@ -55,8 +55,11 @@ class Rollout:
 class Writer(Protocol):
     """Writes texts to prompts; what it writes depends on the weights of `drafter`, prompts and seeds alone."""
 
-    def write(self, drafter: Drafter, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Rollout]:
-        """One text per prompt, in order. `drafter` is the one in training; it is left as it is."""
+    def write(
+        self, drafter: Drafter, prompts: Sequence[Sequence[int]], seeds: Sequence[int], share: tuple[int, int] = (0, 1)
+    ) -> list[Rollout]:
+        """One text per prompt, in order. `drafter` is the one in training; it is left as it is. `share` (i, n): the
+        part of the i-th of n writers, every n-th text."""
         ...
 
 
@@ -96,7 +99,9 @@ class LLMWriter:
         self.sampling, self.max_new_tokens, self.max_length = sampling, max_new_tokens, max_length
         self.batch_size = batch_size
 
-    def write(self, drafter: Drafter, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Rollout]:
+    def write(
+        self, drafter: Drafter, prompts: Sequence[Sequence[int]], seeds: Sequence[int], share: tuple[int, int] = (0, 1)
+    ) -> list[Rollout]:
         """See `Writer.write`."""
         log, copy = RoundLog(), drafter.snapshot(self.target.dtype)
         alone = self.num_speculative_tokens is None
@@ -111,7 +116,9 @@ class LLMWriter:
             max_num_batched_tokens=max(512, 32 * self.batch_size),
             on_round=None if alone else log,
         )
-        temperatures = temperatures_of(self.sampling.temperatures, len(prompts))
+        mine = slice(share[0], None, share[1])
+        temperatures = temperatures_of(self.sampling.temperatures, len(prompts))[mine]
+        prompts, seeds = prompts[mine], seeds[mine]
         params = [
             SamplingParams(
                 temperature=temperature,

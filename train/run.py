@@ -6,6 +6,7 @@ command again continues. Knows the order of the stages and nothing of how they w
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import sys
@@ -33,11 +34,13 @@ from train import checkpoint, trackers
 from train.data import conversation_tokenizer
 from train.engines import require_engines
 from train.export_formats import fitting, write_formats
+from train.feature_stage import training_features
 from train.features import RowFeatures
 from train.joint import FOLDER as TARGET
 from train.joint import JointTarget
 from train.loop import Interrupted, Trainer
 from train.on_policy import OnPolicy
+from train.processes import share_out
 from train.progress import Stages
 from train.recipe import Recipe
 from train.recipe_load import load_recipe
@@ -95,7 +98,8 @@ def run(
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "recipe.yaml").write_text(recipe.resolved_yaml())
     fits = getattr(recipe.drafter, "init", None) == "least_squares" and recipe.drafter.init_from is None
-    count = len(STAGES) * len(recipe.training_stages()) + len(LAST_STAGES) + fits
+    cached = recipe.features.mode == "cache"
+    count = (len(STAGES) + cached) * len(recipe.training_stages()) + len(LAST_STAGES) + fits
     stages = Stages(count, enabled=accelerator.is_main_process)
     trained = train(recipe, accelerator, stages)
     accelerator.wait_for_everyone()
@@ -103,10 +107,13 @@ def run(
     if accelerator.is_main_process:
         with stages.stage("export"):
             export(recipe, trained)
+        history, steps = trained.state.history, trained.state.step
+        del trained  # what is measured is loaded from the export, and needs the memory
+        gc.collect()
         from train.acceptance import accept
 
-        code = accept(recipe, stages=stages, history=trained.state.history)
-        trackers.attach_report(recipe, accelerator, trained.state.step)
+        code = accept(recipe, stages=stages, history=history)
+        trackers.attach_report(recipe, accelerator, steps)
         if recipe.export.push_to_hub:
             _push(recipe, stages, code)
     accelerator.end_training()
@@ -126,6 +133,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     """Precision and trackers of the recipe. ConfigError names a tracker that is not installed."""
     trackers.require(recipe)
     accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(),  # said aloud, since processes on CPUs find each other only then
         mixed_precision=recipe.training.mixed_precision,
         log_with=list(recipe.trackers) or None,
         project_dir=recipe.output_dir,
@@ -286,13 +294,13 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
         rows, held_out = data.training_rows(), data.held_out()
         prompts = data.prompts() if part.on_policy else []
         del data.llm
-        keep_bytes = part.training.keep_features_gb * 2**30
-        features = RowFeatures(target, rows, pad_token_id=tokenizer.pad_token_id or 0, keep_bytes=keep_bytes)
+        features = training_features(part, data, rows, accelerator, stages)
         folder = checkpoints(recipe, name)
         if drafter is None:
             drafter = make_drafter(part, config, target, features, stages, folder)
             meet_tokenizers(recipe, drafter, tokenizer)
             drafter.prepare_training(part.drafter)
+            share_out(accelerator, target, recipe.target.sharding)
             trained = sum(p.numel() for p in drafter.trainable_parameters())
             stages.say(
                 f"      {recipe.family}: {trained / 1e6:.2f} M trainable parameters on a target of "
@@ -363,8 +371,14 @@ def _fingerprint(recipe: Recipe, target_hash: str, before: str) -> str:
     names = {"family", "target", "drafter", "data", "regenerate", "loss", "joint", "training"}
     if recipe.on_policy is not None:  # runs without it are what they were before there was such a section
         names.add("on_policy")
-    kept = recipe.model_dump(mode="json", include=names, exclude={"regenerate": recipe.regenerate.not_in_fingerprint()})
-    parts = [kept, target_hash, before]
+    left_out = {"regenerate": recipe.regenerate.not_in_fingerprint()}
+    sections = recipe.model_dump(mode="json", include=names, exclude=left_out)
+    del sections["training"]["activation_checkpointing"], sections["target"]["sharding"]  # how, and not what
+    if recipe.training.global_batch_size is None:  # likewise
+        del sections["training"]["global_batch_size"]
+    parts = [sections, target_hash, before]
+    if recipe.features.mode == "cache":
+        parts += [recipe.features.engine, *recipe.features.encodings]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

@@ -53,8 +53,10 @@ class RunData:
         self.bad = bad_rows(recipe.data, self.folder, stage)
         self._prepared: Prepared | None = None
         self._askable: list[Example] | None = None
-        weights = weights_sha256(cached_folder(recipe.target.model, recipe.target.revision))
-        self.target_hash = hashlib.sha256((weights + text_sha256(tokenizer.chat_template or "")).encode()).hexdigest()
+        self.pad_token_id = tokenizer.pad_token_id or 0
+        self.weights_hash = weights_sha256(cached_folder(recipe.target.model, recipe.target.revision))
+        template = text_sha256(tokenizer.chat_template or "")
+        self.target_hash = hashlib.sha256((self.weights_hash + template).encode()).hexdigest()
         self.responses_folder = Path(recipe.regenerate.cache_dir or Path(recipe.output_dir) / "responses")
         self.record = Record(
             recipe.target.model,

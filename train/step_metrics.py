@@ -52,8 +52,14 @@ def expected_acceptance_length_in_loop(alphas: Sequence[Tensor], anchors: Sequen
     alphas[k] [N_k]: acceptance at depth k (in order); anchors[k] [N_k] long: which anchor each belongs to,
     unique within a depth. A chain ends at the first depth where its anchor has no row (its document ended).
     """
+    total, count = in_loop_lengths(alphas, anchors)
+    return (total / count).float() if count else torch.ones(())
+
+
+def in_loop_lengths(alphas: Sequence[Tensor], anchors: Sequence[Tensor]) -> Tensor:
+    """[2] float64: that length summed over anchors, and their number; both add up over batches."""
     if not alphas or alphas[0].numel() == 0:
-        return torch.ones(())
+        return torch.zeros(2, dtype=torch.float64)
     size = int(max(int(anchor.max()) for anchor in anchors if anchor.numel())) + 1
     joint = torch.ones(size, dtype=torch.float64, device=alphas[0].device)  # [anchors], prefix product
     total = torch.zeros_like(joint)
@@ -62,4 +68,4 @@ def expected_acceptance_length_in_loop(alphas: Sequence[Tensor], anchors: Sequen
         accepted[anchor] = alpha.to(joint.dtype)
         joint = joint * accepted
         total = total + joint
-    return (1.0 + total[anchors[0]].mean()).float()
+    return torch.stack([(1.0 + total[anchors[0]]).sum(), total.new_tensor(float(len(anchors[0])))])

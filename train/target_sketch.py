@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from speculators.errors import CheckpointError, UnsupportedTarget
 from speculators.hub import hub_trouble
+from speculators.sizes import AttentionSizes, Products, attention_sizes, decoder_products
 from train.recipe_sections import TargetSection
 
 
@@ -27,6 +28,13 @@ class TargetSketch:
     num_layers: int
     dtype: torch.dtype
     num_parameters: int  # tied ones counted once
+    products: Products  # of its layers
+    attention: AttentionSizes
+
+    @property
+    def active_parameters(self) -> float:
+        """What one token is multiplied with: of the layers, experts that it does not meet left out, and of the head."""
+        return self.products.weights + self.vocab_size * self.hidden_size
 
 
 def sketch_target(section: TargetSection) -> TargetSketch:
@@ -56,6 +64,8 @@ def sketch_target(section: TargetSection) -> TargetSketch:
         num_layers=config.num_hidden_layers,
         dtype=_dtype(section.dtype, whole, config),
         num_parameters=sum(p.numel() for p in model.parameters()),
+        products=decoder_products(model, config),
+        attention=attention_sizes(config),
     )
 
 

@@ -14,13 +14,14 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, field_validator, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
 from speculators.adapter import Adapter, check_adapter
 from speculators.config import DrafterConfig
 from speculators.drafter import Drafter, DraftStep, term_paths
 from speculators.errors import ConfigError
 from speculators.options import Count, DrafterOptions, PositiveInt
+from speculators.sizes import AttentionSizes, attention_sizes
 from speculators.student import build_model, config_of, copy_layers, cut_fields, cut_layers, plain_fields
 from speculators.surfaces import same_vocabulary
 from speculators.target import FrozenTarget, TargetFeatures
@@ -46,11 +47,15 @@ class DraftModelConfig(DrafterConfig):
     def describe(self) -> str:
         return f"a causal LM of its own: {self.model.get('model_type')}, {self.size}"
 
+    @property
+    def attention(self) -> AttentionSizes:
+        return attention_sizes(config_of(self.model))
+
     def activation_bytes(self, tokens: int, width: int, *, recompute: bool) -> int:
         """See `DrafterConfig.activation_bytes`: as a decoder of the usual shape."""
         model = config_of(self.model)
         inner = self.model.get("intermediate_size") or self.model.get("ffn_dim") or 4 * self.hidden_size
-        scores = 0 if recompute else model.num_attention_heads * tokens * (4 + width)
+        scores = 0 if recompute else model.num_attention_heads * tokens * (4 + width % 4)
         return model.num_hidden_layers * (width * (14 * self.hidden_size + 3 * inner) + scores)
 
 
@@ -206,9 +211,12 @@ class DraftModel(TokenDrafter):
     def writer(self) -> FrozenTarget | None:
         return self.runner if self.token_map is None else None
 
-    def snapshot(self, dtype: torch.dtype) -> Drafter:
+    def twin(self) -> Drafter:
         self._runners = []
-        return super().snapshot(dtype)
+        return super().twin()
+
+    def shard_units(self) -> Sequence[nn.Module]:
+        return list(self.runner.layers)  # the runner's probes want whole weights: it is made now
 
     # -------------------------------------------------------------- the two vocabularies
 
@@ -280,6 +288,13 @@ class DraftModel(TokenDrafter):
             self.config = self.config.model_copy(update={"adapter_of": options.init_from if alone else None})
         return self
 
+    def checkpoint_activations(self, wanted: bool) -> None:
+        super().checkpoint_activations(wanted)
+        if wanted:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            self.model.gradient_checkpointing_disable()
+
     def freeze(self) -> Drafter:
         if self.adapter is not None:
             self.adapter.merge()
@@ -291,6 +306,11 @@ class DraftModel(TokenDrafter):
             self.adapter.unmerge()
 
     # -------------------------------------------------------------- training
+
+    def multiplied(self, depth: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """See `Drafter.multiplied`: one pass serves every depth. An adapter's matrices are among them."""
+        head = {id(p) for p in self.model.get_output_embeddings().parameters()}  # not named where it is frozen
+        return [p for p in self.weight_matrices() if depth == 0 and id(p) not in head], []
 
     def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
         """The states of one pass over the rows, as every depth reads them."""
@@ -335,5 +355,5 @@ class DraftModel(TokenDrafter):
             return logits[..., self.token_map.draft_ids]
         return logits[..., : self.target.vocab_size] if logits.shape[-1] > self.target.vocab_size else logits
 
-    def head_parameters(self) -> list[torch.nn.Parameter]:
-        return [p for p in self.runner.lm_head.parameters() if p.requires_grad]
+    def head_parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.model.get_output_embeddings().parameters() if p.requires_grad]

@@ -172,8 +172,7 @@ class Eagle(DecoderChain):
 
     def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
         if self.training and self.feature_noise:
-            reach = self.feature_noise * FULL_NOISE_LENGTH / features.input_ids.shape[1]
-            features = replace(features, last_hidden=_with_noise(features.last_hidden, reach))
+            features = replace(features, last_hidden=_with_noise(features, self.feature_noise * FULL_NOISE_LENGTH))
         return super().unroll(features, steps)
 
     def feed_back(self, state: Tensor) -> Tensor:
@@ -200,11 +199,20 @@ class Eagle(DecoderChain):
         return self.target.logits(hidden.to(self.target.dtype))
 
 
-def _with_noise(states: Tensor, reach: float) -> Tensor:
-    """states [B, T, H] plus uniform noise in [-reach, reach], in float32 on whatever device.
+def _with_noise(features: TargetFeatures, reach: float) -> Tensor:
+    """last_hidden [B, T, H] plus uniform noise in [-reach, reach] / the row's tokens, in float32 on whatever device.
 
-    The noise follows from torch's global random state of the CPU alone, which a checkpoint holds.
+    A row's noise follows from its seed and length, whatever rows it is padded and computed with; without seeds from
+    torch's global random state.
     """
-    source = torch.Generator(states.device).manual_seed(int(torch.randint(2**62, ())))
-    noise = torch.rand(states.shape, generator=source, device=states.device)
-    return states.float() + (2 * noise - 1) * reach
+    states = features.last_hidden.float()
+    seeds = torch.randint(2**62, (len(states),)) if features.seeds is None else features.seeds
+    lengths = (features.segment_ids >= 0).sum(1)
+    if features.forks is not None:
+        lengths = lengths + (features.forks >= 0).sum(1)
+    noisy = states.clone()
+    for row, seed, length in zip(noisy, seeds.tolist(), lengths.tolist()):
+        source = torch.Generator(states.device).manual_seed(seed)
+        noise = torch.rand(length, states.shape[-1], generator=source, device=states.device)
+        row[:length] += (2 * noise - 1) * (reach / max(length, 1))
+    return noisy

@@ -172,6 +172,9 @@ class Mtp(ChainDrafter):
                 )
         return self
 
+    def asking_matrices(self) -> list[nn.Parameter]:
+        return cast(DecoderLayer, self.layer).asking_matrices()
+
     # -------------------------------------------------------------- starting weights
 
     @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from speculators.target import FrozenTarget
 from tests.conftest import make_tiny_model
 from tests.speculators.test_token_map import byte_level
 from train import checkpoint
+from train.feature_cache import KEY_FILE
+from train.feature_command import cache_features
 from train.joint import cross_entropy
 from train.run import run
 
@@ -62,6 +65,46 @@ def recipe(tiny_target, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(content))
     return path
+
+
+@pytest.mark.integration
+def test_cached_features(recipe, tiny_target, tmp_path, capsys, monkeypatch):
+    """Parts written ahead of time are read by the run, which then trains as one whose features are kept in memory; a
+    template that has changed stops the next one."""
+    where = f"features.dir={tmp_path / 'features'}"
+    cached = ["features.mode=cache", "features.encoding=exact", where, "training.mixed_precision=no"]
+    for part in (1, 2):
+        cache_features(recipe, cached, f"{part}/2")
+    said = capsys.readouterr().out
+    assert "1,280 bytes per token" not in said and "512 bytes per token (exact)" in said
+    [folder] = (tmp_path / "features").iterdir()
+    shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert len(shards) == 2
+    short = ["evaluation.lossless_check=false", "evaluation.repeats=0"]
+    assert run(recipe, [*cached, *short]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "0 B to be written" in said and sorted(path.name for path in folder.glob("*.safetensors")) == shards
+    export = tmp_path / "run" / "export" / "model.safetensors"
+    weights = load_file(export)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    assert run(recipe, ["training.mixed_precision=no", "training.keep_features_gb=0.1", *short]) == 0
+    assert weights.keys() == (again := load_file(export)).keys()
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+    changed = tmp_path / "changed"
+    shutil.copytree(tiny_target, changed)
+    config = json.loads((folder / KEY_FILE).read_text())
+    (folder / KEY_FILE).write_text(json.dumps(config | {"target": str(changed)}))
+    template = changed / "chat_template.jinja"
+    template.write_text(template.read_text() + "{# another #}")
+    other = [*cached, *short, f"target.model={changed}", f"output_dir={tmp_path / 'second'}"]
+    with pytest.raises(ConfigError, match="with other template than it has now; set features.on_change to rebuild"):
+        cache_features(recipe, other)
+    cache_features(recipe, [*other, "features.on_change=rebuild"])
+    assert "deleted" in capsys.readouterr().out and not folder.exists()
+    monkeypatch.setattr("train.feature_stage.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(ConfigError, match="are needed for .* and 1 kB are free .* features.mode: online"):
+        cache_features(recipe, [*other, "features.encoding=int4"])
 
 
 @pytest.mark.integration

@@ -20,8 +20,11 @@ from speculators.config import config_for_target
 from speculators.drafter import family_class
 from speculators.export import export_drafter, load_drafter
 from speculators.target import FrozenTarget
-from train import checkpoint, dry_run
+from train import checkpoint
 from train.cli import app
+from train.estimate import outline
+from train.memory_estimate import disk
+from train.optimizer_state import optimizer_state
 from train.recipe import describe_schema
 from train.recipe_load import load_recipe
 from train.run import drafter_config
@@ -162,6 +165,21 @@ def test_dry_run_says_which_steps_are_on_policy(recipe_file):
     assert "0% at first, 50% at the end, of the micro-steps; 7 texts of at most 256" in said and "reverse_kl" in said
 
 
+def test_dry_run_says_what_cached_features_take(recipe_file):
+    cache = ("features.mode=cache", "features.encoding=rotated3", "features.last_hidden_encoding=rotated6")
+    code, output = call("train", recipe_file, *cache, "--dry-run")
+    assert code == 0, output
+    plan = outline(load_recipe(recipe_file, cache))
+    assert disk(plan)["features"] == plan.cached_bytes * plan.tokens > 0
+    said = " ".join(output.split())
+    assert f"{plan.cached_bytes} B per token on disk (taps rotated3, last hidden state rotated6), about" in said
+
+
+@pytest.mark.parametrize("part", ["0/2", "3/2", "1", "a/b"])
+def test_a_part_that_is_none(recipe_file, part):
+    assert "expected NUMBER/OF, such as 2/4" in refused("cache-features", recipe_file, "--part", part)
+
+
 def test_dry_run_needs_config_json_alone(recipe_file, tmp_path, target_folder):
     """Neither weights nor a tokenizer: what is not there is not counted, and the rest is."""
     bare = tmp_path / "bare"
@@ -169,13 +187,13 @@ def test_dry_run_needs_config_json_alone(recipe_file, tmp_path, target_folder):
     shutil.copy(target_folder / "config.json", bare)
     code, output = call("train", recipe_file, f"target.model={bare}", "--dry-run")
     assert code == 0, output
-    assert "the target's tokenizer" in output and "trainable parameters" in output
+    assert "the target's tokenizer" in output and "trained parameters" in output
 
 
 def test_dry_run_counts_what_the_run_would_have(recipe_file, target_folder):
     """Parameters and taps of the sketch are those of the loaded target and drafter."""
     recipe = load_recipe(recipe_file)
-    plan, target = dry_run.estimate(recipe), FrozenTarget.from_pretrained(str(target_folder))
+    plan, target = outline(recipe), FrozenTarget.from_pretrained(str(target_folder))
     config = drafter_config(recipe, target)
     drafter = family_class("eagle3")(config).attach(target)
     assert plan.drafter == config
@@ -241,7 +259,7 @@ def test_export_writes_the_best_drafter_of_a_run(recipe_file, target_folder, tmp
     torch.manual_seed(1)
     drafter = family_class("eagle3")(drafter_config(recipe, target)).attach(target)
     drafter.draft_to_target.copy_(torch.arange(64) * 3)
-    optimizer = torch.optim.AdamW(drafter.parameters())
+    optimizer = optimizer_state(torch.optim.AdamW(drafter.parameters()), dict(drafter.named_parameters()))
     assert "not a run's folder" in refused("export", run_dir, tmp_path / "out")
     run_dir.mkdir()
     (run_dir / "recipe.yaml").write_text(recipe.resolved_yaml())

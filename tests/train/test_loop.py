@@ -232,7 +232,7 @@ def test_two_processes_train_like_one(tmp_path):
 def test_padding_and_prompts_carry_no_loss(tiny_model, tmp_path):
     """Changing tokens that are not supervised at the end of a row, or padding, changes no loss."""
     trainer = make_trainer(tiny_model, tmp_path, make_recipe())
-    batch = trainer.features.batch(trainer.chosen(0, 0))
+    batch = trainer.features.batch(trainer.chosen(trainer.step_rows.of(0)[0]))
     features = trainer.target.features(**batch)
     weights_per_row = (trainer.depth_weights / trainer.drafter.count_terms(features, 3)).float()
     loss = trainer._micro_step(features, weights_per_row)["loss"]

@@ -253,6 +253,9 @@ MALFORMED = {
     "got 'gguf'",
     "export: {formats: [vllm, vllm]}": AT + "export.formats: each format may be given once, got ['vllm', 'vllm']",
     "trackers: [mlflow]": AT + "trackers.0: expected one of wandb, trackio, tensorboard, got 'mlflow'",
+    "features: {encoding: rotated9}": AT + "features.encoding: expected one of exact, bf16, fp8, int4, ...",
+    "{joint: {}, features: {mode: cache}}": AT + "features.mode: a target that is trained says something else at every "
+    "step; needs online",
     "name: ../escape": AT + "name: expected a string matching ...",
 }
 

@@ -1,0 +1,193 @@
+"""What each encoding of the feature cache costs: bytes, writing and reading, KL of p, and τ after training from it.
+
+One recipe, the same packed rows for every encoding, written from the same features and read back. For every seed a head
+is trained online and from each encoding; τ is expected acceptance by exact replay on held-out texts of the target, so
+all it varies with is the head. What is done is kept in OUT/results.json and not done again.
+
+    python scripts/bench_feature_cache.py recipes/quickstart/eagle3.yaml training.steps=150
+    python scripts/bench_feature_cache.py RECIPE --encodings bf16,rotated3+rotated6 --seeds 0,1  # taps+last hidden
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+from typing import Annotated, Any
+
+import torch
+import typer
+from accelerate.utils import set_seed
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from inference.llm_loading import load_tokenizer
+from speculators.target import FrozenTarget
+from train.data import PackedRow
+from train.feature_cache import FeatureCache, ShardWriter, texts_of
+from train.feature_encodings import make_encoding
+from train.feature_stage import cache_key
+from train.features import RowFeatures
+from train.loop import Trainer
+from train.progress import Stages
+from train.recipe import Recipe
+from train.recipe_load import load_recipe
+from train.run import drafter_config, held_out_evaluation, load_target, make_accelerator, make_drafter
+from train.run_data import RunData
+
+ENCODINGS = "bf16,fp8,int4,rotated4,rotated3,rotated3+rotated6,rotated2+rotated6"
+KL_TOKENS = 4096
+ONLINE = "online"
+
+
+class Bench:
+    """One recipe's rows, their features, held-out texts, and the runs."""
+
+    def __init__(self, recipe: Recipe, rows: int, held_out: int, out: Path) -> None:
+        self.recipe, self.out, self.stages = recipe, out, Stages(0, enabled=False)
+        self.accelerator = make_accelerator(recipe)
+        probe = load_target(recipe, self.accelerator, ())
+        self.config = drafter_config(recipe, probe)
+        self.target = FrozenTarget(probe.model, self.config.tap_layers)
+        probe.close()
+        self.tokenizer = load_tokenizer(recipe.target.model, None, revision=recipe.target.revision)
+        self.data = RunData(recipe, self.target, self.tokenizer, self.accelerator, self.stages)
+        self.rows: list[PackedRow] = self.data.training_rows()[:rows]
+        self.held_out = self.data.held_out(held_out)
+        del self.data.llm
+        self.online = RowFeatures(self.target, self.rows, pad_token_id=self.data.pad_token_id, keep_bytes=float("inf"))
+        began = time.monotonic()
+        self.made = [self.online.of([i]) for i in range(len(self.rows))]
+        self.tokens = sum(map(len, self.rows))
+        print(f"{len(self.rows)} rows, {self.tokens} tokens, made in {time.monotonic() - began:.0f} s", flush=True)
+
+    def cache(self, name: str) -> FeatureCache:
+        """Of an encoding, `taps+last_hidden` or one name for both."""
+        taps, _, last_hidden = name.partition("+")
+        key = replace(cache_key(self.recipe, self.data), encoding=taps, last_hidden_encoding=last_hidden or taps)
+        return FeatureCache(self.out / "features", key)
+
+    def measure(self, name: str) -> dict[str, float]:
+        """Size, error, and tokens per second of processor time of one thread. Writing checks what it wrote, reading
+        decodes; what was just written is still in the system's memory."""
+        cache = self.cache(name)
+        shutil.rmtree(cache.folder, ignore_errors=True)
+        began = time.process_time()
+        with ShardWriter(cache, self.recipe.features.shard_mb * 1e6) as writer:
+            for row, made in zip(self.rows, self.made):
+                for text, place in texts_of(row):
+                    writer.add(text, None if made.taps is None else made.taps[0, place], made.last_hidden[0, place])
+        wrote = time.process_time() - began
+        cache.scan()
+        began = time.process_time()
+        for row in self.rows:
+            cache.row(row)
+        read = time.process_time() - began
+        size = writer.tokens * cache.bytes_per_token
+        return {
+            "bytes_per_token": cache.bytes_per_token,
+            "ratio": self.cache("bf16").bytes_per_token / cache.bytes_per_token,
+            "write_tokens": writer.tokens / wrote,
+            "write_mb": size / wrote / 1e6,
+            "read_tokens": self.tokens / read,
+            "read_mb": size / read / 1e6,
+            "kl": self.divergence(name),
+        }
+
+    @torch.no_grad()
+    def divergence(self, name: str) -> float:
+        """Mean KL(p || p from the encoded last hidden state), over the first tokens."""
+        encoding = make_encoding(name.rpartition("+")[2], self.target.hidden_size, self.target.dtype)
+        states = torch.cat([made.last_hidden[0] for made in self.made])[:KL_TOKENS]
+        total = 0.0
+        for part in states.split(512):
+            p = self.target.logits(part).float().log_softmax(-1)
+            q = self.target.logits(encoding.decode(encoding.encode(part))).float().log_softmax(-1)
+            total += float((p.exp() * (p - q)).sum())
+        return total / len(states)
+
+    def train(self, name: str, seed: int) -> dict[str, float]:
+        """A head trained from an encoding; its expected acceptance length, by temperature."""
+        training = self.recipe.training.model_copy(update={"seed": seed, "eval_every": 10**9, "save_every": 10**9})
+        recipe = self.recipe.model_copy(update={"training": training})
+        folder = self.out / "runs" / f"{name}-{seed}"
+        shutil.rmtree(folder, ignore_errors=True)
+        set_seed(seed)
+        features = self.online
+        if name != ONLINE:
+            cache = self.cache(name).scan()
+            features = RowFeatures(self.target, self.rows, pad_token_id=self.data.pad_token_id, cache=cache)
+        drafter = make_drafter(recipe, self.config, self.target, features, self.stages, folder)
+        trainer = Trainer(
+            recipe, self.target, drafter, self.rows, accelerator=self.accelerator, folder=folder,
+            evaluate=held_out_evaluation(recipe, self.target, self.held_out), features=features,
+        )  # fmt: skip
+        began = time.process_time()
+        last = trainer.run().history[-1]
+        found = {key: value for key, value in last.items() if key.startswith("expected_acceptance_length")}
+        return found | {"loss": last["loss"], "seconds": time.process_time() - began}
+
+
+def table(results: dict[str, Any], names: Sequence[str], seeds: Sequence[int]) -> str:
+    """As Markdown; τ is the mean over seeds, its change that of the same seed online."""
+    online = [results[f"{ONLINE}/{seed}"] for seed in seeds]
+    temperatures = sorted(key for key in online[0] if key.startswith("expected_acceptance_length_t"))
+    heads = ["encoding", "bytes/token", "bf16 ÷ it", "write tokens/s (MB/s)", "read tokens/s (MB/s)", "KL of p"]
+    heads += [f"τ T={key.rpartition('_t')[2]}" for key in temperatures]
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)]]
+    lines.append([ONLINE, *["-"] * 5, *(_spread([run[key] for run in online]) for key in temperatures)])
+    for name in names:
+        m = results[name]
+        cells = [name.replace("+", " + "), f"{m['bytes_per_token']:,}", f"{m['ratio']:.2f}"]
+        cells += [f"{m[f'{way}_tokens']:,.0f} ({m[f'{way}_mb']:.0f})" for way in ("write", "read")]
+        cells.append(f"{m['kl']:.1e}")
+        for key in temperatures:
+            found = [(results.get(f"{name}/{seed}"), base[key]) for seed, base in zip(seeds, online)]
+            runs = [(run[key], base) for run, base in found if run is not None]
+            change = [value / base - 1 for value, base in runs]
+            cells.append(f"{mean(value for value, _ in runs):.3f} ({mean(change):+.2%})" if runs else "-")
+        lines.append(cells)
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{mean(values):.3f} ({', '.join(f'{value:.3f}' for value in values)})"
+
+
+def main(
+    recipe: Annotated[Path, typer.Argument(help="A recipe, such as recipes/quickstart/eagle3.yaml.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Overrides, such as training.steps=150.")] = None,
+    encodings: Annotated[str, typer.Option(help="With commas between; taps+last_hidden, or one for both.")] = ENCODINGS,
+    trained: Annotated[str, typer.Option(help="Those of them that a head is trained from; empty: all.")] = "",
+    seeds: Annotated[str, typer.Option(help="Of the trainings, with commas between.")] = "0,1",
+    rows: Annotated[int, typer.Option(help="Packed rows.")] = 160,
+    held_out: Annotated[int, typer.Option(help="Held-out texts per workload and temperature.")] = 8,
+    out: Annotated[Path, typer.Option(help="Folder of features and results.")] = Path("runs/bench-feature-cache"),
+) -> None:
+    """Measure what is missing and print the table."""
+    torch.set_num_threads(1)
+    names, numbers = encodings.split(","), [int(seed) for seed in seeds.split(",")]
+    file, bench = out / "results.json", None
+    results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    jobs: list[tuple[str, Callable[[Bench], Any]]] = [(name, lambda b, n=name: b.measure(n)) for name in names]
+    for seed in numbers:
+        heads = (ONLINE, *(trained.split(",") if trained else names))
+        jobs += [(f"{name}/{seed}", lambda b, n=name, s=seed: b.train(n, s)) for name in heads]
+    for job, work in jobs:
+        if job in results:
+            continue
+        bench = bench or Bench(load_recipe(recipe, [*(overrides or ()), f"output_dir={out}"]), rows, held_out, out)
+        results[job] = work(bench)
+        print(job, {key: round(value, 5) for key, value in results[job].items()}, flush=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(results, indent=2) + "\n")
+    print(table(results, names, numbers))
+
+
+if __name__ == "__main__":
+    typer.run(main)

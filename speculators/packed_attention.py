@@ -1,0 +1,98 @@
+"""Attention over long packed rows text by text: no mask and no scores of [T, T].
+
+The texts of a packed row stand one behind the other and do not see each other, so that plain causal attention over
+each, one after the other, is the whole of it; a sliding window is walked in blocks of queries. The layers of an
+architecture are told by the mask they are handed: an empty stand-in, which leads to the places of the texts.
+Registered with transformers as an implementation of its own; knows nothing of targets or drafters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+NAME = "draftsmith_packed"
+LONG_ROW = 4096  # tokens; the masks of shorter rows are small
+WINDOW_BLOCK = 1024  # queries
+
+Spans = Sequence[Sequence[tuple[int, int]]]  # per row, [start, end) of each text
+_windows: ContextVar[dict[int, int] | None] = ContextVar("windows", default=None)  # stand-in -> window, 0: none
+_spans: ContextVar[Spans] = ContextVar("spans", default=())
+
+
+def text_spans(segment_ids: Tensor) -> Spans | None:
+    """segment_ids [B, T] -> where each text of each row lies, padding counted as texts; None where a text is torn."""
+    found = []
+    for row in segment_ids.tolist():
+        starts = [0] + [i for i in range(1, len(row)) if row[i] != row[i - 1]]
+        names = [row[start] for start in starts if row[start] >= 0]
+        if len(set(names)) < len(names):
+            return None
+        found.append(list(zip(starts, [*starts[1:], len(row)])))
+    return found
+
+
+@contextmanager
+def packed(config: PretrainedConfig, spans: Spans, windows: dict[int, int]) -> Iterator[None]:
+    """While this is open, models of `config` attend within `spans`. `windows`: addresses of the stand-ins for masks,
+    and how many tokens back a layer sees that is handed one (0: all)."""
+    before, tokens = config._attn_implementation, (_windows.set(windows), _spans.set(spans))
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+        _windows.reset(tokens[0])
+        _spans.reset(tokens[1])
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others,
+) -> tuple[Tensor, None]:
+    """query [B, h, T, d], key and value [B, g, T, ·], a stand-in for a mask -> [B, T, h, ·]."""
+    windows = _windows.get() or {}
+    window = None if attention_mask is None else windows.get(attention_mask.data_ptr())
+    if window is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **others)
+    rows = []
+    for row, spans in enumerate(_spans.get()):
+        texts = []
+        for start, end in spans:
+            q, k, v = (each[row : row + 1, :, start:end] for each in (query, key, value))
+            texts.append(_attend(q, k, v, window, dropout, scaling))
+        rows.append(torch.cat(texts, dim=2))
+    return torch.cat(rows).transpose(1, 2), None
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: float, scale: float | None) -> Tensor:
+    """Of one text: [1, h, L, d] -> [1, h, L, ·]."""
+    options = {"dropout_p": dropout, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    attention, L = nn.functional.scaled_dot_product_attention, q.shape[2]
+    if not window or L <= window:
+        return attention(q, k, v, is_causal=L > 1, **options)
+    blocks = []
+    for start in range(0, L, WINDOW_BLOCK):
+        end, first = min(start + WINDOW_BLOCK, L), max(start - window + 1, 0)
+        keys = torch.arange(first, end, device=q.device)
+        queries = torch.arange(start, end, device=q.device)[:, None]
+        mask = (keys <= queries) & (keys > queries - window)
+        blocks.append(attention(q[:, :, start:end], k[:, :, first:end], v[:, :, first:end], mask, **options))
+    return torch.cat(blocks, dim=2)
+
+
+AttentionInterface.register(NAME, packed_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -1,0 +1,171 @@
+"""One recipe, any number of processes, whole or sharded, resumed on another: the same losses, metrics and weights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
+
+from speculators.config import config_for_target
+from speculators.drafter import Drafter, family_class
+from speculators.target import FrozenTarget
+from tests.conftest import make_tiny_model
+from tests.train.test_loop import make_rows
+from tests.train.test_on_policy import make_recipe as on_policy_recipe
+from tests.train.test_on_policy import make_trainer as on_policy_trainer
+from tests.train.worlds import Scenario, in_worlds
+from train.loop import Trainer
+from train.processes import share_out
+from train.recipe import make_recipe
+
+FAMILIES: dict[str, dict[str, Any]] = {  # drafter sections
+    "eagle3": {"unroll_steps": 3, "draft_vocab_size": 60, "tap_layers": [1, 2, 3]},
+    "eagle": {"unroll_steps": 2, "feature_noise": 0.1, "init": "pass_through"},
+    "medusa": {"num_heads": 3, "unroll_steps": 3, "init": "target"},
+    "mlp": {"unroll_steps": 3},
+    "mtp": {"unroll_steps": 2},
+    "draft_model": {"from_target": {"last": 2}},
+}
+FIGURES = (
+    "loss", "grad_norm", "acceptance_rate", "top1_agreement", "in_loop_acceptance_length", "terms",
+    "expected_acceptance_length", "on_policy", "suffix_loss", "suffix_terms", "rollout_acceptance_length",
+)  # fmt: skip
+
+
+class PowerCut(Exception):
+    pass
+
+
+def make_trainer(folder: Path, family: str, sharding: str = "none", **training) -> Trainer:
+    defaults = {"steps": 6, "global_batch_size": 8, "batch_size": 4, "learning_rate": 1e-3, "muon_learning_rate": 1e-3}
+    tree = {
+        "name": "t",
+        "family": family,
+        "target": {"model": "tiny"},
+        "data": {"train": [{"demo": {}}], "max_length": 48},
+        "drafter": FAMILIES[family],
+        "training": {**defaults, "save_every": 2, "eval_every": 3, "mixed_precision": "no", **training},
+    }
+    recipe = make_recipe(tree)
+    target = FrozenTarget(make_tiny_model("llama", initializer_range=0.1), FAMILIES[family].get("tap_layers", ()))
+    made = family_class(family)
+    shape = recipe.drafter.shape(made.config_class.model_fields, target)
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(accelerator.process_index)  # the first process's weights are everybody's
+    drafter = made(config_for_target(target, family, **shape)).attach(target)
+    drafter.initialise_from(target, recipe.drafter)
+    share_out(accelerator, target, sharding)
+    trainer = Trainer(recipe, target, drafter, make_rows(60), accelerator=accelerator, folder=folder, evaluate=size_of)
+    several = accelerator.num_processes > 1
+    assert all(isinstance(p, DTensor) for p in target.layers.parameters()) == (several and sharding == "fsdp")
+    assert all(isinstance(p, DTensor) for p in trainer.parameters) == (several and "ACCELERATE_USE_FSDP" in os.environ)
+    return trainer
+
+
+def size_of(drafter: Drafter) -> dict[str, float]:
+    """In place of a held-out evaluation: something of the whole drafter."""
+    return {"expected_acceptance_length": sum(float(p.detach().double().abs().mean()) for p in drafter.parameters())}
+
+
+def train(folder: Path, family: str, run: str, stop_after: int | None = None, on_policy: bool = False, **training):
+    """(figures of every step, weights) of a run, which ends after `stop_after` steps as by a power cut."""
+    if on_policy:
+        sizes = {"steps": 6, "global_batch_size": 8, "batch_size": 2, "learning_rate": 1e-3}
+        recipe = on_policy_recipe(family, {"share": 0.6, "refresh_every": 2}, **sizes, **training)
+        trainer = on_policy_trainer(make_tiny_model, folder / run, recipe)
+    else:
+        trainer = make_trainer(folder / run, family, **training)
+
+    def advance(share: float, note: str) -> None:
+        if trainer.state.step == stop_after:
+            raise PowerCut
+
+    try:
+        history = trainer.run(advance).history
+    except PowerCut:
+        return [], {}
+    weights = {name: tensor.numpy() for name, tensor in trainer.drafter.state_dict().items()}
+    return [{name: np.asarray(record[name]) for name in FIGURES if name in record} for record in history], weights
+
+
+def scenario(family: str, processes: int, sharded: bool = False, **arguments) -> Scenario:
+    name = f"{family}, {processes} {'sharded' if sharded else 'whole'}"
+    name += "".join(f", {key}={value}" for key, value in arguments.items())
+    run = arguments.pop("run", name)
+    return Scenario(name, processes, sharded, {"family": family, "run": run, **arguments})
+
+
+EVERYWHERE = [(1, False), (2, False), (4, False), (2, True), (4, True)]
+MOVES = [((4, True), (2, False)), ((1, False), (4, True)), ((2, False), (1, False))]  # killed there, continued here
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Every run of this file, in one set of processes."""
+    scenarios = [scenario(family, *world) for family in FAMILIES for world in EVERYWHERE]
+    for optimizer in ("adamw", "muon"):
+        for number, (before, after) in enumerate(MOVES):
+            run = f"{optimizer}-{number}"
+            scenarios.append(scenario("eagle3", *before, run=run, stop_after=3, optimizer=optimizer))
+            scenarios.append(scenario("eagle3", *after, run=run, optimizer=optimizer))
+    scenarios += [scenario("eagle3", *world, optimizer="muon") for world in EVERYWHERE[:1] + EVERYWHERE[3:]]
+    scenarios += [scenario("eagle3", *world, sharding="fsdp") for world in ((4, False), (2, True))]
+    scenarios += [scenario("eagle3", *world, on_policy=True) for world in (EVERYWHERE[0], EVERYWHERE[3])]
+    return in_worlds(train, scenarios, tmp_path_factory.mktemp("worlds"), seconds=900)
+
+
+def assert_same(one: tuple[list, dict], other: tuple[list, dict], what: str, atol: float = 1e-5) -> None:
+    assert len(one[0]) == len(other[0]) > 0, what
+    for step, (wanted, got) in enumerate(zip(one[0], other[0]), 1):
+        assert wanted.keys() == got.keys()
+        for name in wanted:
+            message = f"{what}: {name} of step {step}"
+            np.testing.assert_allclose(got[name], wanted[name], atol=atol, rtol=atol, err_msg=message)
+    for name, tensor in one[1].items():
+        np.testing.assert_allclose(other[1][name], tensor, atol=1e-4, err_msg=f"{what}: {name}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_number_of_processes_trains_the_same_head(found, family):
+    """1, 2 and 4 processes, whole and sharded: losses, metrics and weights."""
+    for world in EVERYWHERE[1:]:
+        name = scenario(family, *world).name
+        assert_same(found[f"{family}, 1 whole"], found[name], name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_killed_run_continues_on_another_number_of_processes(found, optimizer):
+    alone = found["eagle3, 1 whole" + (", optimizer=muon" if optimizer == "muon" else "")]
+    for number, (_, after) in enumerate(MOVES):
+        name = scenario("eagle3", *after, run=f"{optimizer}-{number}", optimizer=optimizer).name
+        assert_same(alone, found[name], name, atol=1e-5 if optimizer == "adamw" else 1e-3)
+
+
+@pytest.mark.slow
+def test_muon_of_shards_is_muon(found):
+    """Its products are bfloat16: a last bit of a gradient may become one of those."""
+    for world in EVERYWHERE[3:]:
+        name = scenario("eagle3", *world, optimizer="muon").name
+        assert_same(found["eagle3, 1 whole, optimizer=muon"], found[name], name, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_sharded_target_says_the_same(found):
+    for world in ((4, False), (2, True)):
+        name = scenario("eagle3", *world, sharding="fsdp").name
+        assert_same(found["eagle3, 1 whole"], found[name], name)
+
+
+@pytest.mark.slow
+def test_on_policy_texts_are_those_of_one_process(found):
+    names = [scenario("eagle3", *world, on_policy=True).name for world in (EVERYWHERE[0], EVERYWHERE[3])]
+    assert any(record["on_policy"] > 0 for record in found[names[0]][0])
+    assert_same(found[names[0]], found[names[1]], names[1])

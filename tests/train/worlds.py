@@ -1,0 +1,116 @@
+"""Worlds of 1, 2 and 4 gloo processes on one machine, for tests of what several processes compute together.
+
+A handful of processes is forked from one that has everything imported; each scenario is a world of the first few.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+PRELOAD = ["tests.train.worlds", "tests.conftest", "train.run", "torch.distributed.fsdp", "torch.distributed.tensor"]
+WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """`job(folder, **arguments)` in a world of `processes`, under FSDP2 with `sharded`."""
+
+    name: str
+    processes: int
+    sharded: bool = False
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def in_worlds(job: Callable[..., Any], scenarios: Sequence[Scenario], folder: Path, seconds: float = 300) -> dict:
+    """{name: what `job` returned in the first process}; raises with the traceback of whoever failed."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    results = context.SimpleQueue()
+    count = max(each.processes for each in scenarios)
+    members = [
+        context.Process(target=_member, args=(rank, job, list(scenarios), str(folder), results), daemon=True)
+        for rank in range(count)
+    ]
+    for member in members:
+        member.start()
+    found: dict[str, Any] = {}
+    try:
+        while len(found) < len(scenarios):
+            name, failure, result = _next(results, members, seconds)
+            assert failure is None, f"{name}: {failure}"
+            found[name] = result
+    finally:
+        for member in members:
+            member.join(0.1 if len(found) < len(scenarios) else 30)
+            if member.is_alive():
+                member.kill()
+    return found
+
+
+def _next(results, members, seconds: float):
+    import time
+
+    until = time.monotonic() + seconds
+    while results.empty():
+        assert time.monotonic() < until, "the worlds take too long"
+        assert any(member.is_alive() for member in members), "all processes have ended"
+        time.sleep(0.05)
+    return results.get()
+
+
+def _member(rank: int, job: Callable[..., Any], scenarios: Sequence[Scenario], folder: str, results) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    for number, scenario in enumerate(scenarios):
+        if rank >= scenario.processes:
+            continue
+        try:
+            with _world(rank, scenario, Path(folder) / f".rendezvous-{number}"):
+                result = job(Path(folder), **scenario.arguments)
+        except BaseException:
+            results.put((scenario.name, traceback.format_exc(), None))
+            return
+        if rank == 0:
+            results.put((scenario.name, None, result))
+
+
+class _world:
+    def __init__(self, rank: int, scenario: Scenario, rendezvous: Path) -> None:
+        self.rank, self.scenario, self.rendezvous = rank, scenario, rendezvous
+
+    def __enter__(self) -> None:
+        import torch
+
+        size = self.scenario.processes
+        os.environ |= {"ACCELERATE_USE_CPU": "true"}
+        if size > 1:
+            numbers = dict.fromkeys(("RANK", "LOCAL_RANK"), str(self.rank))
+            numbers |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
+            os.environ |= numbers | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+            store = f"file://{self.rendezvous}"
+            limit = timedelta(seconds=120)
+            torch.distributed.init_process_group(
+                "gloo", init_method=store, rank=self.rank, world_size=size, timeout=limit
+            )
+        if self.scenario.sharded:
+            os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+
+    def __exit__(self, *error: object) -> None:
+        import torch
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        if torch.distributed.is_initialized() and error[0] is None:
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
+        for name in (*WORLD, "ACCELERATE_USE_FSDP", "FSDP_VERSION"):
+            os.environ.pop(name, None)

@@ -1,0 +1,62 @@
+"""The command `cache-features`: the features of a recipe's training rows, written ahead of the run that reads them.
+
+Several processes may each write a part, on machines that share the folder. Knows the recipe and the stages; what is
+written where is `train.feature_stage`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from speculators.errors import ConfigError
+
+PART = re.compile(r"^(?P<number>[1-9]\d*)/(?P<of>[1-9]\d*)$")
+
+
+def cache_features(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe: a YAML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Overrides, as of `train`.")
+    ] = None,
+    part: Annotated[str, typer.Option(help="Which part of the rows this process writes, such as 2/4.")] = "1/1",
+) -> None:
+    """Write the target's features of a recipe's training rows to disk, for runs with features.mode: cache."""
+    from train.recipe_load import load_recipe
+
+    checked = load_recipe(recipe, [*(overrides or ()), "features.mode=cache"])
+    write(checked, parse_part(part))
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """`2/4` -> (1, 4). ConfigError if there is no such part."""
+    match = PART.match(text)
+    if match is None or int(match["number"]) > int(match["of"]):
+        raise ConfigError(f"--part {text}: expected NUMBER/OF, such as 2/4")
+    return int(match["number"]) - 1, int(match["of"])
+
+
+def write(recipe, part: tuple[int, int] = (0, 1)) -> None:
+    """Of every stage of the training. DraftsmithError for what the user can mend; run again, it continues."""
+    from inference.llm_loading import load_tokenizer
+    from speculators.target import FrozenTarget
+    from train.feature_stage import fill, open_cache
+    from train.progress import Stages
+    from train.run import drafter_config, load_target, make_accelerator
+    from train.run_data import RunData
+
+    accelerator = make_accelerator(recipe.model_copy(update={"trackers": []}))
+    probe = load_target(recipe, accelerator, ())
+    target = FrozenTarget(probe.model, drafter_config(recipe, probe).tap_layers)
+    probe.close()
+    t = recipe.target
+    tokenizer = load_tokenizer(t.model, None, revision=t.revision, trust_remote_code=t.trust_remote_code)
+    stages = Stages(2 * len(recipe.training_stages()), enabled=accelerator.is_main_process)
+    for name, stage in recipe.training_stages():
+        data = RunData(stage, target, tokenizer, accelerator, stages, stage=name)
+        rows = data.training_rows()
+        del data.llm
+        fill(stage, data, rows, open_cache(stage, data, stages).scan(), stages, part)

@@ -1,0 +1,153 @@
+"""What a device can do: a table of accelerators by their makers' data sheets, and this machine's CPU, measured.
+
+Peaks are dense (without sparsity), memory is what the maker names in decimal GB, links are bytes per second in one
+direction between two devices of one host. The shares of a peak that real code reaches are assumptions; for a CPU they
+are fitted to measured runs (scripts/bench_plan.py). Knows no model and no recipe.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from speculators.errors import ConfigError
+
+Clock = Callable[[], float]
+
+
+class Range(NamedTuple):
+    """A figure and what it may as well be."""
+
+    low: float
+    likely: float
+    high: float
+
+
+REACHED_PRODUCTS = Range(0.25, 0.40, 0.55)  # assumed of accelerators
+REACHED_TRANSFERS = Range(0.45, 0.60, 0.80)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device. `flops`: of matrix products, by the dtype of their inputs; per second, as `bandwidth` (of memory) and
+    `link` (to another device) are. `call_seconds`: until a small operation has been started. `products`, `transfers`:
+    the share of these peaks that is reached."""
+
+    name: str
+    flops: dict[str, float]
+    memory: float  # bytes
+    bandwidth: float
+    link: float
+    kind: str = "cuda"  # as torch calls it
+    call_seconds: float = 8e-6
+    products: Range = REACHED_PRODUCTS
+    transfers: Range = REACHED_TRANSFERS
+    context: float = 1.5e9  # bytes that the runtime and its libraries take
+
+    def peak(self, dtype: torch.dtype) -> float:
+        """FLOP/s of products in `dtype`."""
+        if dtype == torch.float32 and self.kind == "cuda" and torch.get_float32_matmul_precision() != "highest":
+            return self.flops["tf32"]
+        return self.flops["float32" if dtype in (torch.float32, torch.float64) else "bfloat16"]
+
+
+def _table(**rows: tuple[str, float, float, float, float, float, float]) -> dict[str, Device]:
+    """Rows of name, dense TFLOP/s in bf16 (and fp16), TF32 and FP32, memory in GB, GB/s of memory and of a link."""
+    return {
+        key.replace("_", "-"): Device(
+            name, {"bfloat16": bf16 * 1e12, "tf32": tf32 * 1e12, "float32": fp32 * 1e12}, gb * 1e9, bw * 1e9, link * 1e9
+        )
+        for key, (name, bf16, tf32, fp32, gb, bw, link) in rows.items()
+    }
+
+
+DEVICES = _table(
+    h100=("NVIDIA H100 SXM 80 GB", 989.4, 494.7, 66.9, 80, 3350, 450),
+    h100_pcie=("NVIDIA H100 PCIe 80 GB", 756, 378, 51.2, 80, 2000, 64),
+    h200=("NVIDIA H200 SXM 141 GB", 989.4, 494.7, 66.9, 141, 4800, 450),
+    b200=("NVIDIA B200 SXM 179 GB", 2250, 1100, 80, 179, 8000, 900),
+    a100_80=("NVIDIA A100 SXM 80 GB", 312, 156, 19.5, 80, 2039, 300),
+    a100_40=("NVIDIA A100 SXM 40 GB", 312, 156, 19.5, 40, 1555, 300),
+    l40s=("NVIDIA L40S 48 GB", 362, 183, 91.6, 48, 864, 32),
+    a10=("NVIDIA A10 24 GB", 125, 62.5, 31.2, 24, 600, 32),
+    l4=("NVIDIA L4 24 GB", 121, 60, 30.3, 24, 300, 32),
+    rtx4090=("NVIDIA GeForce RTX 4090 24 GB", 165.2, 82.6, 82.6, 24, 1008, 32),
+    mi300x=("AMD Instinct MI300X 192 GB", 1307.4, 653.7, 163.4, 192, 5300, 448),
+)
+CPU = "cpu"
+CALL = 10.0  # times the smallest call: what one costs on a CPU, fitted as the shares of it are
+
+
+def find_device(name: str) -> Device:
+    """By its key; the CPU is measured, which takes a second or two. ConfigError names the keys there are."""
+    key = name.lower().replace("_", "-")
+    if key == CPU:
+        return measure_cpu()
+    if key not in DEVICES:
+        raise ConfigError(
+            f"--gpu {name}: not in the table; expected one of {', '.join(DEVICES)}, {CPU} (this machine's)"
+        )
+    return DEVICES[key]
+
+
+# --------------------------------------------------------------------------------------------- this machine
+
+
+def measure_cpu(clock: Clock = time.perf_counter) -> Device:
+    """This machine's, with the threads that torch uses: products of a thousand rows, copies beyond the caches, small
+    calls. `clock`: seconds, for one thread `time.process_time` where others use the machine."""
+    import psutil
+
+    rates = {
+        str(dtype).removeprefix("torch."): _product_rate(dtype, clock) for dtype in (torch.float32, torch.bfloat16)
+    }
+    bandwidth = _copy_rate(clock)
+    return Device(
+        name=f"this machine's CPU, {torch.get_num_threads()} threads",
+        flops=rates,
+        memory=float(psutil.virtual_memory().total),
+        bandwidth=bandwidth,
+        link=bandwidth / 2,  # between processes of one host
+        kind="cpu",
+        call_seconds=CALL * _call_seconds(clock),
+        products=Range(0.6, 0.9, 1.0),
+        transfers=Range(0.1, 0.15, 0.3),
+        context=6e8,
+    )
+
+
+def _product_rate(dtype: torch.dtype, clock: Clock, width: int = 1024) -> float:
+    """FLOP/s of [width, width] products."""
+    a, b = (torch.randn(width, width).to(dtype) for _ in range(2))
+    return 2 * width**3 / _fastest(lambda: a @ b, clock)
+
+
+def _copy_rate(clock: Clock, count: int = 1 << 25) -> float:
+    """Bytes per second, read and written."""
+    source, target = torch.zeros(count), torch.zeros(count)
+    return 2 * 4 * count / _fastest(lambda: target.copy_(source), clock)
+
+
+def _call_seconds(clock: Clock, calls: int = 300) -> float:
+    x = torch.zeros(64)
+
+    def many() -> None:
+        for _ in range(calls):
+            x.add_(1.0)
+
+    return _fastest(many, clock) / calls
+
+
+def _fastest(work: Callable[[], object], clock: Clock, seconds: float = 0.35) -> float:
+    """Of some repetitions: a machine has other work at times, and never less than none."""
+    work()
+    best, ends = float("inf"), clock() + seconds
+    while clock() < ends:
+        began = clock()
+        work()
+        best = min(best, clock() - began)
+    return best

@@ -1,0 +1,258 @@
+"""Bytes: of one device at the peak of each stage of a run, and of its folder on disk.
+
+What is made of tensors whose shapes are known (weights, gradients, optimizer states, features, checkpoints) is exact;
+activations and working memory follow formulas that say "about". Knows sizes; runs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from speculators.attention import RECOMPUTE_FROM
+from speculators.drafter import Drafter
+from train.chunked import default_chunk_size
+from train.estimate import Outline
+from train.optimizers import Together, make_optimizer
+from train.recipe_sections import TrainingSection
+
+FRAGMENTATION = 0.1  # of all that comes and goes: what an allocator cannot give out
+FIRST_CAPACITY = 256  # positions of a cache of keys and values, which doubles from there (inference/cache.py)
+Parts = dict[str, int]  # bytes, by what takes them
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """`held` for the whole stage; of `passing` only the largest is there at a time."""
+
+    name: str
+    held: Parts
+    passing: dict[str, Parts] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> Parts:
+        """At the peak."""
+        return self.held | max(self.passing.values(), key=_sum, default={})
+
+    @property
+    def allowance(self) -> int:
+        """For fragmentation, of what comes and goes."""
+        return round(FRAGMENTATION * max(map(_sum, self.passing.values()), default=0))
+
+    @property
+    def total(self) -> int:
+        return _sum(self.parts) + self.allowance
+
+
+def memory(plan: Outline, *, processes: int = 1, device: str = "cpu") -> list[StageMemory]:
+    """Of each stage of a run that takes any, in their order. `device`: the kind, as torch calls it."""
+    stages = [_training(plan, processes, device)]
+    if plan.recipe.regenerate.enabled or plan.validation:
+        r = plan.recipe.regenerate
+        most = r.max_new_tokens if r.enabled else plan.recipe.evaluation.max_tokens
+        longest = min(plan.recipe.data.max_length, _prompt_tokens(plan) + most)
+        held = {"target's weights": _target_bytes(plan, processes)}
+        stages.insert(0, StageMemory("regenerate", held, {"decode": _generation(plan, r.batch_size, longest)}))
+    if plan.recipe.evaluation.prompts or plan.recipe.data.validation:
+        stages.append(_measuring(plan))
+    return stages
+
+
+# --------------------------------------------------------------------------------------------- training
+
+
+def _training(plan: Outline, processes: int, device: str) -> StageMemory:
+    recipe, t = plan.recipe, plan.recipe.training
+    (B, _), T, K = plan.micro_steps(processes), recipe.data.max_length, plan.depths
+    kept = int(t.keep_features_gb * 2**30)
+    if plan.tokens:
+        kept = min(kept, plan.tokens * plan.feature_bytes)
+    held = {
+        "target's weights": _target_bytes(plan, processes),
+        "drafter: weights": state_bytes(plan.head),
+        "drafter: gradients": 4 * plan.trainable,
+        f"drafter: states of {t.optimizer}": optimizer_bytes(plan.head, t),
+        **({"features kept between epochs, at most": kept} if kept else {}),
+        **({"adapter on the target, with its optimizer": 16 * adapter_parameters(plan)} if recipe.joint else {}),
+    }
+    head = sum(p.numel() for p in plan.head.head_parameters())
+    largest = max(p.numel() for p in plan.head.trainable_parameters())
+    learning = {
+        f"features of {B} x {T} tokens": B * T * plan.feature_bytes,
+        f"activations of {K} depths": activations(plan, B),
+        f"one loss chunk of {chunk_size(plan, device)} tokens": _chunk_bytes(plan, device),
+        "gradients of the output head, in the making": 4 * head,
+    }
+    forward = {
+        "the target's forward": _forward_bytes(plan, B * T),
+        "masks of packed rows": B * T * T * (1 + 2 * plan.target.dtype.itemsize),
+    }
+    if recipe.joint:
+        learning |= {"activations of the target": B * T * plan.target.attention.layers * _layer_values(plan) * 4}
+    updating = {
+        "the optimizer's working memory": 4 * (largest if device == "cpu" else plan.trainable),
+        **({"gradients summed over processes": 8 * plan.trainable} if processes > 1 else {}),
+    }
+    features = {f"features of {B} x {T} tokens": B * T * plan.feature_bytes}
+    return StageMemory("train", held, {"learn": learning, "target": forward | features, "update": updating})
+
+
+def _target_bytes(plan: Outline, processes: int) -> int:
+    """Of its weights on one device; sharded ones are gathered a layer at a time, the next one ahead."""
+    whole = plan.target.num_parameters * plan.target.dtype.itemsize
+    if processes == 1 or not sharded(plan):
+        return whole
+    return whole // processes + 2 * whole // max(plan.target.num_layers, 1)
+
+
+def sharded(plan: Outline) -> bool:
+    """Whether each process holds a part of the target only."""
+    return plan.recipe.target.sharding != "none"
+
+
+def checkpointed(plan: Outline) -> bool:
+    """Whether depths are computed again in the backward pass."""
+    return plan.recipe.training.activation_checkpointing
+
+
+def activations(plan: Outline, rows: int) -> int:
+    """What an unroll over `rows` rows keeps for its backward pass, about: of the slots that have a term, where the rest
+    is not computed. Recomputed depths keep what they read, and one of them is there whole."""
+    T, K = plan.recipe.data.max_length, plan.depths
+    width = 2 if plan.recipe.training.mixed_precision == "bf16" else 4
+    one = plan.drafter.activation_bytes(T, width, recompute=T > RECOMPUTE_FROM)
+    asked = bool(plan.head.multiplied(0)[1])
+    slots = rows * T * (plan.used_share if asked else 1.0)
+    depths = K if any(map(len, plan.head.multiplied(K - 1))) else 1  # or one pass serves them all
+    gathered = K * 4 * plan.drafter.hidden_size  # states for the loss, and their gradients
+    if checkpointed(plan) and depths > 1:
+        return round(slots * (one + 3 * depths * width * plan.drafter.hidden_size + gathered))
+    return round(slots * (depths * one + gathered))
+
+
+def adapter_parameters(plan: Outline) -> int:
+    """Of the LoRA of a target that is trained along, about: r x (in + out) of every matrix."""
+    return round(plan.recipe.joint.r * plan.target.products.values) if plan.recipe.joint else 0
+
+
+def chunk_size(plan: Outline, device: str) -> int:
+    """Rows whose logits exist at once."""
+    vocabulary = max(plan.target.vocab_size, plan.drafter.draft_vocab_size)
+    return plan.recipe.training.loss_chunk_size or default_chunk_size(vocabulary, torch.device(device))
+
+
+def _chunk_bytes(plan: Outline, device: str) -> int:
+    rows = chunk_size(plan, device)
+    return rows * 4 * (4 * plan.target.vocab_size + 2 * plan.drafter.draft_vocab_size)
+
+
+def _forward_bytes(plan: Outline, tokens: int) -> int:
+    """Working memory of the target's forward without gradients: what one layer passes on, some of it in float32."""
+    return tokens * _layer_values(plan) * (plan.target.dtype.itemsize + 1)
+
+
+def _layer_values(plan: Outline) -> int:
+    """Read and written around the products of one layer, per token."""
+    return round(plan.target.products.values / max(plan.target.num_layers, 1))
+
+
+def state_bytes(drafter: Drafter) -> int:
+    """Of its tensors as training holds and saves them, float32."""
+    return sum(t.numel() * (4 if t.is_floating_point() else t.element_size()) for t in drafter.state_dict().values())
+
+
+def optimizer_bytes(drafter: Drafter, training: TrainingSection) -> int:
+    """Of the states that the recipe's optimizer keeps: two moments and a counter, or one momentum."""
+    made = make_optimizer(drafter, training)
+    total = 0
+    for optimizer in made.optimizers if isinstance(made, Together) else [made]:
+        for group in optimizer.param_groups:
+            sizes = [4 * p.numel() for p in group["params"]]
+            total += sum(sizes) if isinstance(optimizer, torch.optim.Muon) else 2 * sum(sizes) + 4 * len(sizes)
+    return total
+
+
+# --------------------------------------------------------------------------------------------- writing and measuring
+
+
+def _prompt_tokens(plan: Outline) -> int:
+    """Of a prompt, on average; half a row where nothing was counted."""
+    examples = sum(s.examples or 0 for s in plan.sources)
+    if not examples or not plan.tokens:
+        return plan.recipe.data.max_length // 2
+    return max((plan.tokens - plan.supervised) // examples, 1)
+
+
+def _capacity(longest: int) -> int:
+    """Positions that a cache holds for texts of `longest` tokens."""
+    capacity = FIRST_CAPACITY
+    while capacity < longest:
+        capacity *= 2
+    return capacity
+
+
+def cache_bytes(plan: Outline, rows: int, longest: int, itemsize: int | None = None) -> int:
+    """Keys and values of `rows` texts of up to `longest` tokens, at the capacity that the cache grows to."""
+    return rows * _capacity(longest) * plan.target.attention.kv_values * (itemsize or plan.target.dtype.itemsize)
+
+
+def _generation(plan: Outline, rows: int, longest: int, itemsize: int | None = None) -> Parts:
+    V, batched = plan.target.vocab_size, max(512, 32 * rows)  # tokens of one prefill (run_data.py)
+    return {
+        f"keys and values of {rows} texts of up to {longest} tokens": cache_bytes(plan, rows, longest, itemsize),
+        "a prefill": _forward_bytes(plan, batched),
+        "logits and distributions": 4 * 4 * rows * V,
+    }
+
+
+def _measuring(plan: Outline) -> StageMemory:
+    """The export in the runtime: target, head and caches in their own precision, and beside them in float32 where the
+    same tokens are looked for."""
+    e, target = plan.recipe.evaluation, plan.target
+    rows = max(32, e.batch_size)
+    longest = min(plan.recipe.data.max_length, _prompt_tokens(plan) + e.max_tokens)
+    head = plan.trainable + plan.frozen
+    held = {
+        "target's weights": target.num_parameters * target.dtype.itemsize,
+        "drafter's weights, for drafting and for replay": 2 * head * target.dtype.itemsize,
+    }
+    served = _generation(plan, rows, longest)
+    passing = {"served": served}
+    if e.lossless_check:
+        again = {
+            "target and drafter in float32": 4 * (target.num_parameters + head),
+            **{f"{name} (float32)": size for name, size in _generation(plan, rows, longest, 4).items()},
+        }
+        passing["float32"] = served | again
+    return StageMemory("measure", held, passing)
+
+
+# --------------------------------------------------------------------------------------------- disk
+
+
+def disk(plan: Outline) -> Parts:
+    """Bytes below the run's folder at its end. Tensors alone: headers of files add some kB."""
+    recipe, config = plan.recipe, plan.drafter
+    exported = plan.target.dtype if recipe.export.dtype == "auto" else getattr(torch, recipe.export.dtype)
+    kept = recipe.training.keep_last
+    whole = plan.trainable + plan.frozen
+    alone = getattr(config, "adapter_of", None) is not None  # of a draft model
+    maps = 8 * config.draft_vocab_size + config.vocab_size if config.reduced_vocabulary else 0  # d2t, t2d
+    return {
+        f"checkpoints ({kept} kept, one being written)": (kept + 1) * checkpoint_bytes(plan),
+        "best weights": state_bytes(plan.head),
+        "export": plan.trainable * 4 if alone else whole * exported.itemsize + maps,
+        **({"features": plan.cached_bytes * plan.tokens} if recipe.features.mode == "cache" else {}),
+        "responses": 7 * plan.supervised if recipe.regenerate.enabled else 0,  # ids as text
+    }
+
+
+def checkpoint_bytes(plan: Outline) -> int:
+    """Of one checkpoint."""
+    return state_bytes(plan.head) + optimizer_bytes(plan.head, plan.recipe.training)
+
+
+def _sum(parts: Mapping[str, int]) -> int:
+    return sum(parts.values())
