@@ -24,7 +24,8 @@ ALLOWANCE = 4.0  # steps without drafts that may be lost so at once, and when no
 
 
 class DraftLength:
-    """As many drafts as there is room for, or as `schedule` says of the batch size; 0 leaves drafting out."""
+    """As many drafts as there is room for, or as `schedule` says of the batch size; 0 leaves drafting out. No row has
+    more than its request asks for."""
 
     def __init__(self, num_speculative_tokens: int, schedule: Schedule | None = None) -> None:
         self.num_speculative_tokens, self._schedule = num_speculative_tokens, schedule or ()
@@ -38,7 +39,7 @@ class DraftLength:
         for smallest, _, scheduled in self._schedule:
             if smallest <= len(rows):  # a gap between two ranges belongs to the one below, as in vLLM
                 tokens = min(scheduled, self.num_speculative_tokens)
-        return [min(tokens, request.draft_limit) for request in rows]
+        return [min(tokens, request.draft_limit, request.most_drafts) for request in rows]
 
     def settle(self, proposal: Proposal) -> Proposal:
         """After drafting: what of it is verified."""

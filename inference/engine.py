@@ -7,42 +7,33 @@ rolls the rest back by not counting it. Knows no tokenizer, no file and no parti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from inference.cache import RaggedCache
 from inference.compilation_config import Compilation
 from inference.draft_length import DraftLength
+from inference.engine_rows import EngineRows, OnRound
 from inference.kv_memory import KVMemory
 from inference.logits_processors import cut_at_dead_ends, process_logits
 from inference.logprobs import record_logprobs, record_prompt_logprobs
-from inference.metrics import EngineCounters
-from inference.prefix_reuse import PrefixReuse
 from inference.proposal import Proposal
 from inference.proposers.base import Proposer
 from inference.rejection_sampler import AUTO, Kept, verify_and_sample
 from inference.request import Request
 from inference.sampling_params import SamplingParams
-from inference.scheduler import Scheduler
 from inference.tree import ancestors
-from speculators.errors import ConfigError, DraftsmithError
+from speculators.errors import ConfigError
 from speculators.target import FrozenTarget
 
 if TYPE_CHECKING:
     from inference.compiled import CompiledRounds
 
-# What was judged in a round, before it is committed: the requests in their rows, their drafts, the new tokens of each
-# (the accepted drafts and one more; what follows the end of a response among them will be dropped).
-OnRound = Callable[[Sequence[Request], Proposal, Sequence[Sequence[int]]], None]
 
-PHASES = ("schedule", "draft", "verify", "sample", "commit", "prefill")
-
-
-class Engine:
+class Engine(EngineRows):
     """Runs requests in at most `max_num_seqs` rows. Not thread-safe: `add`, `step` and `abort` from one thread.
 
     max_num_batched_tokens  tokens of one prefill forward; admitted prompts are prefilled whole before the next round
@@ -80,19 +71,16 @@ class Engine:
         )  # fmt: skip
         self.target, self.rule, self.max_model_len = target, rule, max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.scheduler = Scheduler(max_num_seqs)
-        self._proposer, self.on_round = proposer, on_round
         drafts = proposer.max_places if proposer is not None else 0
-        self._cache = RaggedCache(max_num_seqs, max_model_len + drafts, device=target.device)
-        self._reuse = PrefixReuse(self._cache, enable_prefix_caching)
+        super().__init__(
+            max_num_seqs, max_model_len + drafts, proposer=proposer, on_round=on_round,
+            enable_prefix_caching=enable_prefix_caching, device=target.device,
+        )  # fmt: skip
         most = proposer.num_speculative_tokens if proposer is not None else 0
         self.draft_length = draft_length or DraftLength(most)
         if proposer is not None:
             self.draft_length.attach(proposer, self._rehearse)
-        self._speculate = True
         self.compiled: CompiledRounds | None = None
-        self.reset_metrics()
-        self._memory = None
         if kv_cache_memory_bytes is not None:
             self._probe()
             self._memory = KVMemory(kv_cache_memory_bytes, self._cache, proposer, self._cache.max_len - max_model_len)
@@ -100,88 +88,6 @@ class Engine:
             from inference.compiled import CompiledRounds  # torch's compiler takes seconds to import
 
             self.compiled = CompiledRounds(compilation, target, self._cache, proposer, max_model_len, self._memory)
-
-    @property
-    def proposer(self) -> Proposer | None:
-        """Who drafts now; None with drafting off."""
-        return self._proposer if self._speculate else None
-
-    @property
-    def has_unfinished(self) -> bool:
-        return self.scheduler.has_unfinished
-
-    def reset_metrics(self) -> None:
-        self.timers: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-        self.counters = EngineCounters()
-        self._row_rounds = 0
-
-    @property
-    def mean_draft_length(self) -> float:
-        """Drafts verified per row and round since `reset_metrics`, rounds without a draft included."""
-        return self.counters.num_draft_tokens / max(self._row_rounds, 1)
-
-    def set_speculation(self, on: bool) -> None:
-        """Turns drafting on or off; only while nothing runs, since a drafter must have seen a row from its start."""
-        if on != self._speculate and self.has_unfinished:
-            raise DraftsmithError(
-                "engine: drafting cannot be turned on or off while requests are unfinished; "
-                "finish or abort them first (a stream that is not exhausted counts: close it)"
-            )
-        if on != self._speculate:
-            self._reuse.forget()  # what lies in the rows was not, or will not be, seen by the drafter
-        self._speculate = on
-
-    def reset_prefix_cache(self) -> None:
-        """Forgets what could be reused, as must be done when weights of the target or the drafter change."""
-        self._reuse.forget()
-
-    def refusal(self, num_prompt_tokens: int, end: int) -> str | None:
-        """Why a request of that prompt, which may grow to `end` tokens, can never run; None if it can."""
-        memory = self._memory
-        if memory is None or end <= memory.most_tokens:
-            return None
-        return (
-            f"prompt and response may have {num_prompt_tokens} + {end - num_prompt_tokens} tokens, whose keys and "
-            f"values take {memory.bytes(1, end)} bytes; kv_cache_memory_bytes={memory.limit} holds "
-            f"{memory.most_tokens} tokens. Lower max_tokens, shorten the prompt or raise kv_cache_memory_bytes"
-        )
-
-    def add(self, request: Request) -> None:
-        """The request waits for a row. ConfigError if memory can never hold it."""
-        reason = self.refusal(request.num_prompt_tokens, request.end)
-        if reason is not None:
-            raise ConfigError(f"request {request.request_id}: {reason}")
-        self.scheduler.add(request)
-
-    @torch.inference_mode()
-    def abort(self, request_id: str) -> None:
-        """Ends every unfinished response of the request with finish_reason "abort". Unknown ids are ignored."""
-        waiting, running = self.scheduler.waiting, self.scheduler.running
-        for request in [r for r in waiting if r.request_id == request_id]:
-            waiting.remove(request)
-            request.finish("abort")
-        for request in running:
-            if request.request_id == request_id and not request.finished:
-                request.finish("abort")
-        self._release_finished()
-
-    @torch.inference_mode()
-    def preempt_all(self) -> list[Request]:
-        """Every running request gives its row back and waits again, to be computed anew from its committed text: the
-        way out of a step that failed. Returns those that had finished."""
-        finished = self._release_finished()
-        while self.scheduler.running:
-            row = self.scheduler.youngest()
-            self._vacate(row, self.scheduler.preempt(row))
-        self._reuse.forget()
-        return finished
-
-    def take_over(self, other: Engine) -> None:
-        """Goes on with what another engine has not finished, computing it anew, and with its totals and its listener;
-        the other one is done. Between steps."""
-        other.preempt_all()
-        self.scheduler, self.on_round = other.scheduler, other.on_round
-        self.counters, self.timers, self._row_rounds = other.counters, other.timers, other._row_rounds
 
     # ------------------------------------------------------------------ one step
 
@@ -207,23 +113,6 @@ class Engine:
         if self.scheduler.running:
             finished += self._round(self.scheduler.running)
         return finished
-
-    def _make_room(self) -> list[Request]:
-        """Who is admitted in this step, having preempted whoever came last while the others outgrew the memory."""
-        scheduler, memory = self.scheduler, self._memory
-        if memory is None:
-            return scheduler.candidates()
-        running = scheduler.running
-        while len(running) > 1 and not memory.fits(len(running), max(len(r.token_ids) for r in running)):
-            row = scheduler.youngest()
-            self._vacate(row, scheduler.preempt(row))
-            self.counters.num_preemptions += 1
-        candidates = scheduler.candidates()
-        admitted = candidates[: memory.room_for(candidates, running)]
-        lengths = [len(r.token_ids) for r in running] + [r.num_prefill_tokens + 1 for r in admitted]
-        if lengths:
-            memory.hold(len(lengths), max(lengths))
-        return admitted
 
     def _round(self, rows: list[Request]) -> list[Request]:
         """Propose, verify, sample, commit. B = rows in use, K = longest draft of the round."""
@@ -324,14 +213,6 @@ class Engine:
         budget = max(1, self.max_num_batched_tokens // (stop - start))
         return start, stop, min(budget, max(left[start:stop]), room - max(lengths[start:stop]))
 
-    def _enter(self, row: int, request: Request) -> None:
-        """A request takes a free row, with what is known of its text."""
-        reused = self._reuse.enter(request, row, self.proposer)
-        if not request.output_token_ids and self._reuse.enabled and request.may_reuse:
-            request.num_cached_tokens = reused
-            self.counters.prefix_cache_queries += request.num_prompt_tokens
-            self.counters.prefix_cache_hits += reused
-
     # ------------------------------------------------------------------ its parts
 
     def _forward(
@@ -371,29 +252,6 @@ class Engine:
         cut_at_dead_ends(rows, kept)
         record_logprobs(logits, proposal, rows, [each.tokens for each in kept])
         return kept
-
-    def _release_finished(self) -> list[Request]:
-        """Frees the rows of finished requests, keeping the rows in use contiguous."""
-        rows = self.scheduler.running
-        finished = [request for request in rows if request.finished]
-        if finished:
-            for row in range(len(rows) - 1, -1, -1):
-                if rows[row].finished:
-                    self._vacate(row, self.scheduler.release(row))
-        return finished
-
-    def _vacate(self, row: int, moved: int | None) -> None:
-        """The request of `row` has left it; that of row `moved` goes on there, and the text left behind changes places
-        with it."""
-        if self._reuse.enabled:
-            self._reuse.leave(row)
-        else:
-            self._cache.reset(row)
-        if moved is not None:
-            self._cache.swap(moved, row)
-            self._reuse.swap(moved, row)
-            if self.proposer is not None:
-                self.proposer.move(moved, row)
 
     def _probe(self) -> None:
         """Two tokens through target and drafter, in as little memory as can be, for the size of keys and values."""

@@ -45,7 +45,7 @@ from inference.sampling_params import SamplingParams
 from inference.speculative_config import parse_speculative_config
 from inference.speculative_defaults import complete
 from inference.tree_shape import TreeShape
-from inference.vllm_options import PARALLEL_SIZES, drafts_eagerly, keep_on_one_device, read_options
+from inference.vllm_options import PARALLEL_SIZES, drafts_eagerly, keep_on_one_device, known_device, read_options
 from speculators.errors import ConfigError
 from speculators.target import FrozenTarget
 
@@ -93,6 +93,7 @@ class LLM:
         on_round: OnRound | None = None,
         **others: Any,
     ) -> None:
+        device = known_device(device)
         compilation = read_compilation(
             enforce_eager, compilation_config, default_device(device), eager_drafter=drafts_eagerly(speculative_config)
         )

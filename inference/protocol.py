@@ -110,6 +110,9 @@ class GenerationRequest(Body):
     )
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = Field(False, description="tokens in logprobs as token_id:7")
+    num_speculative_tokens: int | None = Field(
+        None, ge=0, le=INT64, description="most drafts of a round, of a tree levels; 0: no drafting (not of vLLM)"
+    )
     return_rounds: bool | None = Field(
         False, description="in a stream, what became of every draft: choices[].rounds (not of vLLM)"
     )

@@ -21,6 +21,7 @@ from inference.structured_outputs import GrammarMatcher
 class Request:
     """token_ids (prompt and output) are the committed text; its last token, the anchor, is not in any cache yet.
 
+    most_drafts      of a round, as its parameters say; 0 is a request that is not drafted for
     end              the length token_ids may reach: max_tokens or the context limit, whichever comes first
     stop_ids         tokens that end the response, the end-of-sequence tokens among them unless ignored
     finish_reason    None while unfinished, then "stop", "length" or "abort"; "error" if it alone cannot go on
@@ -52,6 +53,7 @@ class Request:
         self.end = min(max_model_len, longest)
         self.eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self.stop_ids = self.eos_token_ids | frozenset(params.stop_token_ids)
+        self.most_drafts = max_model_len if params.num_speculative_tokens is None else params.num_speculative_tokens
         self.may_stop_at = self.num_prompt_tokens + params.min_tokens  # first position whose token may end it
         self.processors = RequestProcessors(params, list(prompt_token_ids), self.stop_ids, bad_words, grammar)
         self.logprobs: list[TokenLogprobs] = []

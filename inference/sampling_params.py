@@ -16,6 +16,8 @@ from speculators.errors import ConfigError
 
 MIN_TEMPERATURE = 1e-5  # below this, logits / temperature says nothing that temperature 0 does not say
 
+MOST_BIAS, MOST_PENALTY = 10_000, 1000  # beyond them half precision has no numbers, and a logit would be none
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -33,6 +35,7 @@ class SamplingParams:
     stop_token_ids    tokens that end the response; kept as a tuple
     ignore_eos        go on after the end-of-sequence token
     detokenize        False: token ids only, every text is empty
+    num_speculative_tokens   most drafts of a round, of a tree most levels; 0 drafts nothing, None: as the drafter does
 
     Before temperature and filters, also at temperature 0, and in the order of docs/sampling.md:
 
@@ -72,6 +75,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop))
@@ -119,6 +123,9 @@ class SamplingParams:
         longest = math.inf if self.max_tokens is None else self.max_tokens
         usable = self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1)
         _require(usable, "max_tokens", self.max_tokens, "1 or more, or None for the model's limit")
+        drafts = self.num_speculative_tokens
+        usable = drafts is None or (_is_int(drafts) and drafts >= 0)
+        _require(usable, "num_speculative_tokens", drafts, "0 or more, or None for as many as the drafter has")
         usable = _is_int(self.min_tokens) and 0 <= self.min_tokens <= longest
         _require(usable, "min_tokens", self.min_tokens, f"between 0 and max_tokens ({self.max_tokens})")
 
@@ -127,15 +134,19 @@ class SamplingParams:
             value = getattr(self, name)
             _require(_is_real(value) and -2 <= value <= 2, name, value, "between -2 and 2; 0 is off")
         value = self.repetition_penalty
-        _require(_is_real(value) and value > 0, "repetition_penalty", value, "above 0; 1 is off")
+        usable = _is_real(value) and 1 / MOST_PENALTY <= value <= MOST_PENALTY
+        _require(usable, "repetition_penalty", value, f"between {1 / MOST_PENALTY:g} and {MOST_PENALTY}; 1 is off")
 
     def _check_bias(self) -> None:
         given = self.logit_bias
         if given is None:
             return
         _require(isinstance(given, Mapping), "logit_bias", given, "a dict of token id -> number, or None")
-        usable = all(_is_int(token) and token >= 0 and _is_real(bias) for token, bias in given.items())
-        _require(usable, "logit_bias", given, "token ids, 0 or more, and finite numbers")
+        usable = all(
+            _is_int(token) and token >= 0 and _is_real(bias) and abs(bias) <= MOST_BIAS for token, bias in given.items()
+        )
+        wanted = f"token ids, 0 or more, and numbers between -{MOST_BIAS} and {MOST_BIAS}"
+        _require(usable, "logit_bias", given, wanted)
         object.__setattr__(self, "logit_bias", dict(given))
 
     def _check_logprobs(self) -> None:

@@ -1,4 +1,4 @@
-"""The command that serves: `draftsmith serve`, and `python -m inference.server` as guides start vLLM's.
+"""The command that serves: `draftsmith serve`, and `python -m inference.serve` (or `.server`) as guides start vLLM's.
 
 Flags are vLLM's, dashes or underscores; the positional model too. What changes no output here is accepted, and what
 would is an error (vllm_options). torch is imported once the flags are read.
@@ -7,6 +7,7 @@ would is an error (vllm_options). torch is imported once the flags are read.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import signal
 import sys
@@ -23,6 +24,8 @@ from speculators.errors import ConfigError, DraftsmithError
 if TYPE_CHECKING:
     from inference.llm import LLM
     from inference.server_options import ServerOptions
+
+logger = logging.getLogger(__name__)
 
 
 def register(app: typer.Typer) -> None:
@@ -62,8 +65,23 @@ def load(flags: argparse.Namespace, others: dict[str, Value]) -> LLM:
     named = ("tokenizer", "dtype", "max_num_seqs", "max_model_len", "max_num_batched_tokens", "device", "seed",
              "kv_cache_memory_bytes", "trust_remote_code", "revision", "tensor_parallel_size", "speculative_config",
              "enable_prefix_caching")  # fmt: skip
+    others = _todays(others, flags)
     given = {name: value for name in named if (value := getattr(flags, name)) is not None}
     return LLM(flags.model, **given, **others)
+
+
+def _todays(others: dict[str, Value], flags: argparse.Namespace) -> dict[str, Value]:
+    """Without the flags of older versions, which become `flags.speculative_config`; a warning shows today's."""
+    from inference.vllm_options import DEPRECATED, from_old_options
+
+    old = {name: value for name, value in others.items() if name in DEPRECATED and value is not None}
+    if old:
+        if flags.speculative_config is not None:
+            raise ConfigError("serve: --speculative-config and also its older flags; give the former alone")
+        flags.speculative_config = from_old_options(old)
+        names = ", ".join("--" + name.replace("_", "-") for name in old)
+        logger.warning("%s: older flags; now --speculative-config '%s'", names, json.dumps(flags.speculative_config))
+    return {name: value for name, value in others.items() if name not in DEPRECATED}
 
 
 def sampling_defaults(llm: LLM, flags: argparse.Namespace) -> dict[str, Any]:
@@ -119,3 +137,7 @@ def serve_app(llm: LLM, options: ServerOptions, flags: argparse.Namespace) -> No
     server.run()
     if not server.started:
         sys.exit(3)
+
+
+if __name__ == "__main__":
+    main()

@@ -75,6 +75,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
+    if isinstance(error.body, bytes) and error.body:  # not read at all
+        return error_response(APIError(400, "the body is not read: send JSON, with Content-Type: application/json"))
     faults = error.errors()
     texts = [f"{where}: {fault['msg']}" if (where := _where(fault, error.body)) else fault["msg"] for fault in faults]
     told = list(dict.fromkeys(text.replace("Value error, ", "") for text in texts))[:MOST_FAULTS]

@@ -3,8 +3,10 @@ but those that are open to all."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
+import math
 from collections.abc import Collection, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,6 +19,7 @@ OPEN_PATHS = ("/", "/health")  # the page holds nothing; what it asks for needs 
 class Gate:
     """api_keys        any of them opens the server, as `Authorization: Bearer KEY`; none: it is open
     max_body_bytes     longest body that is read
+    body_timeout_s     until all of it has come
     open_paths         need no key"""
 
     def __init__(
@@ -24,9 +27,11 @@ class Gate:
         app: ASGIApp,
         api_keys: Sequence[str] = (),
         max_body_bytes: int = 1 << 22,
+        body_timeout_s: float = math.inf,
         open_paths: Collection[str] = OPEN_PATHS,
     ) -> None:
         self._app, self._limit, self._open_paths = app, max_body_bytes, frozenset(open_paths)
+        self._patience = body_timeout_s
         self._digests = [_digest(key.encode()) for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,17 +69,23 @@ class Gate:
             )
 
     def _counted(self, scope: Scope, receive: Receive) -> Receive:
-        """`receive`, up to the limit. What a client announces is believed if it is too much."""
+        """`receive`, up to the limits. What a client announces is believed if it is too much."""
         too_large = APIError(413, f"the body is longer than {self._limit} bytes", headers={"Connection": "close"})
         announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
         if announced.isdigit() and int(announced) > self._limit:
             raise too_large
-        read = 0
+        read, whole = 0, False
+        end = None if math.isinf(self._patience) else asyncio.get_running_loop().time() + self._patience
 
         async def counted() -> Message:
-            nonlocal read
-            message = await receive()
-            read += len(message.get("body", b""))
+            nonlocal read, whole
+            try:
+                async with asyncio.timeout_at(None if whole else end):  # then only the client's leaving is waited for
+                    message = await receive()
+            except TimeoutError:
+                late = f"the body had not come after {self._patience:g} s, the server's limit"
+                raise APIError(408, late, headers={"Connection": "close"}) from None
+            read, whole = read + len(message.get("body", b"")), not message.get("more_body", False)
             if read > self._limit:
                 raise too_large
             return message

@@ -34,7 +34,7 @@ SAMPLED = (
 )  # fmt: skip
 COPIED = (
     "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens",
-    "allowed_token_ids", "bad_words",
+    "allowed_token_ids", "bad_words", "num_speculative_tokens",
 )  # fmt: skip
 
 NAMED = {*SAMPLED, *COPIED, "logit_bias", "logprobs", "prompt_logprobs", "max_tokens", "structured_outputs"}

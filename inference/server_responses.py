@@ -125,6 +125,7 @@ class _Writer:
     def _acceptance(self, generation: Generation) -> SpeculativeDecodingMetrics:
         assert generation.answer is not None and self._num_spec_tokens is not None
         request = generation.answer.requests[0]
+        most = min(self._num_spec_tokens, request.most_drafts)
         rounds = zip(request.drafted_per_round, request.accepted_per_round, strict=True)
         steps = [(drafted, accepted) for drafted, accepted in rounds if drafted]
         accepted = [each for _, each in steps]
@@ -132,11 +133,11 @@ class _Writer:
         return SpeculativeDecodingMetrics(
             mean_acceptance_length=acceptance_length(counters.num_accepted_tokens, counters.num_drafts),
             draft_acceptance_rate=counters.num_accepted_tokens / max(counters.num_draft_tokens, 1),
-            acceptance_histogram=[accepted.count(j) for j in range(max(self._num_spec_tokens, *accepted, 0) + 1)],
+            acceptance_histogram=[accepted.count(j) for j in range(max(most, *accepted, 0) + 1)],
             num_spec_steps=counters.num_drafts,
             num_accepted_draft_tokens=counters.num_accepted_tokens,
             num_draft_tokens=counters.num_draft_tokens,
-            num_spec_tokens=self._num_spec_tokens,
+            num_spec_tokens=most,
             per_step_accepted=accepted if self._detail == "detailed" else None,
             per_step_drafted=[each for each, _ in steps] if self._detail == "detailed" else None,
         )

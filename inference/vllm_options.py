@@ -15,7 +15,7 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from inference.llm_loading import loaded, target_config
+from inference.llm_loading import default_device, loaded, target_config
 from inference.speculative_config import SpeculativeConfig
 from speculators.errors import ConfigError
 from speculators.hub import with_revision
@@ -155,6 +155,19 @@ def from_old_options(old: dict[str, Any]) -> dict[str, Any] | None:
     if old and "speculative_model" not in old:
         raise ConfigError(f"LLM: {', '.join(sorted(old))} without speculative_model; use speculative_config")
     return _renamed({DEPRECATED[name]: value for name, value in old.items()}) if old else None
+
+
+def known_device(device: str | torch.device | None, *, stacklevel: int = 3) -> str | torch.device | None:
+    """The device, or None with a warning, at `stacklevel` calls up, for the kind of another build of vLLM that torch
+    does not know: where a model runs changes no output beyond rounding, so the snippet's result is as asked for."""
+    try:
+        return device if device is None else torch.device(device)
+    except RuntimeError:
+        here = default_device(None)
+        warnings.warn(
+            f"device={device!r}: torch knows no such device here; the target runs on {here}", stacklevel=stacklevel
+        )
+        return None
 
 
 def keep_on_one_device(

@@ -192,7 +192,7 @@ class _Choosing:
 
 
 class _Response:
-    draft_limit = 1 << 30
+    draft_limit = most_drafts = 1 << 30
 
 
 def _play(responses: Sequence[Sequence[Chain]], verify, draft, choose) -> float:

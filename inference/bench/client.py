@@ -179,6 +179,18 @@ async def served_model(client: httpx2.AsyncClient, base_url: str) -> tuple[str, 
     return first["id"], first.get("root") or first["id"]
 
 
+async def context_length(client: httpx2.AsyncClient, base_url: str, name: str) -> int | None:
+    """What `/v1/models` says of the longest prompt and response of a model; None if it does not say."""
+    try:
+        listed = _json((await client.get(f"{base_url}/v1/models", timeout=LOOK_S)).text)
+    except httpx2.HTTPError:
+        return None
+    models = listed.get("data") if isinstance(listed, dict) else None
+    found = next((each for each in models or () if isinstance(each, dict) and each.get("id") == name), {})
+    limit = found.get("max_model_len")
+    return limit if isinstance(limit, int) else None
+
+
 async def drafting_counters(client: httpx2.AsyncClient, base_url: str) -> SpecDecodeCounters | None:
     """What the server's `/metrics` says of drafting, under vLLM's names; summed over engines and models. None: it has
     no such page, or does not draft."""

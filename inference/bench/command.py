@@ -40,12 +40,12 @@ def run(arguments: Sequence[str], more: dict[str, Generator], workloads: Sequenc
 
 def _compare(flags: argparse.Namespace, options: BenchOptions, more: dict[str, Generator]) -> int:
     folder = Path(flags.result_dir or ".")
-    together = flags.baseline_url is not None
+    there_already = flags.baseline_url is not None
     comparison = compare(
         options, prepare(options, more), _servers(flags, options, folder), flags.concurrencies or LEVELS,
-        together=together,
+        together=there_already or bool(flags.together),
     )  # fmt: skip
-    if not together:
+    if not there_already:
         comparison |= {"speculative_config": flags.speculative_config, "serve_args": flags.serve_args}
     file = folder / (flags.result_filename or f"{COMPARISON}.json")
     save(comparison, file)

@@ -6,6 +6,7 @@ A file is shuffled by the seed and begun again where it is shorter than the load
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ Message = dict[str, Any]
 LOAD_ONLY = "random: load only; acceptance on random tokens says nothing about a drafter"
 FILES = ("custom", "spec_bench", "mt_bench")
 DEFAULT_OUTPUT_LEN = 256  # tokens, of every dataset but random
+RANDOM_OUTPUT_LEN = 128
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no text are written as
 TRIES = 8  # rounds of writing and reading random tokens until their number is right
 
@@ -121,9 +123,24 @@ def _random(options: DatasetOptions, tokenizer: Any) -> list[Question]:
     for _ in range(options.num_prompts):
         length = max(1, _around(rng, options.input_len, options.range_ratio) - added)
         text = _text_of_length(rng, tokenizer, allowed, prefix, len(prefix) + length)
-        output_len = _around(rng, options.output_len or 128, options.range_ratio)
+        output_len = _around(rng, options.output_len or RANDOM_OUTPUT_LEN, options.range_ratio)
         questions.append(Question(max(1, output_len), text))
     return questions
+
+
+def require_room(options: DatasetOptions, context: int | None) -> None:
+    """ConfigError for random prompts and answers that cannot fit into the model's context; of other datasets only the
+    server knows."""
+    if options.name != "random" or context is None:
+        return
+    prompt = options.prefix_len + math.ceil(options.input_len * (1 + options.range_ratio))
+    answer = math.ceil((options.output_len or RANDOM_OUTPUT_LEN) * (1 + options.range_ratio))
+    if prompt + answer > context:
+        raise ConfigError(
+            f"--dataset-name random: prompts of up to {prompt} tokens and answers of up to {answer} are "
+            f"{prompt + answer} together, and the server's model has a context of {context}. Lower "
+            "--random-input-len or --random-output-len, or serve a model with a longer one"
+        )
 
 
 def _plain_tokens(tokenizer: Any) -> np.ndarray:

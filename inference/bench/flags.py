@@ -14,7 +14,7 @@ from inference.serve_options import FlagParser, json_object, spelled
 from speculators.errors import ConfigError
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
-COMPARING = ("baseline_url", "speculative_config", "serve_args", "concurrencies")
+COMPARING = ("baseline_url", "speculative_config", "serve_args", "concurrencies", "together")
 
 
 class BenchParser(FlagParser):
@@ -109,6 +109,7 @@ def parser(datasets: Sequence[str], workloads: Sequence[str]) -> argparse.Argume
                        description="Load on a server compatible with OpenAI's, as of vllm bench serve.")  # fmt: skip
     _add_server(made.add_argument_group("the server"))
     _add_dataset(made.add_argument_group("what is asked"), datasets, workloads)
+    made.set_defaults(demo_workloads=None)  # where there is no such dataset
     _add_load(made.add_argument_group("when"))
     _add_sampling(made.add_argument_group("how it is answered; what is not given the server decides"))
     _add_results(made.add_argument_group("results"))
@@ -192,6 +193,8 @@ def _add_compare(group: Any) -> None:
     add("--baseline-url", metavar="URL", help="a server that does not draft; the one of --base-url does")
     add("--speculative-config", "-sc", type=json_object, metavar="JSON", help="start both servers, of --model")
     add("--serve-args", metavar="TEXT", help="more flags of `draftsmith serve` for both, such as '--engine vllm'")
+    add("--together", action="store_true", default=None,
+        help="start both at once and measure them in turn; else one after the other")  # fmt: skip
     add("--ready-check-timeout-sec", type=_positive, default=600.0, help="until they are ready (%(default)g)")
 
 

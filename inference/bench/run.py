@@ -14,8 +14,24 @@ from typing import Any
 
 from tqdm import tqdm
 
-from inference.bench.client import Outcome, ask, drafting_counters, make_client, served_model
-from inference.bench.datasets import LOAD_ONLY, DatasetOptions, Generator, Question, as_chats, as_texts, load_questions
+from inference.bench.client import (
+    Outcome,
+    ask,
+    context_length,
+    drafting_counters,
+    make_client,
+    served_model,
+)
+from inference.bench.datasets import (
+    LOAD_ONLY,
+    DatasetOptions,
+    Generator,
+    Question,
+    as_chats,
+    as_texts,
+    load_questions,
+    require_room,
+)
 from inference.bench.figures import DETAILS, drafting_figures, figures
 from inference.bench.load import arrival_times, offer
 from speculators.errors import ConfigError, DraftsmithError
@@ -100,6 +116,7 @@ def measure(options: BenchOptions, work: Work) -> dict[str, Any]:
 async def _measure(options: BenchOptions, work: Work) -> dict[str, Any]:
     async with _client(options) as client:
         name = options.served_model_name or options.model or (await served_model(client, options.base_url))[0]
+        require_room(options.dataset, await context_length(client, options.base_url, name))
         url = options.base_url + options.endpoint
         bodies = [request_body(options, name, question, i) for i, question in enumerate(work.questions)]
 

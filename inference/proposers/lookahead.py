@@ -132,7 +132,8 @@ class LookaheadProposer(Proposer):
                 state.pool.guesses(request.token_ids[-1]), self.num_speculative_tokens, min(limits[row], self._n - 1)
             )
             window: tuple[list[int], list[int]] = ([], [])
-            if request.draft_limit >= self._columns + self._n - 3:  # near the context limit it has no place left
+            # a row that is not drafted for gathers nothing either; near the context limit there is no place left
+            if limits[row] and request.draft_limit >= self._columns + self._n - 3:
                 window = state.window.tree(len(tokens))
             drafts.append(tokens + window[0])
             parents.append(above + window[1])

@@ -30,6 +30,8 @@ PARAMS = [
     SamplingParams(temperature=1, seed=5, max_tokens=14),
     SamplingParams(temperature=0, seed=2, max_tokens=1),
     SamplingParams(temperature=1, seed=8, top_p=0.9, max_tokens=25),
+    SamplingParams(temperature=1, seed=3, max_tokens=14, num_speculative_tokens=0),
+    SamplingParams(temperature=0, seed=4, max_tokens=14, num_speculative_tokens=1),
 ]
 
 

@@ -34,6 +34,8 @@ def test_one_stop_string_is_a_list_of_one():
     "wrong",
     [
         {"n": 0},
+        {"num_speculative_tokens": -1},
+        {"num_speculative_tokens": True},
         {"temperature": -0.1},
         {"temperature": float("nan")},
         {"temperature": float("inf")},
@@ -62,6 +64,8 @@ def test_one_stop_string_is_a_list_of_one():
         {"logit_bias": [1]},
         {"logit_bias": {"1": 1.0}},
         {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {1: 1e300}},
+        {"repetition_penalty": 1e-300},
         {"logit_bias": {1: float("-inf")}},
         {"allowed_token_ids": []},
         {"allowed_token_ids": [-1]},

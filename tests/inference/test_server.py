@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 import pytest
@@ -13,6 +14,7 @@ from inference.llm_prompts import chat_prompts
 from inference.metrics import acceptance_length
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why is the sky blue?"}]
+LIMITS = ("unsaid", None, 0, 1, 9)  # num_speculative_tokens of a request
 TEMPLATE = (
     "{% for t in tools or [] %}<tool>{{ t.function.name }}</tool>{% endfor %}"
     "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}{% for c in m.tool_calls or [] %}"
@@ -244,6 +246,32 @@ def test_acceptance_of_a_response(client):
     assert summary.metrics["speculative_decoding"]["per_step_accepted"] is None
     assert client.completions.create(**asked).metrics is None
     assert client.completions.create(**asked, n=2, extra_body=detailed).metrics is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_says_how_much_is_drafted_for_it(url, client, serving, stream):
+    """Drafting off and on beside each other: the same text, and each response's own acceptance."""
+    asked = dict(model="tiny", prompt="abababababab", max_tokens=40, temperature=0, stream=stream)
+    told = {"per_request_spec_decode_metrics": "detailed", "allowed_token_ids": [97, 98]}
+    before = serving.server(url).llm.get_metrics().num_drafts
+
+    def ask(most):
+        extra = told | ({} if most == "unsaid" else {"num_speculative_tokens": most})
+        answer = client.completions.create(**asked, extra_body=extra)
+        parts = list(answer) if stream else [answer]
+        text = "".join(choice.text for part in parts for choice in part.choices)
+        return text, parts[-1].metrics["speculative_decoding"]
+
+    with ThreadPoolExecutor() as pool:
+        answers = dict(zip(LIMITS, pool.map(ask, LIMITS), strict=True))
+    assert len({text for text, _ in answers.values()}) == 1
+    for most, (_, found) in answers.items():
+        longest = 3 if most in ("unsaid", None, 9) else most
+        assert found["num_spec_tokens"] == longest == len(found["acceptance_histogram"]) - 1
+        assert max(found["per_step_drafted"], default=0) == longest
+    assert answers[0][1]["num_spec_steps"] == 0 and answers[0][1]["mean_acceptance_length"] == 1
+    drafts = sum(found["num_spec_steps"] for _, found in answers.values())
+    assert serving.server(url).llm.get_metrics().num_drafts - before == drafts
 
 
 def test_metrics_agree_with_what_clients_got(url, client, serving):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 
 import httpx2
 import pytest
@@ -52,6 +53,7 @@ FAULTS = [
     (COMPLETION, {"prompt": "x", "max_tokens": 41}, "max_tokens"),
     (COMPLETION, {"prompt": "x", "max_tokens": 0}, None),
     (COMPLETION, {"prompt": "x", "n": 5}, "n"),
+    (COMPLETION, {"prompt": "x", "num_speculative_tokens": -1}, "num_speculative_tokens"),
     (COMPLETION, {"prompt": ["x"] * 5}, "prompt"),
     (COMPLETION, {"prompt": "x", "temperature": -1}, "temperature"),
     (COMPLETION, {"prompt": "x", "temperature": 1e-9}, "temperature"),
@@ -166,6 +168,7 @@ def test_the_document_is_true(serving, drafting_llm, model):
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     operations = [each.ok() for each in schema.get_all_operations()]
     assert {each.path for each in operations} >= {COMPLETION, CHAT, "/tokenize", "/detokenize", "/metrics", "/health"}
+    sent: Counter[str] = Counter()
     for operation in operations:
         examples = EXAMPLES if operation.method == "post" else 2
 
@@ -174,8 +177,11 @@ def test_the_document_is_true(serving, drafting_llm, model):
             phases=[Phase.generate], suppress_health_check=list(HealthCheck),
         )  # fmt: skip
         def run(case):
+            sent[case.operation.path] += 1
             case.call_and_validate(checks=CHECKS, timeout=25)
 
         given(case=operation.as_strategy())(run)()
+    print(f"{sent.total()} requests: {dict(sent)}")
+    assert all(sent[path] >= EXAMPLES for path in (COMPLETION, CHAT, "/tokenize", "/detokenize"))
     after = CLIENT.post(url + COMPLETION, json={"prompt": "x", "temperature": 0}).json()["choices"]
     assert json.dumps(after) == json.dumps(before)

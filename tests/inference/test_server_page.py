@@ -87,6 +87,17 @@ def test_rejected_drafts_can_be_hidden(browser, serving, drafting_llm, model):
     assert browser.evaluate(visible) == 0 and browser.evaluate(f"{OUTPUT}.querySelectorAll('del').length") > 0
 
 
+def test_the_same_text_without_drafting(browser, serving, drafting_llm, model):
+    browser.open(f"{serving(drafting_llm('ngram', model))}/")
+    texts = []
+    for _ in range(2):
+        ask(browser, "again and again and again")
+        shown = spans(browser)
+        texts.append("".join(each["text"] for each in shown if not each["gone"]))
+        browser.evaluate("document.getElementById('drafting').click()")
+    assert texts[0] == texts[1] and {each["title"] for each in shown} == {"the target's own"}
+
+
 def test_text_is_shown_and_never_run(browser, serving, drafting_llm, model):
     """Markup in a prompt, in what is written and in what is drafted is text."""
     llm = drafting_llm("right", model)
@@ -126,10 +137,10 @@ def test_by_keyboard_alone(browser, serving, drafting_llm, model):
     browser.open(f"{serving(drafting_llm('ngram', model))}/")
     browser.evaluate("document.getElementById('prompt').focus()")
     order = []
-    for _ in range(7):
+    for _ in range(8):
         order.append(browser.evaluate("document.activeElement.id"))
         browser.press("Tab", 9)
-    assert order == ["prompt", "temperature", "max_tokens", "key", "go", "chat", "rejected"]
+    assert order == ["prompt", "temperature", "max_tokens", "key", "go", "chat", "drafting", "rejected"]
     assert browser.evaluate("document.activeElement.id") == "output"
     labels = "[...document.querySelectorAll('input, textarea')].every(e => e.labels.length === 1)"
     assert browser.evaluate(labels)

@@ -1,0 +1,236 @@
+"""What soak_server.py asks of a server, and what became of it. Knows HTTP and no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2
+from prometheus_client.parser import text_string_to_metric_families
+
+from inference.bench.client import make_client
+from train.demo import prompts
+
+POOL = 24  # different requests of each kind
+CHOICES = ["one", "two", "three"]
+COUNTED = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")  # of the server, and of each answer, in its words:
+OF_ANSWERS = dict(zip(COUNTED, ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"), strict=True))
+FAULTS: tuple[tuple[dict[str, Any], int], ...] = (
+    ({"prompt": ""}, 400),
+    ({"prompt": "x", "temperature": -1}, 400),
+    ({"prompt": "x", "no_such_field": 1}, 400),
+    ({"prompt": "x" * 100_000}, 400),
+    ({"prompt": "x", "model": "nobody"}, 404),
+    ({"prompt": "x", "structured_outputs": {"regex": "("}}, 400),
+)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """`same`: under which its texts must always be the same; `hangs_up`: after so many events, or seconds if whole."""
+
+    path: str
+    body: dict[str, Any]
+    status: int = 200
+    same: str | None = None
+    hangs_up: float | None = None
+
+
+@dataclass
+class Tally:
+    """What clients were told. Tokens of a prompt count once per response, as the server counts them."""
+
+    complete: int = 0
+    refused: int = 0
+    hung_up: int = 0
+    hung_up_responses: int = 0
+    hung_up_tokens: int = 0  # the most that they may have written
+    reasons: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    drafting: Counter[str] = field(default_factory=Counter)
+    lost: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+
+    def read(self, ask: Ask, answer: dict[str, Any]) -> None:
+        """A whole answer, or the parts of a stream put together."""
+        n = ask.body.get("n", 1)
+        self.complete += 1
+        self.reasons.update(answer["reasons"])
+        self.prompt_tokens += n * answer["usage"]["prompt_tokens"]
+        self.generation_tokens += answer["usage"]["completion_tokens"]
+        told = (answer.get("metrics") or {}).get("speculative_decoding") or {}
+        self.drafting.update({name: told.get(theirs, 0) for name, theirs in OF_ANSWERS.items()})
+
+
+# ---------------------------------------------------------------------------------------------- what is asked
+
+
+def greedy_asks() -> list[Ask]:
+    """Those whose answers are known from the offline runtime."""
+    asks = []
+    for i, (messages, _) in enumerate(prompts("test", POOL, 1)):
+        body: dict[str, Any] = {"temperature": 0, "max_tokens": 8 + 5 * (i % 12)}
+        if i % 4 == 1:
+            body["stop"] = ["\n", "ing "]
+        if i % 6 == 2:
+            body["structured_outputs"] = {"choice": CHOICES}
+        if i % 3:
+            asks.append(Ask("/v1/chat/completions", {"messages": list(messages), **body}, same=f"greedy {i}"))
+        else:
+            asks.append(Ask("/v1/completions", {"prompt": messages[-1]["content"], **body}, same=f"greedy {i}"))
+    return asks
+
+
+def sampled_asks() -> list[Ask]:
+    """A seed makes an answer the same every time."""
+    asks = []
+    for i, (messages, _) in enumerate(prompts("test", POOL, 2)):
+        body = {"prompt": messages[-1]["content"], "seed": i, "temperature": 0.7 + 0.1 * (i % 5), "n": 1 + i % 3}
+        body |= {"max_tokens": 8 + 4 * (i % 9), "top_p": 0.9, "frequency_penalty": 0.2 * (i % 2)}
+        asks.append(Ask("/v1/completions", body, same=f"sampled {i}"))
+    return asks
+
+
+def drawn(rng: random.Random, pools: tuple[list[Ask], list[Ask]], *, exact: bool) -> Ask:
+    """The next request of a client. Where counts are exact, several responses to one prompt are written without
+    drafts, since answers tell of drafting for single ones only."""
+    chance = rng.random()
+    if chance < 0.06:
+        body, status = rng.choice(FAULTS)
+        return Ask("/v1/completions", body, status)
+    ask = rng.choice(pools[chance < 0.4])
+    body = dict(ask.body)
+    if body.get("n", 1) == 1:
+        body["per_request_spec_decode_metrics"] = "summary"
+    same = ask.same
+    if rng.random() < 0.15 or (exact and body.get("n", 1) > 1):
+        body["num_speculative_tokens"] = 0
+        same = same if body["temperature"] == 0 else f"{same} undrafted"
+    if rng.random() < 0.5:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    if not exact and rng.random() < 0.1:
+        return Ask(ask.path, body, same=same, hangs_up=rng.randint(1, 6) if body.get("stream") else 0.2 * rng.random())
+    return Ask(ask.path, body, same=same)
+
+
+# --------------------------------------------------------------------------------------------------- clients
+
+
+class Load:
+    """`texts`: what each request must say, by `Ask.same`; the first answer of the others decides."""
+
+    def __init__(self, url: str, texts: dict[str, list[str]], *, seeded: bool) -> None:
+        self.url, self.texts, self._seeded = url, texts, seeded
+        self.compared = 0
+        self.client = make_client({}, 300.0)
+
+    async def saturate(self, tally: Tally, seconds: float, clients: int, seed: int, *, exact: bool) -> None:
+        pools, end = (greedy_asks(), sampled_asks()), time.monotonic() + seconds
+
+        async def one(number: int) -> None:
+            rng = random.Random(f"{seed} {number} {exact}")
+            while time.monotonic() < end:
+                await self._ask(drawn(rng, pools, exact=exact), tally)
+
+        await asyncio.gather(*(one(number) for number in range(clients)))
+
+    async def _ask(self, ask: Ask, tally: Tally) -> None:
+        told = None
+        try:
+            if ask.body.get("stream"):
+                told = await self._streamed(ask, tally)
+            else:
+                async with asyncio.timeout(ask.hangs_up):
+                    answer = await self.client.post(self.url + ask.path, json=ask.body)
+                if answer.status_code != ask.status:
+                    tally.lost.append(f"HTTP {answer.status_code} instead of {ask.status}: {answer.text[:200]}")
+                elif ask.status != 200:
+                    tally.refused += 1
+                else:
+                    told = _parts([answer.json()])
+        except TimeoutError:
+            if ask.hangs_up is None:
+                tally.lost.append("no answer")
+            else:
+                _hung_up(ask, tally)
+        except (httpx2.HTTPError, ValueError, KeyError) as error:
+            tally.lost.append(f"{type(error).__name__}: {error}"[:200])
+        if told is not None:
+            tally.read(ask, told)
+            self._compare(ask, told["texts"], tally)
+
+    async def _streamed(self, ask: Ask, tally: Tally) -> dict[str, Any] | None:
+        parts: list[dict[str, Any]] = []
+        async with self.client.stream("POST", self.url + ask.path, json=ask.body) as answer:
+            if answer.status_code != 200:
+                await answer.aread()
+                raise ValueError(f"HTTP {answer.status_code}: {answer.text[:200]}")
+            async for line in answer.aiter_lines():
+                if line == "data: [DONE]":
+                    return _parts(parts)
+                if line:
+                    parts.append(json.loads(line.removeprefix("data: ")))
+                if ask.hangs_up is not None and len(parts) >= ask.hangs_up:
+                    _hung_up(ask, tally)
+                    return None
+        raise ValueError("the stream broke off")
+
+    def _compare(self, ask: Ask, texts: list[str], tally: Tally) -> None:
+        if ask.same is None or not (self._seeded or ask.same.startswith("greedy")):
+            return
+        self.compared += 1
+        expected = self.texts.setdefault(ask.same, texts)
+        if texts != expected:
+            tally.changed.append(f"{ask.same}: {texts!r} instead of {expected!r}"[:400])
+
+
+def _hung_up(ask: Ask, tally: Tally) -> None:
+    n = ask.body.get("n", 1)
+    tally.hung_up += 1
+    tally.hung_up_responses += n
+    tally.hung_up_tokens += n * ask.body["max_tokens"]
+
+
+def _parts(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One answer, of a whole one or of a stream's chunks. ValueError for an error in a stream."""
+    found: dict[str, Any] = {"reasons": [], "usage": None, "metrics": None}
+    texts: dict[int, str] = {}
+    for part in parts:
+        if "error" in part:
+            raise ValueError(f"the server ended a stream: {part['error']['message']}")
+        found["usage"] = part.get("usage") or found["usage"]
+        found["metrics"] = part.get("metrics") or found["metrics"]
+        for choice in part["choices"]:
+            said = choice.get("message") or choice.get("delta") or choice
+            written = said.get("content") or said.get("text") or ""
+            texts[choice["index"]] = texts.get(choice["index"], "") + written
+            found["reasons"] += [choice["finish_reason"]] if choice.get("finish_reason") else []
+    return found | {"texts": [texts[i] for i in sorted(texts)]}
+
+
+async def counters(client: httpx2.AsyncClient, url: str) -> dict[str, float]:
+    """The server's own counts: totals by name, success by reason."""
+    text = (await client.get(f"{url}/metrics")).text
+    found: dict[str, float] = {}
+    for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
+        if sample.name.startswith("vllm:") and "position" not in sample.labels and "le" not in sample.labels:
+            name = sample.name.removeprefix("vllm:").removesuffix("_total")
+            found[f"{name} {sample.labels.get('finished_reason', '')}".strip()] = sample.value
+    return found
+
+
+async def idle(client: httpx2.AsyncClient, url: str) -> dict[str, float]:
+    """Its counters once nothing runs or waits, as must come about within a minute."""
+    for _ in range(120):
+        found = await counters(client, url)
+        if found["num_requests_running"] == found["num_requests_waiting"] == 0:
+            return found
+        await asyncio.sleep(0.5)
+    raise TimeoutError("a minute after the last client left, requests still run or wait")
