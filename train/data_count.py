@@ -5,8 +5,8 @@ Reads local data and the target's tokenizer. Datasets of the hub are not touched
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from inference.llm_loading import load_tokenizer
 from speculators.errors import CheckpointError
@@ -16,7 +16,7 @@ from train.masks import TokenRow
 from train.prepare import bad_rows
 from train.recipe import Recipe
 from train.recipe_data import Source
-from train.sources import Example, load_source
+from train.sources import Example, load_source, times_used
 
 SAMPLE = 200  # examples of each source that are tokenised
 ASSUMED_SHARE = 0.6  # of a conversation's tokens that are its responses
@@ -82,6 +82,20 @@ def counter(recipe: Recipe) -> Callable[[Source], TokenCount]:
         return TokenCount(source.label, round(source.weight * len(examples)), rows, tokens, supervised, workloads)
 
     return count
+
+
+def mixed(counts: Sequence[TokenCount], sources: Sequence[Source]) -> list[TokenCount]:
+    """What a mixture by shares uses of its sources; without shares, or if one of them was not read, all there is."""
+    examples = [count.examples for count in counts if count.examples]
+    if len(examples) < len(counts) or not any(source.share for source in sources):
+        return list(counts)
+    return [
+        replace(
+            count,
+            **{name: round(times * getattr(count, name)) for name in ("examples", "rows", "tokens", "supervised")},
+        )
+        for count, times in zip(counts, times_used(sources, examples), strict=True)
+    ]
 
 
 def assumed(count: TokenCount, source: Source, recipe: Recipe, examples: int | None, tokens: int | None) -> TokenCount:

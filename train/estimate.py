@@ -14,7 +14,7 @@ from typing import cast
 from speculators.config import DrafterConfig
 from speculators.drafter import Drafter
 from speculators.target import FrozenTarget
-from train.data_count import TokenCount, counter
+from train.data_count import TokenCount, counter, mixed
 from train.feature_encodings import bytes_per_token
 from train.recipe import Recipe
 from train.step_rows import StepRows
@@ -119,5 +119,6 @@ def outline(recipe: Recipe, counted: tuple[Sequence[TokenCount], Sequence[TokenC
     head = sketch_drafter(recipe, config).prepare_training(recipe.drafter)
     if counted is None:
         count = counter(recipe)
-        counted = [count(s) for s in recipe.data.train], [count(s) for s in recipe.data.validation]
+        counted = [[count(source) for source in use] for use in (recipe.data.train, recipe.data.validation)]
+        counted = mixed(counted[0], recipe.data.train), counted[1]
     return Outline(recipe, target, head.config, head, list(counted[0]), list(counted[1]))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from speculators.errors import ConfigError
-from train.data_count import assumed, counter
+from train.data_count import assumed, counter, mixed
 from train.estimate import Outline, outline
 from train.hardware import CPU, Device, Range
 from train.memory_estimate import Parts, StageMemory, disk, memory
@@ -132,10 +132,13 @@ def _outlines(recipe: Recipe, examples: int | None, tokens: int | None) -> Itera
             count = counter(part)
 
             def filled(sources: Sequence[Source], said: int | None, part: Recipe = part, count: Any = count) -> list:
-                return [assumed(count(s), s, part, said if s.name else None, tokens) for s in sources]
+                found = [assumed(count(s), s, part, said if s.resolved().name else None, tokens) for s in sources]
+                return mixed(found, sources)
 
-            of_validation = [s if s.limit or not s.name else s.model_copy(update={"limit": VALIDATION_EXAMPLES})
-                             for s in part.data.validation]  # fmt: skip
+            few = {"limit": VALIDATION_EXAMPLES}
+            of_validation = [
+                s if s.limit or not s.resolved().name else s.model_copy(update=few) for s in part.data.validation
+            ]
             known[key] = filled(part.data.train, examples), filled(of_validation, None)
         yield name, outline(part, known[key])
 

@@ -171,6 +171,11 @@ class Recipe(Section):
             raise ValueError(
                 "data.fan_out: without regeneration every assistant turn is learnt already, in one row; leave it out"
             )
+        if self.data.fan_out and self.regenerate.turns == "all":
+            raise ValueError(
+                "data.fan_out: with regenerate.turns: all every turn is written anew already, each after those before; "
+                "leave one of the two out"
+            )
         compared = [temperature for temperature, figure in map(split_gate, self.gates) if figure == "vllm_gap"]
         if compared and "vllm" not in self.evaluation.engines:
             raise ValueError("gates: vllm_gap compares two engines; needs evaluation.engines: [draftsmith, vllm]")

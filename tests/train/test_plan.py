@@ -29,6 +29,7 @@ from train.phases import depth_products, phases
 from train.plan import make_plan
 from train.recipe import make_recipe
 from train.recipe_load import load_recipe
+from train.sources import load_sources
 
 FAMILIES = {
     "eagle": {"unroll_steps": 2},
@@ -348,3 +349,12 @@ def test_this_machine_is_measured():
     assert isinstance(device, Device) and device.kind == "cpu"
     assert device.flops["float32"] > 1e8 and device.bandwidth > 1e8 and 0 < device.call_seconds < 1e-3
     assert SimpleNamespace(**device.products._asdict()).low <= device.products.high
+
+
+def test_a_mixture_is_counted_as_it_is_used(folder):
+    """The largest that repeats nothing: the scarcer source is used up, the other as its share says."""
+    whole = tree(folder, "medusa")
+    whole["data"]["train"] = [{"demo": {"count": 40, "seed": 1}, "share": 0.25}, {"demo": {"count": 30}, "share": 0.75}]
+    plan = outline(make_recipe(whole))
+    assert [source.examples for source in plan.sources] == [10, 30]
+    assert len(load_sources(plan.recipe.data.train)) == 40

@@ -256,6 +256,8 @@ MALFORMED = {
     "features: {encoding: rotated9}": AT + "features.encoding: expected one of exact, bf16, fp8, int4, ...",
     "joint: {}\nfeatures: {mode: cache}": AT + "features.mode: a target that is trained says something else at every "
     "step; needs online",
+    "data: {train: [{demo: {}}], fan_out: true}\nregenerate: {turns: all}": AT
+    + "data.fan_out: with regenerate.turns: all every turn ...",
     "name: ../escape": AT + "name: expected a string matching ...",
 }
 
