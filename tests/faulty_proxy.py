@@ -3,6 +3,7 @@ be killed and started again at the same port."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import socket
@@ -24,6 +25,7 @@ class FaultyProxy:
         self.upstream, self.share, self.silence_s = upstream, share, silence_s
         self.seen: Counter[str] = Counter()
         self._dice, self._lock = random.Random(seed), threading.Lock()
+        self._turns = itertools.cycle(FAULTS)
         self._open: set[socket.socket] = set()
         self.port = 0
         self.start()
@@ -53,9 +55,12 @@ class FaultyProxy:
                 _reset(each)
             self._open.clear()
 
-    def _fate(self) -> str:
+    def _fate(self, path: str) -> str:
+        """Chance says which requests fail; those for texts fail in each way in turn, so that none is left out."""
         with self._lock:
-            fault = self._dice.choice(FAULTS) if self._dice.random() < self.share else "ok"
+            fault = "ok"
+            if self._dice.random() < self.share:
+                fault = next(self._turns) if path.endswith("completions") else self._dice.choice(FAULTS)
             if fault == "silence" and self.seen["silence"]:  # each costs the client its patience
                 fault = "reset"
             self.seen[fault] += 1
@@ -84,7 +89,7 @@ class FaultyProxy:
                     self._pass(body)
 
             def _pass(self, body):
-                fate = proxy._fate()
+                fate = proxy._fate(self.path)
                 if fate in ("http_500", "http_503"):
                     return self._answer(int(fate[5:]), b'{"error": {"message": "on purpose"}}', {"Retry-After": "0.05"})
                 if fate == "silence":

@@ -326,7 +326,7 @@ class Rows:
 
 
 class SimpleRequest:
-    draft_limit = 1000
+    draft_limit = most_drafts = 1000
 
 
 def test_drafts_that_are_accepted_are_asked_for_and_others_are_not():
