@@ -21,7 +21,7 @@ FAULTS = ("http_500", "http_503", "reset", "silence", "half_json", "no_answer", 
 class FaultyProxy:
     """`share` of the POST and GET requests fail; `seen`: what became of them."""
 
-    def __init__(self, upstream: str, share: float, *, seed: int = 0, silence_s: float = 6.0) -> None:
+    def __init__(self, upstream: str, share: float, *, seed: int = 0, silence_s: float = 12.0) -> None:
         self.upstream, self.share, self.silence_s = upstream, share, silence_s
         self.seen: Counter[str] = Counter()
         self._dice, self._lock = random.Random(seed), threading.Lock()
@@ -61,7 +61,7 @@ class FaultyProxy:
             fault = "ok"
             if self._dice.random() < self.share:
                 fault = next(self._turns) if path.endswith("completions") else self._dice.choice(FAULTS)
-            if fault == "silence" and self.seen["silence"]:  # each costs the client its patience
+            if fault == "silence" and self.seen["silence"] == 3:  # each costs the client its patience
                 fault = "reset"
             self.seen[fault] += 1
             return fault
@@ -92,7 +92,9 @@ class FaultyProxy:
                 fate = proxy._fate(self.path)
                 if fate in ("http_500", "http_503"):
                     return self._answer(int(fate[5:]), b'{"error": {"message": "on purpose"}}', {"Retry-After": "0.05"})
-                if fate == "silence":
+                if fate == "silence":  # as a host that is gone: nobody is told, also if the proxy is killed meanwhile
+                    with proxy._lock:
+                        proxy._open.discard(self.connection)
                     time.sleep(proxy.silence_s)
                 if fate in ("silence", "no_answer"):
                     return _reset(self.connection)
