@@ -193,8 +193,12 @@ def make_app(llm: LLM, options: ServerOptions) -> FastAPI:
     if options.enable_drafter_swap:
         add_drafters(app, server.drafters, _errors(400, 401, 413, 500, 503))
     _tell_the_truth(app)
-    limits = {"max_body_bytes": options.max_body_bytes, "body_timeout_s": options.request_timeout_s}
-    app.add_middleware(Gate, api_keys=options.api_keys, **limits)
+    app.add_middleware(
+        Gate,
+        api_keys=options.api_keys,
+        max_body_bytes=options.max_body_bytes,
+        body_timeout_s=options.request_timeout_s,
+    )
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(options.allowed_origins), allow_methods=["*"], allow_headers=["*"]

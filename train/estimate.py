@@ -119,6 +119,6 @@ def outline(recipe: Recipe, counted: tuple[Sequence[TokenCount], Sequence[TokenC
     head = sketch_drafter(recipe, config).prepare_training(recipe.drafter)
     if counted is None:
         count = counter(recipe)
-        counted = [[count(source) for source in use] for use in (recipe.data.train, recipe.data.validation)]
-        counted = mixed(counted[0], recipe.data.train), counted[1]
+        data = recipe.data
+        counted = mixed([count(s) for s in data.train], data.train), [count(s) for s in data.validation]
     return Outline(recipe, target, head.config, head, list(counted[0]), list(counted[1]))
