@@ -152,8 +152,11 @@ class EndpointPool:
             self._require_patience(now)
             due = [m.not_before - now for m in self.members if m.not_before > now]
             async with self._changed:
+                # not wait_for: before Python 3.12 it waits in a task of its own, which, cancelled at the wrong moment,
+                # takes the lock back and keeps it
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), min([*due, 1.0]))
+                    async with asyncio.timeout(min([*due, 1.0])):
+                        await self._changed.wait()
 
     def _require_patience(self, now: float) -> None:
         if all(member.out for member in self.members):

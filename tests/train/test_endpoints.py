@@ -293,7 +293,7 @@ def test_patience_ends(write, server, monkeypatch, tmp_path):
     monkeypatch.setattr(endpoint_pool, "FIRST_PAUSE_S", 0.02)
     proxy = FaultyProxy(server, 0.0)
     fate = proxy._fate
-    proxy._fate = lambda: "no_answer" if proxy.seen["ok"] > 30 else fate()
+    proxy._fate = lambda path: "no_answer" if proxy.seen["ok"] > 30 else fate(path)
     endpoints = [{"url": proxy.url, "max_concurrency": 2}]
     with pytest.raises(EndpointError, match=r"no answer for .* the same command continues"):
         write("x", endpoints=endpoints, patience_s=0.5, max_attempts=100)
