@@ -37,8 +37,9 @@ from train.loop import Trainer
 from train.progress import Stages
 from train.recipe import Recipe
 from train.recipe_load import load_recipe
-from train.run import drafter_config, held_out_evaluation, load_target, make_accelerator, make_drafter
+from train.run import held_out_evaluation, load_target, make_accelerator
 from train.run_data import RunData
+from train.run_drafter import drafter_config, make_drafter
 
 ENCODINGS = "bf16,fp8,int4,rotated4,rotated3,rotated3+rotated6,rotated2+rotated6"
 KL_TOKENS = 4096

@@ -112,7 +112,7 @@ class Outline:
 def outline(recipe: Recipe, counted: tuple[Sequence[TokenCount], Sequence[TokenCount]] | None = None) -> Outline:
     """All facts. Reads the target's config and tokenizer and a sample of local data; hub datasets are not touched.
     `counted`: what the sources of `data.train` and of `data.validation` hold, where that is known."""
-    from train.run import drafter_config, sketch_drafter
+    from train.run_drafter import drafter_config, sketch_drafter
 
     target = sketch_target(recipe.target)
     config = drafter_config(recipe, cast(FrozenTarget, target), planning=True)

@@ -6,15 +6,12 @@ written where is `train.feature_stage`.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from speculators.errors import ConfigError
-
-PART = re.compile(r"^(?P<number>[1-9]\d*)/(?P<of>[1-9]\d*)$")
+from train.part_option import Part, parse_part
 
 
 def cache_features(
@@ -22,7 +19,7 @@ def cache_features(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Overrides, as of `train`.")
     ] = None,
-    part: Annotated[str, typer.Option(help="Which part of the rows this process writes, such as 2/4.")] = "1/1",
+    part: Part = "1/1",
 ) -> None:
     """Write the target's features of a recipe's training rows to disk, for runs with features.mode: cache."""
     from train.recipe_load import load_recipe
@@ -31,22 +28,15 @@ def cache_features(
     write(checked, parse_part(part))
 
 
-def parse_part(text: str) -> tuple[int, int]:
-    """`2/4` -> (1, 4). ConfigError if there is no such part."""
-    match = PART.match(text)
-    if match is None or int(match["number"]) > int(match["of"]):
-        raise ConfigError(f"--part {text}: expected NUMBER/OF, such as 2/4")
-    return int(match["number"]) - 1, int(match["of"])
-
-
 def write(recipe, part: tuple[int, int] = (0, 1)) -> None:
     """Of every stage of the training. DraftsmithError for what the user can mend; run again, it continues."""
     from inference.llm_loading import load_tokenizer
     from speculators.target import FrozenTarget
     from train.feature_stage import fill, open_cache
     from train.progress import Stages
-    from train.run import drafter_config, load_target, make_accelerator
+    from train.run import load_target, make_accelerator
     from train.run_data import RunData
+    from train.run_drafter import drafter_config
 
     accelerator = make_accelerator(recipe.model_copy(update={"trackers": []}))
     probe = load_target(recipe, accelerator, ())

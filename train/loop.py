@@ -28,6 +28,7 @@ from speculators.target import FrozenTarget, TargetFeatures
 from train import checkpoint
 from train.data import PackedRow, Shuffled
 from train.features import RowFeatures
+from train.features_ahead import FeaturesAhead
 from train.joint import JointTarget
 from train.losses import Loss, chunked_objective
 from train.on_policy import OnPolicy
@@ -40,6 +41,7 @@ from train.step_rows import MicroStep, StepRows
 from train.suffix import branch_weights, count_suffix, split
 from train.telemetry import Telemetry, timed
 
+STREAMS = ("cuda", "xpu")  # devices whose work can be put in several queues
 Evaluate = Callable[[Drafter], dict[str, float]]  # held-out figures; "expected_acceptance_length" decides the best
 
 
@@ -73,6 +75,7 @@ class Trainer:
         drafter.prepare_training(recipe.drafter)
         drafter.checkpoint_activations(t.activation_checkpointing)
         self.joint, self.on_policy = joint, on_policy
+        self.ahead = FeaturesAhead(accelerator.device) if self._may_look_ahead() else None
         self.replica = spread(accelerator, self.drafter, joint=joint is not None)
         self.module = self.replica.module  # what trains; `drafter` is the whole of it
         others = joint.trainable_parameters() if joint else []
@@ -153,10 +156,9 @@ class Trainer:
         measured = []
         for micro, (known, rows), batch in zip(micro_steps, sources, batches):
             self.step_rows.seed_everything(micro.places)
-            features = (
-                self._looked(known.of, rows, batch) if self.joint is None else self._looked(self.joint.features, batch)
-            )
-            features = replace(features, seeds=self.step_rows.seeds(micro.places))
+            features = replace(self._features(known, rows, batch), seeds=self.step_rows.seeds(micro.places))
+            if self.ahead is not None and (coming := self._coming(len(measured) + 1)):
+                self.ahead.begin(coming, lambda coming=coming: self._looked(self.features.of, coming))
             last = micro is micro_steps[-1]
             measured.append(self._micro_step(features, row_weights, supervised, suffix_scale=scale, last=last))
         with self.telemetry.phase("optimizer"):
@@ -197,9 +199,29 @@ class Trainer:
         suffix = self._sum(sum(count_suffix(batch, depths, decay) for batch in spaces))
         return counts - suffix[:depths].to(counts.dtype), suffix
 
+    def _features(self, known: RowFeatures, rows: list[int], batch: dict[str, Tensor]) -> TargetFeatures:
+        if self.joint is not None:
+            return self._looked(self.joint.features, batch)
+        begun = self.ahead.take(rows) if self.ahead is not None else None
+        return begun or self._looked(known.of, rows, batch)
+
     @timed("target")
     def _looked(self, features: Callable[..., TargetFeatures], *given: Any) -> TargetFeatures:
         return features(*given)
+
+    def _may_look_ahead(self) -> bool:
+        """Whether the target's forward can be begun early: it is frozen and whole, its texts are known, and the device
+        does several things at once."""
+        wanted, sharded = self.recipe.features.overlap, self.recipe.target.sharding != "none"
+        changes = self.joint is not None or self.on_policy is not None
+        return wanted and not sharded and not changes and self.accelerator.device.type in STREAMS
+
+    def _coming(self, number: int) -> list[int]:
+        """The rows of this step's micro-step `number`, of the next one's first after the last; none after the end."""
+        step = self.state.step
+        if number == self.step_rows.micro_steps:
+            step, number = step + 1, 0
+        return self.chosen(self.step_rows.of(step)[number]) if step != self.total_steps else []
 
     @timed("drafter")
     def _micro_step(

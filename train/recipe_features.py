@@ -15,10 +15,16 @@ EncodingName = Literal[
 
 
 class FeaturesSection(Section):
-    """The target's features of training rows. Only `mode: cache` reads the other keys."""
+    """The target's features of training rows. Only `mode: cache` reads the keys below `overlap`."""
 
     mode: Literal["online", "cache"] = Field(
         "online", description="online: made when a step needs them, nothing on disk; cache: written once, then read"
+    )
+    overlap: bool = Field(
+        True,
+        description="on a GPU the target's forward of the coming micro-step runs beside the drafter's work on this one, "
+        "for the memory of one more batch of features; not with a target that is sharded, or trained along (joint), nor "
+        "with on_policy",
     )
     encoding: EncodingName = Field(
         "bf16", description="how taps are written, exact: in the target's dtype; docs/features.md has sizes and losses"

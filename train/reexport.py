@@ -21,7 +21,8 @@ from train import checkpoint
 from train.data import conversation_tokenizer
 from train.recipe_load import load_recipe
 from train.regenerate_record import summary
-from train.run import checkpoints, drafter_config
+from train.run import checkpoints
+from train.run_drafter import drafter_config
 from train.target_sketch import sketch_target
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")

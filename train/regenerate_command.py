@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from speculators.errors import ConfigError
+from train.part_option import Part, parse_part
 
 
 def regenerate(
@@ -19,9 +20,7 @@ def regenerate(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="As for train.")
     ] = None,
-    part: Annotated[
-        str, typer.Option(metavar="I/N", help="Only the I-th of N parts, from 1: several processes share the work.")
-    ] = "1/1",
+    part: Part = "1/1",
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Ask again for what an earlier run was allowed to go without.")
     ] = False,
@@ -38,7 +37,7 @@ def regenerate(
     from train.run import load_target
     from train.run_data import RunData
 
-    mine, checked = _part(part), load_recipe(recipe, overrides or ())
+    mine, checked = parse_part(part), load_recipe(recipe, overrides or ())
     parts = [(name, each) for name, each in checked.training_stages() if each.regenerate.enabled]
     held_out = bool(checked.data.validation)
     if not parts and not held_out:
@@ -54,11 +53,3 @@ def regenerate(
         if each.regenerate.enabled:
             data.responses()
         data.held_out()
-
-
-def _part(text: str) -> tuple[int, int]:
-    """`2/4` -> (1, 4)."""
-    first, _, count = text.partition("/")
-    if not (first.isdigit() and count.isdigit() and 1 <= int(first) <= int(count)):
-        raise ConfigError(f"--part {text}: expected I/N with I from 1 to N, such as 2/4")
-    return int(first) - 1, int(count)

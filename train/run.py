@@ -7,8 +7,6 @@ command again continues. Knows the order of the stages and nothing of how they w
 from __future__ import annotations
 
 import gc
-import hashlib
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -16,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -24,19 +21,17 @@ from accelerate.utils import set_seed
 from inference.expected import expected_acceptance
 from inference.llm_loading import load_tokenizer
 from inference.replay import ReplayResult
-from speculators.config import DrafterConfig, config_for_target
-from speculators.drafter import Drafter, family_class
+from speculators.drafter import Drafter
 from speculators.errors import ConfigError, DraftsmithError
-from speculators.export import describe_target, load_weights, read_drafter_config, resolve
+from speculators.export import describe_target
 from speculators.export.upload import account
-from speculators.target import FrozenTarget, TargetFeatures
-from speculators.vocab import choose_draft_vocabulary, coverage
+from speculators.target import FrozenTarget
 from train import checkpoint, trackers
 from train.data import conversation_tokenizer
 from train.engines import require_engines
-from train.export_formats import fitting, write_formats
+from train.export_formats import write_formats
 from train.feature_stage import training_features
-from train.features import RowFeatures
+from train.fingerprint import fingerprint
 from train.joint import FOLDER as TARGET
 from train.joint import JointTarget
 from train.loop import Interrupted, Trainer
@@ -49,8 +44,8 @@ from train.regenerate_record import summary
 from train.responses import Response
 from train.rollout import LLMWriter
 from train.run_data import RunData
+from train.run_drafter import drafter_config, make_drafter, meet_tokenizers, sketch_drafter
 
-DEFAULT_DRAFT_VOCABULARY = 32_000
 STAGES = ("regenerate", "held-out responses", "train")  # of each stage of the training
 LAST_STAGES = ("export", "acceptance")
 
@@ -163,39 +158,7 @@ def load_target(recipe: Recipe, accelerator: Accelerator, tap_layers: Sequence[i
     )
 
 
-# ---------------------------------------------------------------- drafter
-
-
-def drafter_config(recipe: Recipe, target: FrozenTarget, *, planning: bool = False) -> DrafterConfig:
-    """The recipe's drafter for this target; with `init_from`, that head's own, which the recipe may not contradict.
-    `planning`: of a student's folder config.json will do."""
-    options, fields = recipe.drafter, family_class(recipe.family).config_class.model_fields
-    wanted = options.shape(fields, target)
-    config_only = planning and recipe.family == "draft_model"
-    if (start := start_folder(recipe, weights=not config_only)) is None:
-        if "draft_vocab_size" in wanted and wanted["draft_vocab_size"] is None:
-            wanted["draft_vocab_size"] = min(DEFAULT_DRAFT_VOCABULARY, target.vocab_size)
-        return fitting(recipe, config_for_target(target, recipe.family, **wanted))
-    config = read_drafter_config(start, target.num_layers, config_only=config_only)
-    if config.family != recipe.family:
-        raise ConfigError(
-            f"drafter.init_from: {options.init_from} is of family {config.family!r}, the recipe's is {recipe.family!r}"
-        )
-    for key in options.model_fields_set & set(wanted):
-        if wanted[key] is not None and wanted[key] != getattr(config, key):
-            raise ConfigError(
-                f"drafter.{key}: the recipe says {wanted[key]}, but the head of drafter.init_from "
-                f"({options.init_from}) has {getattr(config, key)}; leave {key} out or start from scratch"
-            )
-    options.accept(config)
-    return fitting(recipe, config)
-
-
-def start_folder(recipe: Recipe, *, weights: bool = True) -> Path | None:
-    """The folder whose head the recipe starts from (`target`: the target's own), None where it starts from scratch."""
-    if recipe.drafter.init_from == "target":
-        return resolve(recipe.target.model, recipe.target.revision)
-    return None if recipe.drafter.init_from is None else resolve(recipe.drafter.init_from, weights=weights)
+# ---------------------------------------------------------------- training
 
 
 def checkpoints(recipe: Recipe, stage: str | None = None) -> Path:
@@ -203,71 +166,6 @@ def checkpoints(recipe: Recipe, stage: str | None = None) -> Path:
     root = Path(recipe.output_dir) / "checkpoints"
     names = [each.name for each in recipe.stages]
     return root / (stage or names[-1]) if names else root
-
-
-def sketch_drafter(recipe: Recipe, config: DrafterConfig) -> Drafter:
-    """The drafter without memory for its weights. ConfigError if the recipe wants more drafts than it can make, or
-    longer texts."""
-    with torch.device("meta"):
-        drafter = family_class(config.family)(config)
-    drafter.require_depth(recipe.evaluation.num_speculative_tokens, "evaluation.num_speculative_tokens")
-    drafter.require_length(recipe.data.max_length, "data.max_length")
-    for name, part in recipe.training_stages():
-        if part.on_policy is not None and part.on_policy.num_speculative_tokens is not None:
-            where = f"stages ({name}): on_policy" if name else "on_policy"
-            drafter.require_depth(part.on_policy.num_speculative_tokens, f"{where}.num_speculative_tokens")
-    return drafter
-
-
-def make_drafter(
-    recipe: Recipe, config: DrafterConfig, target: FrozenTarget, features: RowFeatures, stages: Stages, folder: Path
-) -> Drafter:
-    """A drafter ready to train: draft vocabulary chosen from the supervised tokens, weights warm or initialised (but
-    not fitted where a checkpoint in `folder` will replace them)."""
-    drafter = family_class(config.family)(config).attach(target)
-    if (start := start_folder(recipe)) is not None:
-        load_weights(drafter, start)
-        return drafter
-    if config.reduced_vocabulary:
-        counts = torch.zeros(config.vocab_size)
-        for row in features.rows:
-            counts += torch.bincount(torch.from_numpy(row.input_ids[row.loss_mask]).long(), minlength=config.vocab_size)
-        ids = choose_draft_vocabulary(counts, config.draft_vocab_size)
-        drafter.draft_to_target.copy_(ids)
-        stages.say(
-            f"      draft vocabulary: {config.draft_vocab_size} of {config.vocab_size} tokens, "
-            f"{coverage(counts, ids):.2%} of the supervised text"
-        )
-    seen, wanted = None, drafter.start_terms(recipe.drafter)
-    if wanted and checkpoint.latest(folder) is None:
-        with stages.stage("fit the start", 100) as advance:
-            seen = _features_of_some_rows(drafter, features, wanted, advance)
-    drafter.initialise_from(target, recipe.drafter, features=seen)
-    return drafter
-
-
-def meet_tokenizers(recipe: Recipe, drafter: Drafter, tokenizer: Any) -> None:
-    """For a drafter that has a tokenizer of its own; ConfigError if it does not fit the target's `tokenizer`."""
-    start = start_folder(recipe)
-    drafter.meet_tokenizers(
-        tokenizer,
-        None if start is None else lambda: load_tokenizer(None, str(start)),
-        intersection=getattr(recipe.drafter, "vocab", "same") == "intersection",
-        where="drafter.vocab: intersection",
-    )
-
-
-def _features_of_some_rows(drafter: Drafter, features: RowFeatures, wanted: int, advance) -> list[TargetFeatures]:
-    """Rows with `wanted` terms, spread over the data, one by one."""
-    terms, found = 0, []
-    order = np.random.default_rng(0).permutation(len(features.rows))
-    for index in order.tolist():
-        found.append(features.of([index]))
-        terms += int(drafter.count_terms(found[-1], 1)[0])
-        advance(min(round(100 * terms / wanted, 1), 100.0))
-        if terms >= wanted:
-            break
-    return found
 
 
 @dataclass
@@ -311,7 +209,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
                 f"{sum(p.numel() for p in target.parameters()) / 1e6:.1f} M"
                 + (f"; taps {list(config.tap_layers)}" if config.tap_layers else "")
             )
-        before = _fingerprint(part, data.target_hash, before)
+        before = fingerprint(part, data.target_hash, before)
         joint = JointTarget(target, part.joint) if part.joint else None
         trainer = Trainer(
             part,
@@ -368,22 +266,6 @@ def _on_policy(
         processes=accelerator.num_processes,
         pad_token_id=tokenizer.pad_token_id or 0,
     )
-
-
-def _fingerprint(recipe: Recipe, target_hash: str, before: str) -> str:
-    """Of everything that shapes a stage's training: its sections, the target, and the stage before."""
-    names = {"family", "target", "drafter", "data", "regenerate", "loss", "joint", "training"}
-    if recipe.on_policy is not None:  # runs without it are what they were before there was such a section
-        names.add("on_policy")
-    left_out = {"regenerate": recipe.regenerate.not_in_fingerprint()}
-    sections = recipe.model_dump(mode="json", include=names, exclude=left_out)
-    del sections["training"]["activation_checkpointing"], sections["target"]["sharding"]  # how, and not what
-    if recipe.training.global_batch_size is None:  # likewise
-        del sections["training"]["global_batch_size"]
-    parts = [sections, target_hash, before]
-    if recipe.features.mode == "cache":
-        parts += [recipe.features.engine, *recipe.features.encodings]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def held_out_evaluation(recipe: Recipe, target: FrozenTarget, held_out: dict[float, list[Response]]):

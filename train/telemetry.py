@@ -5,7 +5,8 @@
     with telemetry.phase("target"): ...     # around the parts of a step, or @timed("target") on a method
     figures = telemetry.finish(total)       # one step's, summed over processes where that means something
 
-Phases on a GPU are timed by its own events, so that nothing waits for it in between. Knows no drafter and no loss.
+Phases on a GPU are timed by its own events, so that nothing waits for it in between; one that is under way on another
+stream when the step ends counts in the next. Knows no drafter and no loss.
 """
 
 from __future__ import annotations
@@ -61,7 +62,6 @@ class Telemetry:
         """A step; what went before, such as a held-out evaluation, is no part of it."""
         self._began, self._spent = time.perf_counter(), defaultdict[str, float](float)
         self._counts = torch.zeros(3, device=self.device)
-        self._events.clear()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -91,13 +91,19 @@ class Telemetry:
         tokens_per_second             of all processes, padding among them: what was computed on
         valid_tokens_per_second       without padding
         supervised_tokens_per_second  those with a loss
-        time/<phase>                  share of the wall time, 0 to 1; time/other: what is left
+        time/<phase>                  share of the wall time, 0 to 1; time/other: what is left. Those of a target that
+                                      runs beside the drafter (features.overlap) can add up to more than 1
         memory_gib                    most that the device had in use so far; on a CPU the process's memory now
         """
         if self._events:
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()
+            under_way = []
             for name, start, end in self._events:
-                self._spent[name] += start.elapsed_time(end) / 1000
+                if end.query():
+                    self._spent[name] += start.elapsed_time(end) / 1000
+                else:
+                    under_way.append((name, start, end))
+            self._events = under_way
         seconds = max(time.perf_counter() - self._began, 1e-9)
         counts = total(self._counts).tolist()
         shares = {f"time/{name}": self._spent[name] / seconds for name in PHASES}

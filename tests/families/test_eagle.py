@@ -22,7 +22,7 @@ from train.data import conversation_tokenizer, pack, prepare_rows
 from train.features import RowFeatures
 from train.recipe import make_recipe, recipe_class
 from train.recipe_data import DataSection
-from train.run import drafter_config
+from train.run_drafter import drafter_config
 from train.sources import load_sources
 
 EMBEDDED = Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "target"

@@ -22,7 +22,7 @@ from speculators.errors import CheckpointError, ConfigError
 from speculators.export import export_drafter, load_drafter, read_drafter_config
 from speculators.target import FrozenTarget
 from train.recipe import make_recipe
-from train.run import drafter_config, sketch_drafter
+from train.run_drafter import drafter_config, sketch_drafter
 
 SHAPES: dict[str, dict[str, Any]] = {
     "three heads": {},

@@ -27,7 +27,7 @@ from train.memory_estimate import disk
 from train.optimizer_state import optimizer_state
 from train.recipe import describe_schema
 from train.recipe_load import load_recipe
-from train.run import drafter_config
+from train.run_drafter import drafter_config
 from train.target_sketch import sketch_target
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -177,7 +177,7 @@ def test_dry_run_says_what_cached_features_take(recipe_file):
 
 @pytest.mark.parametrize("part", ["0/2", "3/2", "1", "a/b"])
 def test_a_part_that_is_none(recipe_file, part):
-    assert "expected NUMBER/OF, such as 2/4" in refused("cache-features", recipe_file, "--part", part)
+    assert "expected I/N with I from 1 to N" in refused("cache-features", recipe_file, "--part", part)
 
 
 def test_dry_run_needs_config_json_alone(recipe_file, tmp_path, target_folder):

@@ -52,8 +52,10 @@ def make_recipe(**training) -> Recipe:
     )
 
 
-def make_trainer(make_model, folder: Path, recipe: Recipe, rows=None, evaluate=None, fingerprint="a") -> Trainer:
-    target = FrozenTarget(make_model("llama"), [1, 2, 3])
+def make_trainer(
+    make_model, folder: Path, recipe: Recipe, rows=None, evaluate=None, fingerprint="a", device="cpu"
+) -> Trainer:
+    target = FrozenTarget(make_model("llama").to(device), [1, 2, 3])
     torch.manual_seed(0)
     drafter = Eagle3(config_for_target(target, "eagle3", tap_layers=[1, 2, 3], draft_vocab_size=60)).attach(target)
     drafter.initialise_from(target)
@@ -62,7 +64,7 @@ def make_trainer(make_model, folder: Path, recipe: Recipe, rows=None, evaluate=N
         target,
         drafter,
         rows or make_rows(),
-        accelerator=Accelerator(cpu=True),
+        accelerator=Accelerator(cpu=device == "cpu"),
         folder=folder,
         fingerprint=fingerprint,
         evaluate=evaluate,

@@ -24,7 +24,7 @@ from train.loop import Trainer
 from train.on_policy import FOLDER, OnPolicy
 from train.recipe import recipe_class
 from train.rollout import LLMWriter
-from train.run import sketch_drafter
+from train.run_drafter import sketch_drafter
 
 SHAPES = {"eagle3": {"draft_vocab_size": 60}, "mlp": {"inner_dim": 24}, "medusa": {"num_heads": 3}, "eagle": {}}
 

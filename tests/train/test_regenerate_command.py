@@ -15,7 +15,7 @@ import yaml
 
 from inference import LLM
 from tests.train.test_cli import ROOT, TOKENIZER, call, refused
-from train.regenerate_command import _part
+from train.part_option import parse_part
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_killed_and_continued_it_is_what_this_process_writes(recipe, serving, tm
 
 
 def test_parts_are_numbered_from_one(recipe):
-    assert (_part("1/1"), _part("2/4")) == ((0, 1), (1, 4))
+    assert (parse_part("1/1"), parse_part("2/4")) == ((0, 1), (1, 4))
     for wrong in ("0/4", "5/4", "2", "a/b"):
         assert f"--part {wrong}: expected I/N" in refused("regenerate", recipe, "--part", wrong)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,6 +85,16 @@ def records(path: Path) -> Iterator:
             yield record
 
 
+def whole(path: Path, seconds: float = 60) -> list:
+    """All records. wandb writes them in a process of its own, which may still be at it when `finish` has returned."""
+    until = time.monotonic() + seconds
+    while True:
+        found = list(records(path))
+        if any(each.WhichOneof("record_type") == "exit" for each in found) or time.monotonic() > until:
+            return found
+        time.sleep(0.05)
+
+
 def test_wandb_offline(run):
     pytest.importorskip("wandb")
     run("wandb", 4)
@@ -91,7 +102,7 @@ def test_wandb_offline(run):
     logs = sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime)
     (name,) = {path.stem for path in logs}  # under one id, which `wandb sync` joins
     assert len(logs) == 2 and name == f"run-{json.loads((folder / 'trackers.json').read_text())['run']}"
-    first, second = (list(records(path)) for path in logs)
+    first, second = (whole(path) for path in logs)
 
     def history(found) -> list[dict]:
         rows = [r.history.item for r in found if r.WhichOneof("record_type") == "history"]

@@ -1,0 +1,23 @@
+"""The option `--part I/N` of commands whose work several processes share, each with its part."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import typer
+
+from speculators.errors import ConfigError
+
+Part = Annotated[
+    str, typer.Option(metavar="I/N", help="Only the I-th of N parts, from 1: several processes share the work.")
+]
+PART = re.compile(r"(?P<number>[1-9][0-9]*)/(?P<of>[1-9][0-9]*)")
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """`2/4` -> (1, 4). ConfigError if there is no such part."""
+    match = PART.fullmatch(text)
+    if match is None or int(match["number"]) > int(match["of"]):
+        raise ConfigError(f"--part {text}: expected I/N with I from 1 to N, such as 2/4")
+    return int(match["number"]) - 1, int(match["of"])

@@ -1,0 +1,124 @@
+"""The drafter that a run trains: its config for a target, what the recipe may not ask of it, its first weights.
+
+Knows recipes, targets and families in general, and no particular one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from inference.llm_loading import load_tokenizer
+from speculators.config import DrafterConfig, config_for_target
+from speculators.drafter import Drafter, family_class
+from speculators.errors import ConfigError
+from speculators.export import load_weights, read_drafter_config, resolve
+from speculators.target import FrozenTarget, TargetFeatures
+from speculators.vocab import choose_draft_vocabulary, coverage
+from train import checkpoint
+from train.export_formats import fitting
+from train.features import RowFeatures
+from train.progress import Stages
+from train.recipe import Recipe
+
+DEFAULT_DRAFT_VOCABULARY = 32_000
+
+
+def drafter_config(recipe: Recipe, target: FrozenTarget, *, planning: bool = False) -> DrafterConfig:
+    """The recipe's drafter for this target; with `init_from`, that head's own, which the recipe may not contradict.
+    `planning`: of a student's folder config.json will do."""
+    options, fields = recipe.drafter, family_class(recipe.family).config_class.model_fields
+    wanted = options.shape(fields, target)
+    config_only = planning and recipe.family == "draft_model"
+    if (start := start_folder(recipe, weights=not config_only)) is None:
+        if "draft_vocab_size" in wanted and wanted["draft_vocab_size"] is None:
+            wanted["draft_vocab_size"] = min(DEFAULT_DRAFT_VOCABULARY, target.vocab_size)
+        return fitting(recipe, config_for_target(target, recipe.family, **wanted))
+    config = read_drafter_config(start, target.num_layers, config_only=config_only)
+    if config.family != recipe.family:
+        raise ConfigError(
+            f"drafter.init_from: {options.init_from} is of family {config.family!r}, the recipe's is {recipe.family!r}"
+        )
+    for key in options.model_fields_set & set(wanted):
+        if wanted[key] is not None and wanted[key] != getattr(config, key):
+            raise ConfigError(
+                f"drafter.{key}: the recipe says {wanted[key]}, but the head of drafter.init_from "
+                f"({options.init_from}) has {getattr(config, key)}; leave {key} out or start from scratch"
+            )
+    options.accept(config)
+    return fitting(recipe, config)
+
+
+def start_folder(recipe: Recipe, *, weights: bool = True) -> Path | None:
+    """The folder whose head the recipe starts from (`target`: the target's own), None where it starts from scratch."""
+    if recipe.drafter.init_from == "target":
+        return resolve(recipe.target.model, recipe.target.revision)
+    return None if recipe.drafter.init_from is None else resolve(recipe.drafter.init_from, weights=weights)
+
+
+def sketch_drafter(recipe: Recipe, config: DrafterConfig) -> Drafter:
+    """The drafter without memory for its weights. ConfigError if the recipe wants more drafts than it can make, or
+    longer texts."""
+    with torch.device("meta"):
+        drafter = family_class(config.family)(config)
+    drafter.require_depth(recipe.evaluation.num_speculative_tokens, "evaluation.num_speculative_tokens")
+    drafter.require_length(recipe.data.max_length, "data.max_length")
+    for name, part in recipe.training_stages():
+        if part.on_policy is not None and part.on_policy.num_speculative_tokens is not None:
+            where = f"stages ({name}): on_policy" if name else "on_policy"
+            drafter.require_depth(part.on_policy.num_speculative_tokens, f"{where}.num_speculative_tokens")
+    return drafter
+
+
+def make_drafter(
+    recipe: Recipe, config: DrafterConfig, target: FrozenTarget, features: RowFeatures, stages: Stages, folder: Path
+) -> Drafter:
+    """A drafter ready to train: draft vocabulary chosen from the supervised tokens, weights warm or initialised (but
+    not fitted where a checkpoint in `folder` will replace them)."""
+    drafter = family_class(config.family)(config).attach(target)
+    if (start := start_folder(recipe)) is not None:
+        load_weights(drafter, start)
+        return drafter
+    if config.reduced_vocabulary:
+        counts = torch.zeros(config.vocab_size)
+        for row in features.rows:
+            counts += torch.bincount(torch.from_numpy(row.input_ids[row.loss_mask]).long(), minlength=config.vocab_size)
+        ids = choose_draft_vocabulary(counts, config.draft_vocab_size)
+        drafter.draft_to_target.copy_(ids)
+        stages.say(
+            f"      draft vocabulary: {config.draft_vocab_size} of {config.vocab_size} tokens, "
+            f"{coverage(counts, ids):.2%} of the supervised text"
+        )
+    seen, wanted = None, drafter.start_terms(recipe.drafter)
+    if wanted and checkpoint.latest(folder) is None:
+        with stages.stage("fit the start", 100) as advance:
+            seen = _features_of_some_rows(drafter, features, wanted, advance)
+    drafter.initialise_from(target, recipe.drafter, features=seen)
+    return drafter
+
+
+def meet_tokenizers(recipe: Recipe, drafter: Drafter, tokenizer: Any) -> None:
+    """For a drafter that has a tokenizer of its own; ConfigError if it does not fit the target's `tokenizer`."""
+    start = start_folder(recipe)
+    drafter.meet_tokenizers(
+        tokenizer,
+        None if start is None else lambda: load_tokenizer(None, str(start)),
+        intersection=getattr(recipe.drafter, "vocab", "same") == "intersection",
+        where="drafter.vocab: intersection",
+    )
+
+
+def _features_of_some_rows(drafter: Drafter, features: RowFeatures, wanted: int, advance) -> list[TargetFeatures]:
+    """Rows with `wanted` terms, spread over the data, one by one."""
+    terms, found = 0, []
+    order = np.random.default_rng(0).permutation(len(features.rows))
+    for index in order.tolist():
+        found.append(features.of([index]))
+        terms += int(drafter.count_terms(found[-1], 1)[0])
+        advance(min(round(100 * terms / wanted, 1), 100.0))
+        if terms >= wanted:
+            break
+    return found
