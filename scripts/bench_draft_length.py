@@ -1,8 +1,10 @@
 """Adaptive draft length against every fixed one: tokens per second per workload, and on all of them together.
 
 Every length is an engine of its own over one shared target; all take turns at every prompt, in alternating order, so
-that a machine that slows down slows all. Two tables are printed: with the median of every response's repeats, and with
-the fastest of them, which neighbours disturb less, as what disturbs a run only ever makes it longer. With --simulate
+that a machine that slows down slows all. Three tables are printed: with the median of every response's repeats; with
+the fastest of them, which neighbours disturb less, as what disturbs a run only ever makes it longer; and with the best
+fixed length chosen on all repeats but one and timed on that one, each in turn, because the best of many lengths on the
+times that chose it is the lucky one. --out keeps the times. With --simulate
 nothing is timed: the chain of K drafts is recorded once at every position of the target's own greedy text, and each
 length is played on that record with given costs, which takes a minute and is exact.
 
@@ -12,10 +14,12 @@ length is played on that record with given costs, which takes a minute and is ex
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from types import SimpleNamespace
 from typing import Annotated
 
@@ -110,6 +114,42 @@ def rates(runs: Passes, of_repeats: Callable[[Iterable[float]], float]) -> dict[
         }
         for workload, by_name in {**runs, "all": together}.items()
     }
+
+
+def crossed(runs: Passes) -> dict[str, dict[str, float]]:
+    """Workload -> length -> speed over that of the fixed length which the other repeats say is best: geometric means
+    over the repeats. At least two of them."""
+    count = min(len(repeats) for by_name in runs.values() for found in by_name.values() for repeats in found)
+    logs: dict[str, dict[str, list[float]]] = {}
+    for held_out in range(count):
+        others = {
+            workload: {
+                name: [[run for i, run in enumerate(repeats) if i != held_out] for repeats in found]
+                for name, found in by_name.items()
+            }
+            for workload, by_name in runs.items()
+        }
+        this = {w: {n: [[repeats[held_out]] for repeats in f] for n, f in by.items()} for w, by in runs.items()}
+        choosing, judging = rates(others, median), rates(this, median)
+        for workload, found in choosing.items():
+            best = max((name for name in found if name != ADAPTIVE), key=lambda name: found[name])
+            for name, rate in judging[workload].items():
+                ratio = math.log(rate / judging[workload][best])
+                logs.setdefault(workload, {}).setdefault(name, []).append(ratio)
+    return {w: {name: math.exp(fmean(each)) for name, each in found.items()} for w, found in logs.items()}
+
+
+def keep(runs: Passes, path: Path) -> None:
+    """Tokens and seconds of every repeat, as JSON."""
+    tree = {
+        workload: {
+            name: [[(run.tokens, run.seconds) for run in repeats] for repeats in found]
+            for name, found in by_name.items()
+        }
+        for workload, by_name in runs.items()
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(tree) + "\n")
 
 
 def record(llm: LLM, prompts: Prompts, max_tokens: int) -> dict[str, list[list[Chain]]]:
@@ -209,15 +249,16 @@ def _play(responses: Sequence[Sequence[Chain]], verify, draft, choose) -> float:
     return tokens / cost
 
 
-def show(rates: Mapping[str, Mapping[str, float]], title: str, console: Console) -> None:
-    """A row per workload: each length against the best fixed one."""
+def show(rates: Mapping[str, Mapping[str, float]], title: str, console: Console, *, relative: bool = False) -> None:
+    """A row per workload: each length against the best fixed one. `relative`: they are that already."""
     names = list(next(iter(rates.values())))
     table = Table("workload", *names, "best", title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
     for workload, found in rates.items():
         fixed = {name: rate for name, rate in found.items() if name != ADAPTIVE}
         best = max(fixed, key=lambda name: fixed[name])
-        cells = [f"{found[name] / fixed[best]:.3f}" for name in names]
-        cells[-1] = f"[bold {'green' if found[ADAPTIVE] >= 0.97 * fixed[best] else 'red'}]{cells[-1]}[/]"
+        unit = 1.0 if relative else fixed[best]
+        cells = [f"{found[name] / unit:.3f}" for name in names]
+        cells[-1] = f"[bold {'green' if found[ADAPTIVE] >= 0.97 * unit else 'red'}]{cells[-1]}[/]"
         table.add_row(workload, *cells, best)
     console.print(table)
 
@@ -235,10 +276,11 @@ def main(
     simulate: Annotated[bool, typer.Option(help="Play recorded drafts with given costs; nothing is timed.")] = False,
     verify: Annotated[str, typer.Option(help="Simulated V(n): V(1), and what each further token adds.")] = "16,0.45",
     draft: Annotated[str, typer.Option(help="Simulated D(k): a constant, and what each draft adds.")] = "0.5,0.95",
+    out: Annotated[Path | None, typer.Option(help="A file for the times, as JSON.")] = None,
     asks: Annotated[bool, typer.Option(help="Simulated drafter that is stopped on its way, as on a CPU.")] = True,
 ) -> None:
     """Compare the adaptive draft length with every fixed one."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 140)
     found = prompts_of(target, prompts, max_tokens)
     if simulate:
         (v, dv), (d, dd) = ([float(x) for x in text.split(",")] for text in (verify, draft))
@@ -250,8 +292,13 @@ def main(
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0)
     llms = engines(target, drafter, least, most, batch_size)
     runs = timed(llms, found, params, repeats, batch_size, console)
+    if out is not None:
+        keep(runs, out)
     show(rates(runs, median), "tokens per second (median of repeats), best fixed length = 1", console)
     show(rates(runs, min), "tokens per second (fastest repeat of each response), best fixed length = 1", console)
+    if repeats > 1:
+        title = "tokens per second over those of the fixed length that is best in the other repeats"
+        show(crossed(runs), title, console, relative=True)
     console.print(f"mean adaptive length: {llms[ADAPTIVE].engine.mean_draft_length:.2f}")
 
 

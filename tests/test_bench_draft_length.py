@@ -1,0 +1,34 @@
+"""The tables of scripts/bench_draft_length.py, on times that are known."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from inference.measurement import TimedRun
+from scripts.bench_draft_length import ADAPTIVE, crossed, keep, rates
+
+
+def timed(*seconds: float) -> list[TimedRun]:
+    return [TimedRun(tokens=100, seconds=each) for each in seconds]
+
+
+def test_luck_does_not_choose_what_it_is_judged_by():
+    """Two lengths that are alike but for one lucky time each, beside one that is never lucky and as fast."""
+    runs = {"w": {"K=1": [timed(1.0, 0.5, 1.0)], "K=2": [timed(1.0, 1.0, 0.5)], ADAPTIVE: [timed(1.0, 1.0, 1.0)]}}
+    fastest = rates(runs, min)["w"]
+    assert fastest[ADAPTIVE] / max(fastest["K=1"], fastest["K=2"]) == 0.5
+    found = crossed(runs)
+    # held out 1: both at 1.0 or 0.75 of others' median; 2: K=2 is chosen and takes 1.0; 3: K=1 is chosen and takes 1.0
+    assert found["w"][ADAPTIVE] == pytest.approx(1.0) and found["all"] == pytest.approx(found["w"])
+
+
+def test_what_is_slower_in_every_repeat_is_so_by_as_much():
+    runs = {"w": {"K=1": [timed(1.0, 1.1), timed(2.0, 2.1)], ADAPTIVE: [timed(1.25, 1.375), timed(2.5, 2.625)]}}
+    assert crossed(runs)["w"] == pytest.approx({"K=1": 1.0, ADAPTIVE: 0.8})
+
+
+def test_times_are_kept(tmp_path):
+    keep({"w": {"K=1": [timed(1.0, 1.5)]}}, tmp_path / "a" / "times.json")
+    assert json.loads((tmp_path / "a" / "times.json").read_text()) == {"w": {"K=1": [[[100, 1.0], [100, 1.5]]]}}
