@@ -14,7 +14,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from torch import Tensor
 
-from inference.provenance import text_sha256
+from inference.provenance import config_sha256, text_sha256
 from inference.vllm_hidden_states import HiddenStates
 from speculators.errors import ConfigError
 from speculators.hub import cached_folder
@@ -55,12 +55,11 @@ def _root(recipe: Recipe) -> Path:
 
 def cache_key(recipe: Recipe, data: RunData) -> CacheKey:
     section, target, tokenizer = recipe.features, data.target, data.tokenizer.tokenizer
-    folder = cached_folder(recipe.target.model, recipe.target.revision)
     words = getattr(tokenizer, "backend_tokenizer", None)
     return CacheKey(
         target=recipe.target.model,
         weights=data.weights_hash,
-        config=str(text_sha256((folder / "config.json").read_text(encoding="utf-8"))),
+        config=config_sha256(cached_folder(recipe.target.model, recipe.target.revision)),
         tokenizer=str(text_sha256(words.to_str() if words else str(sorted(tokenizer.get_vocab().items())))),
         template=str(text_sha256(data.tokenizer.chat_template or tokenizer.chat_template or "")),
         hidden_size=target.hidden_size,

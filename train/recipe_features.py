@@ -22,9 +22,9 @@ class FeaturesSection(Section):
     )
     overlap: bool = Field(
         True,
-        description="on a GPU the target's forward of the coming micro-step runs beside the drafter's work on this one, "
-        "for the memory of one more batch of features; not with a target that is sharded, or trained along (joint), nor "
-        "with on_policy",
+        description="on a GPU the target's forward of the coming micro-step runs beside the drafter's work on this "
+        "one, for the memory of one more batch of features; not with a target that is sharded or trained along "
+        "(joint), nor with on_policy",
     )
     encoding: EncodingName = Field(
         "bf16", description="how taps are written, exact: in the target's dtype; docs/features.md has sizes and losses"

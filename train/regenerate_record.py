@@ -29,7 +29,7 @@ class Record:
 
     target: str
     revision: str | None
-    target_hash: str  # of its weights and its tokenizer's chat template
+    target_hash: str  # of its weights, its config and the chat template
     chat_template_sha256: str | None
     chat_template_kwargs: Mapping[str, Any]
 

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from rich.markup import escape
 
 from inference import LLM
-from inference.provenance import text_sha256, weights_sha256
+from inference.provenance import config_sha256, text_sha256, weights_sha256
 from speculators.errors import DataError
 from speculators.hub import cached_folder
 from speculators.target import FrozenTarget
@@ -54,9 +54,10 @@ class RunData:
         self._prepared: Prepared | None = None
         self._askable: list[Example] | None = None
         self.pad_token_id = tokenizer.pad_token_id or 0
-        self.weights_hash = weights_sha256(cached_folder(recipe.target.model, recipe.target.revision))
-        template = text_sha256(tokenizer.chat_template or "")
-        self.target_hash = hashlib.sha256((self.weights_hash + template).encode()).hexdigest()
+        folder = cached_folder(recipe.target.model, recipe.target.revision)
+        self.weights_hash = weights_sha256(folder)
+        template = text_sha256(self.tokenizer.chat_template or tokenizer.chat_template or "")
+        self.target_hash = hashlib.sha256((self.weights_hash + config_sha256(folder) + template).encode()).hexdigest()
         self.responses_folder = Path(recipe.regenerate.cache_dir or Path(recipe.output_dir) / "responses")
         self.record = Record(
             recipe.target.model,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from inference.provenance import environment, git_commit, text_sha256, weights_sha256
+from inference.provenance import config_sha256, environment, git_commit, text_sha256, weights_sha256
 from inference.report import Provenance
 from speculators.errors import DataError
 
@@ -45,3 +45,15 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
 def test_text_hash() -> None:
     assert text_sha256(None) is None
     assert text_sha256("") != text_sha256(" ")
+
+
+def test_config_is_hashed_by_what_it_says(tmp_path):
+    def written(text: str) -> str:
+        (tmp_path / "config.json").write_text(text, encoding="utf-8")
+        return config_sha256(tmp_path)
+
+    first = written('{"rope_theta": 10000.0, "transformers_version": "4.57.0"}')
+    assert written('{"transformers_version": "5.1.0",\n "_name_or_path": "elsewhere", "rope_theta": 10000.0}') == first
+    assert written('{"rope_theta": 20000.0, "transformers_version": "4.57.0"}') != first
+    with pytest.raises(DataError, match="config.json: cannot be read"):
+        written("{")
