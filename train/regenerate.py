@@ -24,7 +24,7 @@ from train.masks import ConversationTokenizer
 from train.recipe import Recipe
 from train.recipe_data import RegenerateSection, TemperatureShare
 from train.regenerate_record import Record
-from train.responses import Response, ResponseStore, digest
+from train.responses import Response, ResponseStore, digest, part_suffix
 from train.sources import Example
 from train.turns import Account, Conversation
 
@@ -123,8 +123,7 @@ def regenerate(
         if i % part[1] == part[0]
     ]
     name = settings_hash(section, target_hash)
-    store = ResponseStore(folder, name)
-    suffix = f".{part[0]}-of-{part[1]}" if part[1] > 1 else ""
+    store, suffix = ResponseStore(folder, name, part), part_suffix(part)
     failures = FailureList(folder / f"{name}{suffix}.failures.jsonl", retry=retry_failed)
 
     def tell(note: str = "") -> None:

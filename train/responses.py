@@ -1,8 +1,9 @@
 """Responses on disk: kept by content, never torn by a kill, never written by two processes into one file.
 
 A store is what a folder has under one name, a hash of everything its responses depend on beside their prompts:
-`<name>.jsonl`, in which this project's own LLM writes chunk by chunk and a chunk counts only whole, and shards
-`<name>.0000.jsonl` …, in which responses of endpoints come one per line and one process holds each.
+`<name>.jsonl`, in which this project's own LLM writes chunk by chunk and a chunk counts only whole (one that writes
+part i of n has `<name>.i-of-n.jsonl` to itself), and shards `<name>.0000.jsonl` …, in which responses of endpoints
+come one per line and one process holds each.
 Knows no prompts, no conversations and nobody who writes.
 """
 
@@ -54,24 +55,30 @@ def rows_of(responses: Iterable[Response]) -> Iterator[TokenRow]:
 
 
 class ResponseStore:
-    """`known`: token ids by key. `given_up`: reasons by key, of responses that a run was allowed to do without."""
+    """`known`: token ids by key. `given_up`: reasons by key, of responses that a run was allowed to do without.
+    `part`: (i, n) of a process that writes one of n parts."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name, self.duplicates = folder, name, 0
+    def __init__(self, folder: Path, name: str, part: tuple[int, int] = (0, 1)) -> None:
+        self.folder, self.name, self.part, self.duplicates = folder, name, part, 0
         self.known: dict[str, list[int]] = {}
         self.given_up: dict[str, str] = {}
         self._shard: _Shard | None = None
-        self._read(_whole_chunks(self.chunks), self.chunks)
+        for path in sorted({self.chunks, *self._numbered(r"(\.\d+-of-\d+)?")}):
+            self._read(_whole_chunks(path, mend=path == self.chunks), path)
         for path in self.shards():
             self._read(_whole_lines(path.read_bytes()).decode().splitlines(), path)
 
     @property
     def chunks(self) -> Path:
-        return self.folder / f"{self.name}.jsonl"
+        """The file that this process writes chunks into, and no other."""
+        return self.folder / f"{self.name}{part_suffix(self.part)}.jsonl"
 
     def shards(self) -> list[Path]:
-        numbered = re.compile(rf"{re.escape(self.name)}\.\d{{4}}\.jsonl")
-        return sorted(path for path in self.folder.glob(f"{self.name}.*.jsonl") if numbered.fullmatch(path.name))
+        return self._numbered(r"\.\d{4}")
+
+    def _numbered(self, suffix: str) -> list[Path]:
+        wanted = re.compile(rf"{re.escape(self.name)}{suffix}\.jsonl")
+        return sorted(path for path in self.folder.glob(f"{self.name}*.jsonl") if wanted.fullmatch(path.name))
 
     def add_chunk(self, responses: Mapping[str, Sequence[int]]) -> None:
         """Responses that count together: after a kill all of them are there, or none."""
@@ -177,14 +184,20 @@ def _whole_lines(content: bytes) -> bytes:
     return content[: content.rfind(b"\n") + 1]
 
 
-def _whole_chunks(path: Path) -> list[str]:
-    """The lines of the whole chunks that an earlier run wrote; one torn by a kill is cut off the file."""
+def part_suffix(part: tuple[int, int]) -> str:
+    """What the names of files have that belong to one of several parts."""
+    return f".{part[0]}-of-{part[1]}" if part[1] > 1 else ""
+
+
+def _whole_chunks(path: Path, *, mend: bool) -> list[str]:
+    """The lines of the whole chunks that an earlier run wrote, or another process so far. `mend`: one torn by a kill is
+    cut off the file."""
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8")
     end = text.rfind(CHUNK_END + "\n")
     whole = text[: end + len(CHUNK_END) + 1] if end >= 0 else ""
-    if len(whole) < len(text):
+    if mend and len(whole) < len(text):
         path.write_text(whole, encoding="utf-8")
     return whole.splitlines()
 

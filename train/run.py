@@ -11,12 +11,13 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import InitProcessGroupKwargs, set_seed
 
 from inference.expected import expected_acceptance
 from inference.llm_loading import load_tokenizer
@@ -48,6 +49,7 @@ from train.run_drafter import drafter_config, make_drafter, meet_tokenizers, ske
 
 STAGES = ("regenerate", "held-out responses", "train")  # of each stage of the training
 LAST_STAGES = ("export", "acceptance")
+PATIENCE = timedelta(days=7)  # with which processes wait for the one that writes responses; torch's is ten minutes
 
 
 def launch(families: Sequence[str]) -> None:
@@ -133,6 +135,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
         mixed_precision=recipe.training.mixed_precision,
         log_with=list(recipe.trackers) or None,
         project_dir=recipe.output_dir,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
     )
     # With FSDP accelerate's default is that transformers fills a model's weights in the first process only and leaves
     # the others' as memory happens to be; here every process reads its own.

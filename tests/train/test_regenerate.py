@@ -54,6 +54,24 @@ def test_a_kill_anywhere_changes_no_response(write, tmp_path):
         assert (folder / path.name).read_text() == text
 
 
+def test_parts_are_written_side_by_side(write, tmp_path):
+    """Each process has a file of its own, also one that is in the middle of a chunk when another starts or ends."""
+    for i in (1, 0):
+        write(tmp_path, part=(i, 2))
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert [name.split(".", 1)[1] for name in files] == ["0-of-2.jsonl", "1-of-2.jsonl"]
+    second = tmp_path / files[1]
+    half = second.read_text() + '{"key": "k", "tok'
+    second.write_text(half)  # its process is still at it
+    parts = [write(tmp_path, part=(0, 2)), write(tmp_path)[1::2]]
+    assert second.read_text() == half and sorted(path.name for path in tmp_path.iterdir()) == files
+    seen = []  # all of it is there
+    whole = write(tmp_path, progress=lambda done, total, note: seen.append((done, total)))
+    assert whole[0::2] == parts[0] and whole[1::2] == parts[1] and seen == [(40, 40)]
+    write(tmp_path, part=(1, 2))
+    assert second.read_text() == half[: half.rindex("\n") + 1]  # what its own kill tore is cut off
+
+
 def test_nothing_is_written_twice_and_settings_do_not_mix(write, tmp_path):
     first = write(tmp_path)
     seen = []
