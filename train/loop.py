@@ -36,6 +36,7 @@ from train.optimizer_state import optimizer_state
 from train.optimizers import make_optimizer
 from train.processes import spread, whole
 from train.recipe import Recipe
+from train.schedule import learning_rate
 from train.step_metrics import StepMetrics, in_loop_lengths
 from train.step_rows import MicroStep, StepRows
 from train.suffix import branch_weights, count_suffix, split
@@ -164,7 +165,7 @@ class Trainer:
         with self.telemetry.phase("optimizer"):
             self.replica.sum_gradients(self.parameters)
         norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.recipe.training.max_grad_norm))
-        rate = self.learning_rate(share)
+        rate = learning_rate(self.recipe.training, share, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * rate / self.recipe.training.learning_rate
         with self.telemetry.phase("optimizer"):
@@ -292,20 +293,6 @@ class Trainer:
             target_index=index,
         )
         return loss, metrics.split([len(s.hidden) for s in steps])
-
-    def learning_rate(self, share: float) -> float:
-        """Linear warm-up over `warmup_ratio`, then cosine to zero or constant."""
-        t = self.recipe.training
-        if share < t.warmup_ratio:
-            return (
-                t.learning_rate * (share + 1 / max(self.total_steps or 100, 1)) / (t.warmup_ratio + 1e-9)
-                if t.warmup_ratio
-                else t.learning_rate
-            )
-        if t.lr_schedule == "constant":
-            return t.learning_rate
-        after = (share - t.warmup_ratio) / max(1 - t.warmup_ratio, 1e-9)
-        return t.learning_rate * 0.5 * (1 + math.cos(math.pi * min(after, 1.0)))
 
     # -------------------------------------------------------------- data
 

@@ -26,6 +26,7 @@ from train.data import pack
 from train.loop import Interrupted, Trainer
 from train.masks import TokenRow
 from train.recipe import Recipe, recipe_class
+from train.schedule import learning_rate
 
 
 def make_rows(count: int = 24, vocab: int = 100):
@@ -270,6 +271,6 @@ def test_time_budget_ends_a_run(tiny_model, tmp_path):
 
 def test_learning_rate_warms_up_and_ends_at_zero(tiny_model, tmp_path):
     trainer = make_trainer(tiny_model, tmp_path, make_recipe(steps=100, warmup_ratio=0.1, learning_rate=1.0))
-    rates = [trainer.learning_rate(s / 100) for s in range(101)]
+    rates = [learning_rate(trainer.recipe.training, s / 100, trainer.total_steps) for s in range(101)]
     assert 0 < rates[0] < 0.2 and max(rates) <= 1.0 + 1e-6 and rates[10] == pytest.approx(1.0) and rates[100] == 0.0
     assert rates[10:] == sorted(rates[10:], reverse=True)
