@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 RECOMPUTE_FROM = 1024  # queries; shorter rows keep their scores for the backward pass
 SCORES = {"cpu": 1 << 24, "cuda": 1 << 26}  # of a chunk, in numbers
+QUERIES = 256  # of a chunk, where that many fit
 
 
 def unrolled_attention(
@@ -26,7 +27,7 @@ def unrolled_attention(
     slots: Tensor,
     segment_ids: Tensor,
     scale: float,
-    chunk: int = 256,
+    chunk: int = QUERIES,
 ) -> Tensor:
     """query [B, h, M, d] of the slots `slots` [B, M]; key [B, g, T, d], value [B, g, T, v] of depth 0, one per slot.
 
@@ -34,7 +35,7 @@ def unrolled_attention(
     row; padding is -1 and attends to itself only. Returns [B, h, M, v].
     """
     (B, h, M), T = query.shape[:3], key.shape[2]
-    width = min(M, chunk, max(16, SCORES.get(query.device.type, SCORES["cuda"]) // (B * h * T)))
+    width = min(M, chunk, chunk_queries(B * h * T, query.device.type))
     whole_row = M == T  # slots in order: later keys are never seen by an earlier chunk
     pieces = []
     for start in range(0, M, width):
@@ -55,6 +56,11 @@ def unrolled_attention(
         else:
             pieces.append(_attend(*arguments))
     return torch.cat(pieces, dim=2) if len(pieces) > 1 else pieces[0]
+
+
+def chunk_queries(scores: int, device: str) -> int:
+    """How many queries may have their scores at once, each `scores` of them, on a device of that kind."""
+    return max(16, SCORES.get(device, SCORES["cuda"]) // scores)
 
 
 def _attend(

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from speculators.attention import QUERIES, chunk_queries
 from speculators.errors import ConfigError
 from speculators.sizes import NO_ATTENTION, AttentionSizes
 from speculators.target import FrozenTarget
@@ -81,6 +82,14 @@ class DrafterConfig(BaseModel):
         values of `width` bytes. `recompute`: attention scores are made again."""
         return 8 * width * self.hidden_size
 
+    def look_back_bytes(self, width: int) -> int:
+        """The same of each earlier depth that a depth attends to, per token."""
+        return 0
+
+    def chunk_bytes(self, rows: int, tokens: int, device: str) -> int:
+        """About what attention works with at a time, forward and backward, over `rows` rows of `tokens` tokens."""
+        return 0
+
 
 class DecoderConfig(DrafterConfig):
     """A head of decoder layers as Llama has them."""
@@ -149,6 +158,14 @@ class DecoderConfig(DrafterConfig):
         # in float32, and again in fewer bits where there are fewer
         scores = 0 if recompute else self.num_attention_heads * tokens * (4 + width % 4)
         return self.num_layers * (layer + scores)
+
+    def look_back_bytes(self, width: int) -> int:
+        return 2 * self.num_layers * width * self.num_attention_heads * self.head_dim  # a key and a value per head
+
+    def chunk_bytes(self, rows: int, tokens: int, device: str) -> int:
+        scores = rows * self.num_attention_heads * tokens  # of one query in each row
+        # in float32, beside those of earlier depths, their softmax, and the gradients of two of these
+        return 5 * 4 * scores * min(tokens, QUERIES, chunk_queries(scores, device))
 
     def llama_fields(self) -> dict[str, Any]:
         """The fields of a Llama config.json that describe the layers."""

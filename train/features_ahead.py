@@ -14,6 +14,16 @@ import torch
 from torch import Tensor
 
 from speculators.target import TargetFeatures
+from train.recipe import Recipe
+
+STREAMS = ("cuda", "xpu")  # devices whose work can be put in several queues
+
+
+def looks_ahead(recipe: Recipe, device: str) -> bool:
+    """Whether the target's forward can be begun early: it is frozen and whole, its texts are known, and the device (its
+    kind, as torch calls it) does several things at once."""
+    changes = recipe.joint is not None or recipe.on_policy is not None
+    return recipe.features.overlap and recipe.target.sharding == "none" and not changes and device in STREAMS
 
 
 class FeaturesAhead:

@@ -28,7 +28,7 @@ from speculators.target import FrozenTarget, TargetFeatures
 from train import checkpoint
 from train.data import PackedRow, Shuffled
 from train.features import RowFeatures
-from train.features_ahead import FeaturesAhead
+from train.features_ahead import FeaturesAhead, looks_ahead
 from train.joint import JointTarget
 from train.losses import Loss, chunked_objective
 from train.on_policy import OnPolicy
@@ -42,7 +42,6 @@ from train.step_rows import MicroStep, StepRows
 from train.suffix import branch_weights, count_suffix, split
 from train.telemetry import Telemetry, timed
 
-STREAMS = ("cuda", "xpu")  # devices whose work can be put in several queues
 Evaluate = Callable[[Drafter], dict[str, float]]  # held-out figures; "expected_acceptance_length" decides the best
 
 
@@ -76,7 +75,7 @@ class Trainer:
         drafter.prepare_training(recipe.drafter)
         drafter.checkpoint_activations(t.activation_checkpointing)
         self.joint, self.on_policy = joint, on_policy
-        self.ahead = FeaturesAhead(accelerator.device) if self._may_look_ahead() else None
+        self.ahead = FeaturesAhead(accelerator.device) if looks_ahead(recipe, accelerator.device.type) else None
         self.replica = spread(accelerator, self.drafter, joint=joint is not None)
         self.module = self.replica.module  # what trains; `drafter` is the whole of it
         others = joint.trainable_parameters() if joint else []
@@ -209,13 +208,6 @@ class Trainer:
     @timed("target")
     def _looked(self, features: Callable[..., TargetFeatures], *given: Any) -> TargetFeatures:
         return features(*given)
-
-    def _may_look_ahead(self) -> bool:
-        """Whether the target's forward can be begun early: it is frozen and whole, its texts are known, and the device
-        does several things at once."""
-        wanted, sharded = self.recipe.features.overlap, self.recipe.target.sharding != "none"
-        changes = self.joint is not None or self.on_policy is not None
-        return wanted and not sharded and not changes and self.accelerator.device.type in STREAMS
 
     def _coming(self, number: int) -> list[int]:
         """The rows of this step's micro-step `number`, of the next one's first after the last; none after the end."""

@@ -15,6 +15,7 @@ from speculators.attention import RECOMPUTE_FROM
 from speculators.drafter import Drafter
 from train.chunked import default_chunk_size
 from train.estimate import Outline
+from train.features_ahead import looks_ahead
 from train.optimizers import Together, make_optimizer
 from train.recipe_sections import TrainingSection
 
@@ -79,11 +80,14 @@ def _training(plan: Outline, processes: int, device: str) -> StageMemory:
     }
     head = sum(p.numel() for p in plan.head.head_parameters())
     largest = max(p.numel() for p in plan.head.trainable_parameters())
+    chunk = plan.drafter.chunk_bytes(B, T, device)
+    features = {f"features of {B} x {T} tokens": B * T * plan.feature_bytes}
     learning = {
-        f"features of {B} x {T} tokens": B * T * plan.feature_bytes,
+        **features,
         f"activations of {K} depths": activations(plan, B),
         f"one loss chunk of {chunk_size(plan, device)} tokens": _chunk_bytes(plan, device),
         "gradients of the output head, in the making": 4 * head,
+        **({"a chunk of attention in work": chunk} if chunk else {}),
     }
     forward = {
         "the target's forward": _forward_bytes(plan, B * T),
@@ -91,11 +95,12 @@ def _training(plan: Outline, processes: int, device: str) -> StageMemory:
     }
     if recipe.joint:
         learning |= {"activations of the target": B * T * plan.target.attention.layers * _layer_values(plan) * 4}
+    if looks_ahead(recipe, device):
+        learning["the coming batch's features and the forward that makes them"] = _sum(forward | features)
     updating = {
         "the optimizer's working memory": 4 * (largest if device == "cpu" else plan.trainable),
         **({"gradients summed over processes": 8 * plan.trainable} if processes > 1 else {}),
     }
-    features = {f"features of {B} x {T} tokens": B * T * plan.feature_bytes}
     return StageMemory("train", held, {"learn": learning, "target": forward | features, "update": updating})
 
 
@@ -125,6 +130,7 @@ def activations(plan: Outline, rows: int) -> int:
     one = plan.drafter.activation_bytes(T, width, recompute=T > RECOMPUTE_FROM)
     asked = bool(plan.head.multiplied(0)[1])
     slots = rows * T * (plan.used_share if asked else 1.0)
+    one += (K - 1) * plan.drafter.look_back_bytes(width) // 2  # on average of the depths
     depths = K if any(map(len, plan.head.multiplied(K - 1))) else 1  # or one pass serves them all
     gathered = K * 4 * plan.drafter.hidden_size  # states for the loss, and their gradients
     if checkpointed(plan) and depths > 1:

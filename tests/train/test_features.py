@@ -7,7 +7,7 @@ import torch
 
 from speculators.target import FrozenTarget
 from tests.train.test_loop import assert_equal, make_recipe, make_rows, make_trainer, weights
-from train import loop
+from train import features_ahead
 from train.features import RowFeatures
 from train.features_ahead import FeaturesAhead
 from train.loop import Interrupted
@@ -70,7 +70,7 @@ def test_a_forward_begun_early_changes_the_order_and_nothing_else(tiny_model, tm
     recipe = make_recipe(steps=3, gradient_accumulation_steps=2, keep_features_gb=keep, epochs=None)
     logs, trained = {}, {}
     for streams in (("cuda",), ("cpu",)):  # a CPU's streams are one, and whatever is put in them is done in turn
-        monkeypatch.setattr(loop, "STREAMS", streams)
+        monkeypatch.setattr(features_ahead, "STREAMS", streams)
         trainer = watched(make_trainer(tiny_model, tmp_path / streams[0], recipe), logs.setdefault(streams[0], []))
         state = trainer.run()
         trained[streams[0]] = (weights(trainer), [record["loss"] for record in state.history])
@@ -82,7 +82,7 @@ def test_a_forward_begun_early_changes_the_order_and_nothing_else(tiny_model, tm
 
 
 def test_a_run_goes_on_after_its_forward_was_begun(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "STREAMS", ("cpu",))
+    monkeypatch.setattr(features_ahead, "STREAMS", ("cpu",))
     straight = make_trainer(tiny_model, tmp_path / "a", make_recipe())
     straight.run()
     stopped = make_trainer(tiny_model, tmp_path / "b", make_recipe())
@@ -103,7 +103,7 @@ def test_what_was_begun_under_another_name_is_not_taken(target):
 
 @pytest.mark.parametrize("change", ["off", "sharded", "device"])
 def test_no_forward_is_begun_early_where_it_cannot_be(tiny_model, tmp_path, monkeypatch, change):
-    monkeypatch.setattr(loop, "STREAMS", ("cuda",) if change == "device" else ("cpu",))
+    monkeypatch.setattr(features_ahead, "STREAMS", ("cuda",) if change == "device" else ("cpu",))
     recipe = make_recipe()
     if change == "off":
         recipe = changed(recipe, "features", overlap=False)
