@@ -21,6 +21,8 @@ from train.recipe_sections import TrainingSection
 
 FRAGMENTATION = 0.1  # of all that comes and goes: what an allocator cannot give out
 FIRST_CAPACITY = 256  # positions of a cache of keys and values, which doubles from there (inference/cache.py)
+LIBRARIES = 48 << 20  # of a process on a CPU: what they take once they are used (the middle of what is left over by the
+# other parts in the runs that scripts/bench_plan.py fits on)
 Parts = dict[str, int]  # bytes, by what takes them
 
 
@@ -72,6 +74,7 @@ def _training(plan: Outline, processes: int, device: str) -> StageMemory:
         kept = min(kept, plan.tokens * plan.feature_bytes)
     held = {
         "target's weights": _target_bytes(plan, processes),
+        **({"libraries at work": LIBRARIES} if device == "cpu" else {}),
         "drafter: weights": state_bytes(plan.head),
         "drafter: gradients": 4 * plan.trainable,
         f"drafter: states of {t.optimizer}": optimizer_bytes(plan.head, t),
