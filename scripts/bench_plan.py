@@ -221,7 +221,7 @@ def fit(pairs: list[tuple[Any, dict[str, float]]], device: Any) -> dict[str, Any
     for products, transfers, calls in itertools.product(
         (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
         (0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0),
-        (1.0, 2.0, 3.0, 4.5, 7.0, 10.0, 14.0),
+        (1.0, 2.0, 3.0, 4.5, 7.0, 10.0, 14.0, 20.0, 28.0),
     ):
         tried = {
             "products": Range(products, products, products),
