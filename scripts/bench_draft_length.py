@@ -1,8 +1,8 @@
 """Adaptive draft length against every fixed one: tokens per second per workload, and on all of them together.
 
 Every length is an engine of its own over one shared target; all take turns at every prompt, in alternating order, so
-that a machine that slows down slows all. Three tables are printed: with the median of every response's repeats; with
-the fastest of them, which neighbours disturb less, as what disturbs a run only ever makes it longer; and with the best
+that a machine that slows down slows all. Three tables are printed: with the time of all repeats; with the fastest of
+each response, which neighbours disturb less, as what disturbs a run only ever makes it longer; and with the best
 fixed length chosen on all repeats but one and timed on that one, each in turn, because the best of many lengths on the
 times that chose it is the lucky one. --out keeps the times. With --simulate
 nothing is timed: the chain of K drafts is recorded once at every position of the target's own greedy text, and each
@@ -19,7 +19,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Annotated
 
@@ -105,7 +105,7 @@ def timed(
 
 
 def rates(runs: Passes, of_repeats: Callable[[Iterable[float]], float]) -> dict[str, dict[str, float]]:
-    """Workload -> length -> tokens per second, every response at the median (or minimum) of its repeats' times."""
+    """Workload -> length -> tokens per second, every response at the mean (or minimum) of its repeats' times."""
     together = {name: [each for found in runs.values() for each in found[name]] for name in next(iter(runs.values()))}
     return {
         workload: {
@@ -130,7 +130,7 @@ def crossed(runs: Passes) -> dict[str, dict[str, float]]:
             for workload, by_name in runs.items()
         }
         this = {w: {n: [[repeats[held_out]] for repeats in f] for n, f in by.items()} for w, by in runs.items()}
-        choosing, judging = rates(others, median), rates(this, median)
+        choosing, judging = rates(others, fmean), rates(this, fmean)
         for workload, found in choosing.items():
             best = max((name for name in found if name != ADAPTIVE), key=lambda name: found[name])
             for name, rate in judging[workload].items():
@@ -294,7 +294,7 @@ def main(
     runs = timed(llms, found, params, repeats, batch_size, console)
     if out is not None:
         keep(runs, out)
-    show(rates(runs, median), "tokens per second (median of repeats), best fixed length = 1", console)
+    show(rates(runs, fmean), "tokens per second over all repeats, best fixed length = 1", console)
     show(rates(runs, min), "tokens per second (fastest repeat of each response), best fixed length = 1", console)
     if repeats > 1:
         title = "tokens per second over those of the fixed length that is best in the other repeats"
