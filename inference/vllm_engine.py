@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from inference.llm_loading import saved_ending_tokens, target_config
+from inference.llm_loading import default_device, saved_ending_tokens, target_config
 from inference.measured_engine import Drafting, MeasuredEngine, Prompts
 from inference.outputs import RequestOutput
 from inference.report import EngineFacts
@@ -26,6 +26,7 @@ from inference.sampling_params import SamplingParams
 from inference.vllm_counters import metrics_of, response_of
 from speculators.errors import ConfigError, DraftsmithError
 from speculators.export import read_drafter_config, resolve
+from speculators.precision import running_dtype
 
 VLLM = "vllm"
 PYTHON = "DRAFTSMITH_VLLM_PYTHON"  # names the interpreter of an environment that has vLLM
@@ -170,9 +171,10 @@ class VllmEngine(MeasuredEngine):
 
     @property
     def _dtype(self) -> str:
-        """The target's; vLLM's `auto` is another."""
-        named = self.drafting.options.get("dtype", "auto")
-        return str((self._target.dtype or "float32") if named == "auto" else named).removeprefix("torch.")
+        """Ours, for the same figures; vLLM's `auto` is another."""
+        options = self.drafting.options
+        dtype = running_dtype(options.get("dtype", "auto"), self._target.dtype, default_device(options.get("device")))
+        return str(dtype).removeprefix("torch.")
 
     def facts(self) -> EngineFacts:
         found = {name: value for name, value in self._found.items() if name in EngineFacts.model_fields}

@@ -19,6 +19,7 @@ from inference.llm_loading import default_device, loaded, target_config
 from inference.speculative_config import SpeculativeConfig
 from speculators.errors import ConfigError
 from speculators.hub import with_revision
+from speculators.precision import running_dtype
 from speculators.target import FrozenTarget
 
 logger = logging.getLogger(__name__)
@@ -192,7 +193,7 @@ def keep_on_one_device(
     if not asked:
         return
     if not loaded(model):
-        needed, free = _weight_bytes(str(model), dtype, source), _free_bytes(device)
+        needed, free = _weight_bytes(str(model), dtype, device, source), _free_bytes(device)
         if needed > free:
             raise ConfigError(
                 f"LLM: {asked}, but this runtime keeps the whole target on one device, and {model} needs "
@@ -235,11 +236,10 @@ def _without_effect(where: str, given: dict[str, Any], table: dict[str, Accepted
     return found
 
 
-def _weight_bytes(model: str, dtype: str | torch.dtype, source: dict[str, Any]) -> int:
+def _weight_bytes(model: str, dtype: str | torch.dtype, device: torch.device, source: dict[str, Any]) -> int:
     """Bytes of the weights as they would be loaded, from config.json alone."""
     config = target_config(model, **source)
-    named = (config.dtype or torch.float32) if dtype == "auto" else dtype
-    width = (getattr(torch, named) if isinstance(named, str) else named).itemsize
+    width = running_dtype(dtype, config.dtype, device).itemsize
     with torch.device("meta"):
         sketch = AutoModelForCausalLM.from_config(config, trust_remote_code=source.get("trust_remote_code", False))
     return width * sum(parameter.numel() for parameter in sketch.parameters())

@@ -3,15 +3,16 @@
     python scripts/bench_memory.py                          # the table of docs/scale.md
     python scripts/bench_memory.py --lengths 2048 4096 --hidden-size 512
 
-Every figure is of a process of its own: the peak of its resident memory less what it held before the step. `plain` is
-masks, and every score and activation kept; `chunked` is what rows of that length get;
-`+ recomputed` has `training.activation_checkpointing` as well. A way whose scores alone exceed --most-gb is left out.
+Every figure is of a process of its own: the peak of its resident memory during the step less what it held when the step
+began (Linux: /proc/self). `plain` is masks, and every score and activation kept; `chunked` is what rows of that length
+get; `+ recomputed` has `training.activation_checkpointing` as well. A way whose scores alone exceed --most-gb is left
+out.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
+import os
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,9 @@ import torch
 
 WAYS = ("plain", "chunked", "recomputed")
 DEPTHS, HEADS, VOCABULARY = 7, 4, 4096
+# What is freed goes back at once. By itself glibc keeps blocks below a limit that grows to 32 MiB in a heap with holes,
+# and rows whose chunks are just below it take three times what they hold.
+RETURNED = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 
 
 def one_step(length: int, way: str, hidden_size: int, texts: int) -> tuple[float, float, float]:
@@ -70,10 +74,17 @@ def one_step(length: int, way: str, hidden_size: int, texts: int) -> tuple[float
         trainer = Trainer(
             recipe, target, drafter, pack(rows, length), accelerator=Accelerator(cpu=True), folder=Path(folder)
         )
-        before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten: loading's may be above a step's
+        before, began = resident("VmRSS"), time.monotonic()
         loss = trainer.step(0.5)["loss"]
-        after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        after = resident("VmHWM")
     return (after - before) / 1024, time.monotonic() - began, loss
+
+
+def resident(name: str) -> int:
+    """KiB: VmRSS, what this process holds now; VmHWM, the most it has held."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 def main() -> None:
@@ -98,9 +109,8 @@ def main() -> None:
                 continue
             command = [sys.executable, __file__, "--one", str(length), way]
             command += ["--hidden-size", str(options.hidden_size), "--texts", str(options.texts)]
-            mib, seconds, _ = map(
-                float, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-            )
+            ran = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | RETURNED)
+            mib, seconds, _ = map(float, ran.stdout.split())
             cells += [f"{mib:,.0f}", f"{seconds:.1f}"]
         print(f"| {length:,} | " + " | ".join(cells) + " |", flush=True)
 

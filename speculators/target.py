@@ -24,6 +24,7 @@ from speculators.grouped_attention import decoding, worthwhile
 from speculators.hub import hub_trouble, split_revision
 from speculators.packed_attention import LONG_ROW, Spans, packed, text_spans
 from speculators.packed_mask import packed_mask
+from speculators.precision import as_dtype, running_dtype, say_widened
 from speculators.target_probe import (
     ATTENTION,
     FULL,
@@ -99,9 +100,15 @@ class FrozenTarget(nn.Module):
         attn_implementation: str = "auto",
         trust_remote_code: bool = False,
         revision: str | None = None,
+        on_host: bool = False,
     ) -> FrozenTarget:
-        """Loads safetensors weights strictly. `attn_implementation`: "sdpa", "eager", or "auto" (sdpa where it computes
-        all of the architecture's attention, else eager: sinks, soft caps). Errors: CheckpointError, UnsupportedTarget.
+        """Loads safetensors weights strictly.
+
+        dtype: "auto" is the checkpoint's own, where the device computes in it (`running_dtype`)
+        attn_implementation: "sdpa", "eager", or "auto" (sdpa where it computes all of the architecture's attention,
+            else eager: sinks, soft caps)
+        on_host: it stays in the host's memory for now, to be moved to `device` later
+        Errors: CheckpointError, UnsupportedTarget.
         """
         if attn_implementation not in ("auto", *ATTENTION):
             raise ConfigError(
@@ -129,7 +136,10 @@ class FrozenTarget(nn.Module):
         refuse_incomplete(info, path_or_id)
         if attn_implementation == "auto" and needs_eager(model.config.get_text_config()):
             model.set_attn_implementation("eager")
-        return cls(model.to(device), tap_layers)
+        if running_dtype(dtype, model.dtype, device) != model.dtype:
+            model.float()
+            say_widened(path_or_id)
+        return cls(model if on_host else model.to(device), tap_layers)
 
     # ------------------------------------------------------------------ what it is
 
@@ -140,6 +150,13 @@ class FrozenTarget(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self._dtype
+
+    @property
+    def checkpoint_dtype(self) -> torch.dtype:
+        """What is exported for it: its own, and bfloat16 where it runs in float32 for want of instructions."""
+        own = as_dtype(self.config.dtype or self.dtype)
+        widened = self.dtype == running_dtype("auto", own, self.device) != own
+        return own if widened else self.dtype
 
     @property
     def device(self) -> torch.device:

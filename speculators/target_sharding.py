@@ -12,7 +12,8 @@ from speculators.target import FrozenTarget
 
 
 def shard_target(target: FrozenTarget, mesh: DeviceMesh) -> FrozenTarget:
-    """In place; layers move to the mesh's devices one by one."""
+    """In place. Of one in the host's memory the layers move to the mesh's devices, each of them whole there only until
+    it is parted; the rest is the caller's to move."""
     from torch.distributed.fsdp import fully_shard
 
     for layer in target.layers:

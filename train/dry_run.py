@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
@@ -174,7 +175,7 @@ def _training_rows(plan: Outline) -> Rows:
             "learning rate",
             f"{t.learning_rate:g}, {t.lr_schedule} after {t.warmup_ratio:.0%} warm-up, clip {t.max_grad_norm:g}",
         ),
-        ("precision", "bf16 autocast, float32 weights" if t.mixed_precision == "bf16" else "float32"),
+        ("precision", "bf16 autocast, float32 weights" if plan.autocast == torch.bfloat16 else "float32"),
         *_on_policy_rows(plan.recipe),
     ]
 

@@ -1,7 +1,8 @@
 """What a recipe comes to, before any weight is loaded or a token is generated: shapes, parameters, tokens, steps.
 
 `--dry-run` shows these facts and `draftsmith plan` computes memory, time and cost from them. Shapes and parameter
-counts are exact, from the configuration alone; token counts come from a sample of the data. Knows no hardware.
+counts are exact, from the configuration alone; token counts come from a sample of the data. Of the
+hardware it knows the kind of device alone, for what "auto" means there.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
+import torch
+
 from speculators.config import DrafterConfig
 from speculators.drafter import Drafter
+from speculators.precision import autocast_dtype, own_device
 from speculators.target import FrozenTarget
 from train.data_count import TokenCount, counter, mixed
 from train.feature_encodings import bytes_per_token
@@ -33,6 +37,12 @@ class Outline:
     head: Drafter  # without memory for its weights
     sources: list[TokenCount] = field(default_factory=list)
     validation: list[TokenCount] = field(default_factory=list)
+    device: torch.device = field(default_factory=own_device)  # that it is to run on
+
+    @property
+    def autocast(self) -> torch.dtype:
+        """What the head's layers compute in."""
+        return autocast_dtype(self.recipe.training.mixed_precision, self.device)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -109,16 +119,22 @@ class Outline:
         return math.ceil(self.packed_rows * t.epochs / self.rows_per_step(processes))
 
 
-def outline(recipe: Recipe, counted: tuple[Sequence[TokenCount], Sequence[TokenCount]] | None = None) -> Outline:
+def outline(
+    recipe: Recipe,
+    counted: tuple[Sequence[TokenCount], Sequence[TokenCount]] | None = None,
+    device: torch.device | str | None = None,
+) -> Outline:
     """All facts. Reads the target's config and tokenizer and a sample of local data; hub datasets are not touched.
-    `counted`: what the sources of `data.train` and of `data.validation` hold, where that is known."""
+    `counted`: what the sources of `data.train` and of `data.validation` hold, where that is known. `device`: what it is
+    to run on, by default this machine's."""
     from train.run_drafter import drafter_config, sketch_drafter
 
-    target = sketch_target(recipe.target)
+    device = own_device() if device is None else torch.device(device)
+    target = sketch_target(recipe.target, device)
     config = drafter_config(recipe, cast(FrozenTarget, target), planning=True)
     head = sketch_drafter(recipe, config).prepare_training(recipe.drafter)
     if counted is None:
         count = counter(recipe)
         data = recipe.data
         counted = mixed([count(s) for s in data.train], data.train), [count(s) for s in data.validation]
-    return Outline(recipe, target, head.config, head, list(counted[0]), list(counted[1]))
+    return Outline(recipe, target, head.config, head, list(counted[0]), list(counted[1]), device)

@@ -13,6 +13,7 @@ import torch
 
 from speculators.attention import RECOMPUTE_FROM
 from speculators.drafter import Drafter
+from speculators.precision import as_dtype
 from train.chunked import default_chunk_size
 from train.estimate import Outline
 from train.features_ahead import looks_ahead
@@ -129,7 +130,7 @@ def activations(plan: Outline, rows: int) -> int:
     """What an unroll over `rows` rows keeps for its backward pass, about: of the slots that have a term, where the rest
     is not computed. Recomputed depths keep what they read, and one of them is there whole."""
     T, K = plan.recipe.data.max_length, plan.depths
-    width = 2 if plan.recipe.training.mixed_precision == "bf16" else 4
+    width = plan.autocast.itemsize
     one = plan.drafter.activation_bytes(T, width, recompute=T > RECOMPUTE_FROM)
     asked = bool(plan.head.multiplied(0)[1])
     slots = rows * T * (plan.used_share if asked else 1.0)
@@ -244,7 +245,7 @@ def _measuring(plan: Outline) -> StageMemory:
 def disk(plan: Outline) -> Parts:
     """Bytes below the run's folder at its end. Tensors alone: headers of files add some kB."""
     recipe, config = plan.recipe, plan.drafter
-    exported = plan.target.dtype if recipe.export.dtype == "auto" else getattr(torch, recipe.export.dtype)
+    exported = plan.target.checkpoint_dtype if recipe.export.dtype == "auto" else as_dtype(recipe.export.dtype)
     kept = recipe.training.keep_last
     whole = plan.trainable + plan.frozen
     alone = getattr(config, "adapter_of", None) is not None  # of a draft model

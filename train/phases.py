@@ -194,14 +194,10 @@ def _share_computed(plan: Outline, steps: int, processes: int) -> float:
     return max(1 - kept * (1 - min(rows / read, 1.0)), 0.0)
 
 
-def _compute_dtype(plan: Outline) -> torch.dtype:
-    return torch.bfloat16 if plan.recipe.training.mixed_precision == "bf16" else torch.float32
-
-
 def drafter(plan: Outline, processes: int) -> Work:
     """Every depth of the unroll, forward and backward, and its recomputation where it is not kept."""
     rows, _ = plan.micro_steps(processes)
-    T, dtype = plan.recipe.data.max_length, _compute_dtype(plan)
+    T, dtype = plan.recipe.data.max_length, plan.autocast
     slots, attention = float(rows * T), plan.drafter.attention
     used = plan.used_share * slots
     again, matrices = checkpointed(plan), plan.head.weight_matrices()
@@ -248,7 +244,7 @@ def objective(plan: Outline, processes: int, device: str) -> Work:
     terms, together = per_depth * K, head.one_head
     chunks = max(terms / chunk_size(plan, device), 1.0 if together else float(K))
     distinct = (per_depth + chunks) if together else terms
-    dtype = _compute_dtype(plan)
+    dtype = plan.autocast
     parameters = sum(p.numel() for p in head.head_parameters())
     trained = parameters / (1 if together or not parameters else max(K, 1))
     products = 2.0 + bool(parameters)

@@ -116,14 +116,16 @@ def make_plan(
     the data tell how long the training is, the phases are those of one step."""
     if device.kind == CPU and count > 1:
         raise ConfigError("--count: this machine's CPU is one device, whatever the number of processes")
-    outlines = list(_outlines(recipe, examples, tokens))
+    outlines = list(_outlines(recipe, device, examples, tokens))
     stages = [_stage(name, plan, device, count, last=i == len(outlines) - 1) for i, (name, plan) in enumerate(outlines)]
     plan = Plan(recipe, device, count, stages, price_per_hour)
     plan.assumptions = _assumptions(plan)
     return plan
 
 
-def _outlines(recipe: Recipe, examples: int | None, tokens: int | None) -> Iterator[tuple[str, Outline]]:
+def _outlines(
+    recipe: Recipe, device: Device, examples: int | None, tokens: int | None
+) -> Iterator[tuple[str, Outline]]:
     """Of each stage; sources that several of them read alike are counted once."""
     known: dict[Any, Any] = {}
     for name, part in recipe.training_stages():
@@ -140,7 +142,7 @@ def _outlines(recipe: Recipe, examples: int | None, tokens: int | None) -> Itera
                 s if s.limit or not s.resolved().name else s.model_copy(update=few) for s in part.data.validation
             ]
             known[key] = filled(part.data.train, examples), filled(of_validation, None)
-        yield name, outline(part, known[key])
+        yield name, outline(part, known[key], device.kind)
 
 
 def _stage(name: str, plan: Outline, device: Device, count: int, *, last: bool) -> Stage:

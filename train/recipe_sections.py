@@ -26,7 +26,8 @@ class TargetSection(Section):
     )
     dtype: Dtype = Field(
         "auto",
-        description="precision the target runs in; auto: the one its config names, which is what serving uses",
+        description="precision the target runs in; auto: the one its config names, which is what serving uses, but "
+        "float32 for bfloat16 on a CPU without instructions for it",
     )
     revision: Text | None = Field(None, description="branch, tag or commit on the hub; null: the default branch")
     trust_remote_code: bool = Field(
@@ -90,7 +91,11 @@ class TrainingSection(Section):
     warmup_ratio: Share = Field(0.02, description="part of the run that warms the learning rate up")
     lr_schedule: Literal["cosine", "constant"] = Field("cosine", description="after the warm-up; cosine ends at zero")
     max_grad_norm: float = Field(0.5, gt=0, description="gradient clipping; 0.5 in every EAGLE paper")
-    mixed_precision: Literal["bf16", "no"] = Field("bf16", description="autocast of the head; master weights stay fp32")
+    mixed_precision: Literal["auto", "bf16", "no"] = Field(
+        "auto",
+        description="autocast of the head, whose master weights stay fp32; auto: bf16, but none on a CPU without "
+        "instructions for it",
+    )
     seed: Count = Field(0, description="seed of initialisation and sampling order")
     eval_every: PositiveInt | None = Field(None, description="steps between held-out evaluations; null: ten a run")
     save_every: PositiveInt | None = Field(None, description="steps between checkpoints; null: with every evaluation")
@@ -175,7 +180,7 @@ class ExportSection(Section):
         min_length=1,
         description="formats to write (docs/formats.md): the first to `export`, others to `export-<format>` beside it",
     )
-    dtype: Dtype = Field("auto", description="precision of the exported weights; auto: the target's")
+    dtype: Dtype = Field("auto", description="precision of the exported weights; auto: the target checkpoint's")
     push_to_hub: bool = Field(
         False, description="upload once the gates are passed, card included; a repository id is hub_model_id as well"
     )

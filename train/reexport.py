@@ -9,13 +9,13 @@ import json
 from pathlib import Path
 from typing import cast
 
-import torch
 from safetensors.torch import load_file
 
 from inference.llm_loading import load_tokenizer
 from speculators.drafter import family_class
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export import describe_target, export_drafter
+from speculators.precision import as_dtype
 from speculators.target import FrozenTarget
 from train import checkpoint
 from train.data import conversation_tokenizer
@@ -50,7 +50,7 @@ def reexport(run_dir: Path, out: Path, *, dtype: str = "auto", format: str = "vl
         step = int(state["step"])
         drafter.load_state_dict(load_file(newest / "drafter.safetensors"), strict=True)
     wanted = dtype if dtype != "auto" else recipe.export.dtype
-    exported = target.dtype if wanted == "auto" else getattr(torch, wanted)
+    exported = target.checkpoint_dtype if wanted == "auto" else as_dtype(wanted)
     t = recipe.target
     tokenizer = load_tokenizer(t.model, None, revision=t.revision, trust_remote_code=t.trust_remote_code)
     facts = conversation_tokenizer(recipe.data, tokenizer).template_facts() | summary(run_dir)

@@ -26,6 +26,7 @@ from speculators.drafter import Drafter
 from speculators.errors import ConfigError, DraftsmithError
 from speculators.export import describe_target
 from speculators.export.upload import account
+from speculators.precision import as_dtype, autocast_dtype, own_device
 from speculators.target import FrozenTarget
 from train import checkpoint, trackers
 from train.data import conversation_tokenizer
@@ -37,7 +38,7 @@ from train.joint import FOLDER as TARGET
 from train.joint import JointTarget
 from train.loop import Interrupted, Trainer
 from train.on_policy import OnPolicy
-from train.processes import share_out
+from train.processes import share_out, waits_on_host
 from train.progress import Stages
 from train.recipe import Recipe
 from train.recipe_load import load_recipe
@@ -130,9 +131,11 @@ def _push(recipe: Recipe, stages: Stages, code: int) -> None:
 def make_accelerator(recipe: Recipe) -> Accelerator:
     """Precision and trackers of the recipe. ConfigError names a tracker that is not installed."""
     trackers.require(recipe)
+    device = own_device()
+    autocast = autocast_dtype(recipe.training.mixed_precision, device)
     accelerator = Accelerator(
-        cpu=not torch.accelerator.is_available(),  # said aloud, since processes on CPUs find each other only then
-        mixed_precision=recipe.training.mixed_precision,
+        cpu=device.type == "cpu",  # said aloud, since processes on CPUs find each other only then
+        mixed_precision="bf16" if autocast == torch.bfloat16 else "no",
         log_with=list(recipe.trackers) or None,
         project_dir=recipe.output_dir,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
@@ -148,13 +151,14 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
 
 
 def load_target(recipe: Recipe, accelerator: Accelerator, tap_layers: Sequence[int]) -> FrozenTarget:
+    """On the device of this process, or for now in the host's memory if it is shared out before it is asked."""
     t = recipe.target
-    dtype = t.dtype if t.dtype == "auto" else getattr(torch, t.dtype)
     return FrozenTarget.from_pretrained(
         t.model,
         tap_layers=tap_layers,
-        dtype=dtype,
+        dtype=t.dtype if t.dtype == "auto" else as_dtype(t.dtype),
         device=accelerator.device,
+        on_host=waits_on_host(recipe, accelerator),
         attn_implementation=t.attn_implementation,
         trust_remote_code=t.trust_remote_code,
         revision=t.revision,
@@ -186,6 +190,8 @@ class Trained:
 def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
     """Every stage of the training, one after the other."""
     probe = load_target(recipe, accelerator, ())
+    if waits_on_host(recipe, accelerator):
+        stages.say("      the target waits in the host's memory, and goes to the devices a layer at a time")
     config = drafter_config(recipe, probe)
     sketch_drafter(recipe, config)  # what cannot be drafted is refused before anything is generated
     target = FrozenTarget(probe.model, config.tap_layers)
@@ -297,7 +303,7 @@ def export(recipe: Recipe, trained: Trained) -> Path:
     """`<output_dir>/export`, in the target's dtype unless the recipe names one, further formats beside it; the target
     too if it was trained along."""
     drafter, state, out = trained.drafter, trained.state, Path(recipe.output_dir)
-    dtype = drafter.target.dtype if recipe.export.dtype == "auto" else getattr(torch, recipe.export.dtype)
+    dtype = drafter.target.checkpoint_dtype if recipe.export.dtype == "auto" else as_dtype(recipe.export.dtype)
     template = conversation_tokenizer(recipe.data, trained.tokenizer).template_facts()
     provenance = recipe.provenance(state.best_step or state.step) | template | summary(out)
     if trained.joint is not None:

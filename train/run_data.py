@@ -21,6 +21,7 @@ from speculators.hub import cached_folder
 from speculators.target import FrozenTarget
 from train.data import PackedRow, conversation_tokenizer, fit_rows, pack, prepare_rows
 from train.prepare import Prepared, askable, bad_rows, training_examples
+from train.processes import waits_on_host
 from train.progress import Stages
 from train.recipe import Recipe
 from train.regenerate import facts_of, regenerate, settings_hash
@@ -67,7 +68,9 @@ class RunData:
             recipe.data.chat_template_kwargs,
         )
         batch = recipe.regenerate.batch_size
-        self.llm = target and LLM(target, tokenizer, max_num_seqs=batch, max_num_batched_tokens=max(512, 32 * batch))
+        asked = target is not None and not waits_on_host(recipe, accelerator)
+        limits = {"max_num_seqs": batch, "max_num_batched_tokens": max(512, 32 * batch)}
+        self.llm = LLM(target, tokenizer, **limits) if asked else None
         self.facts = facts_of(recipe, tokenizer) if self.llm is None else None
 
     def training_rows(self) -> list[PackedRow]:

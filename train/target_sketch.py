@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from speculators.errors import CheckpointError, UnsupportedTarget
 from speculators.hub import hub_trouble
+from speculators.precision import as_dtype, own_device, running_dtype
 from speculators.sizes import AttentionSizes, Products, attention_sizes, decoder_products
 from train.recipe_sections import TargetSection
 
@@ -26,7 +27,8 @@ class TargetSketch:
     hidden_size: int
     vocab_size: int
     num_layers: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # it runs in
+    checkpoint_dtype: torch.dtype
     num_parameters: int  # tied ones counted once
     products: Products  # of its layers
     attention: AttentionSizes
@@ -37,8 +39,10 @@ class TargetSketch:
         return self.products.weights + self.vocab_size * self.hidden_size
 
 
-def sketch_target(section: TargetSection) -> TargetSketch:
-    """Reads config.json (of a folder, the local cache or the hub); builds the model without memory for weights."""
+def sketch_target(section: TargetSection, device: torch.device | str | None = None) -> TargetSketch:
+    """Reads config.json (of a folder, the local cache or the hub); builds the model without memory for weights.
+
+    `device`: what it is to run on; None: what this machine would use."""
     try:
         whole = AutoConfig.from_pretrained(
             section.model, revision=section.revision, trust_remote_code=section.trust_remote_code
@@ -56,21 +60,17 @@ def sketch_target(section: TargetSection) -> TargetSketch:
     except (ValueError, KeyError, ImportError) as error:
         raise UnsupportedTarget(f"target {section.model}: transformers cannot build it: {error}") from error
     head = model.get_output_embeddings()
+    own = as_dtype(getattr(whole, "dtype", None) or getattr(config, "dtype", None) or torch.float32)
+    dtype = running_dtype(section.dtype, own, device or own_device())
     return TargetSketch(
         name_or_path=section.model,
         config=config,
         hidden_size=config.hidden_size,
         vocab_size=head.weight.shape[0] if head is not None else config.vocab_size,
         num_layers=config.num_hidden_layers,
-        dtype=_dtype(section.dtype, whole, config),
+        dtype=dtype,
+        checkpoint_dtype=own if section.dtype == "auto" else dtype,
         num_parameters=sum(p.numel() for p in model.parameters()),
         products=decoder_products(model, config),
         attention=attention_sizes(config),
     )
-
-
-def _dtype(asked: str, whole: PretrainedConfig, config: PretrainedConfig) -> torch.dtype:
-    if asked != "auto":
-        return getattr(torch, asked)
-    named = getattr(whole, "dtype", None) or getattr(config, "dtype", None) or torch.float32
-    return getattr(torch, named) if isinstance(named, str) else named

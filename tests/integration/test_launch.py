@@ -44,9 +44,10 @@ def launch(path: Path, out: Path, config: str | None, *options: str, overrides: 
     return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
 
 
-def finished(process: subprocess.Popen) -> None:
+def finished(process: subprocess.Popen) -> str:
     said, _ = process.communicate(timeout=900)
     assert process.returncode == 0, said[-4000:]
+    return said
 
 
 def result(out: Path) -> tuple[list[list[float]], dict]:
@@ -100,3 +101,14 @@ def test_shipped_configurations_train_alike(short_recipe, tmp_path):
     finished(launch(short_recipe, runs["killed"], None, "--num_processes", "1"))
     for name in ("two", "sharded", "machines", "killed"):
         assert_same(runs["one"], runs[name])
+
+
+@pytest.mark.integration
+def test_a_target_goes_from_the_hosts_memory_to_its_shards(short_recipe, tmp_path):
+    """Where it is asked for nothing before: responses are the data's, and nothing is held out."""
+    given = ("regenerate.enabled=false", "data.validation=[]", "evaluation.max_tokens=8")
+    finished(launch(short_recipe, tmp_path / "one", None, "--num_processes", "1", overrides=given))
+    sharded = (*given, "target.sharding=fsdp")
+    said = finished(launch(short_recipe, tmp_path / "two", "cpu_ddp.yaml", overrides=sharded))
+    assert "waits in the host's memory" in said
+    assert_same(tmp_path / "one", tmp_path / "two")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from tests.train.test_on_policy import make_recipe as on_policy_recipe
 from tests.train.test_on_policy import make_trainer as on_policy_trainer
 from tests.train.worlds import Scenario, in_worlds
 from train.loop import Trainer
-from train.processes import share_out
+from train.processes import share_out, waits_on_host
 from train.recipe import make_recipe
 
 FAMILIES: dict[str, dict[str, Any]] = {  # drafter sections
@@ -99,6 +100,34 @@ def scenario(family: str, processes: int, sharded: bool = False, **arguments) ->
     name += "".join(f", {key}={value}" for key, value in arguments.items())
     run = arguments.pop("run", name)
     return Scenario(name, processes, sharded, {"family": family, "run": run, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("changes", "waits"),
+    [
+        ({}, False),  # it writes the responses
+        ({"regenerate": {"endpoints": [{"url": "http://cluster:8000/v1"}]}}, True),
+        ({"regenerate": {"enabled": False}}, True),
+        ({"regenerate": {"enabled": False}, "validation": [{"demo": {}}]}, False),  # and those held out
+        ({"regenerate": {"enabled": False}, "init": "least_squares"}, False),  # features to fit the start to
+        ({"regenerate": {"enabled": False}, "processes": 1}, False),
+        ({"regenerate": {"enabled": False}, "sharding": "none"}, False),
+    ],
+)
+def test_a_target_that_is_asked_for_nothing_waits_on_the_host(changes: dict[str, Any], waits: bool) -> None:
+    recipe = make_recipe(
+        {
+            "name": "t",
+            "family": "eagle3",
+            "target": {"model": "tiny", "sharding": changes.get("sharding", "fsdp")},
+            "data": {"train": [{"demo": {}}], "validation": changes.get("validation", [])},
+            "drafter": {"init": changes.get("init", "taps"), "norm_before_residual": True},
+            "regenerate": changes.get("regenerate", {}),
+            "training": {"steps": 1},
+        }
+    )
+    accelerator: Any = SimpleNamespace(num_processes=changes.get("processes", 2))
+    assert waits_on_host(recipe, accelerator) is waits
 
 
 EVERYWHERE = [(1, False), (2, False), (4, False), (2, True), (4, True)]

@@ -174,7 +174,7 @@ def test_every_key_is_described():
     assert {"training.learning_rate", "data.train[].path", "gates.<name>.min", "loss", "target.model"} <= set(names)
     by_name = {row.name: row for row in rows}
     assert by_name["training.learning_rate"][1:3] == ("a number > 0 and <= 1", "0.0001")
-    assert by_name["training.mixed_precision"][1:3] == ("one of bf16, no", "bf16")
+    assert by_name["training.mixed_precision"][1:3] == ("one of auto, bf16, no", "auto")
     assert by_name["drafter.tap_layers"].type == "a non-empty list, each an integer >= 0 or null"
     assert by_name["target.model"].default == "required"
     assert by_name["evaluation.prompts"].description.endswith("(keys: see data.train[])")
@@ -209,7 +209,7 @@ MALFORMED = {
     "of them to null",
     "training: {steps: 2.5}": AT + "training.steps: expected an integer >= 1 or null, got 2.5",
     "training: {betas: [0.9]}": AT + "training.betas: expected a list of two, each a number >= 0 and < 1, got [0.9]",
-    "training: {mixed_precision: fp8}": AT + "training.mixed_precision: expected one of bf16, no, got 'fp8'",
+    "training: {mixed_precision: fp8}": AT + "training.mixed_precision: expected one of auto, bf16, no, got 'fp8'",
     "training: {lr_schedule: linear, seed: -1}": AT + "training.lr_schedule: expected one of cosine, constant, got "
     "'linear'; training.seed: expected an integer >= 0, got -1",
     "learning_rate: 1e-4": AT + "learning_rate: unknown key; did you mean 'training.learning_rate'?",

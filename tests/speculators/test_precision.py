@@ -1,0 +1,123 @@
+"""What `auto` runs in: bfloat16 where the CPU multiplies in it, float32 where it does not; exports are as ever."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from inference import LLM, SamplingParams
+from inference.measured_engine import Drafting
+from inference.vllm_engine import VllmEngine, VllmOptions
+from speculators.precision import autocast_dtype, multiplies_bfloat16, running_dtype, say_widened
+from speculators.target import FrozenTarget
+from tests.conftest import make_tiny_model
+from train.estimate import outline
+from train.recipe import make_recipe
+from train.recipe_sections import TargetSection
+from train.run import make_accelerator
+from train.target_sketch import sketch_target
+
+OLD = {"architecture": "x86_64", "avx512_f": True, "avx512_bf16": False, "amx_bf16": False}
+CPUS = {
+    "old": (OLD, False),
+    "amx": (OLD | {"amx_bf16": True}, True),
+    "avx512": (OLD | {"avx512_bf16": True}, True),
+    "avx2 of late": (OLD | {"avx_ne_convert": True}, True),
+    "old arm": ({"architecture": "aarch64", "neon": True, "bf16": False}, False),
+    "new arm": ({"architecture": "arm64", "neon": True, "bf16": True}, True),
+    "unheard of": ({"architecture": "riscv64"}, True),
+}
+
+
+@pytest.fixture
+def cpu(monkeypatch):
+    """`cpu(name)`: torch finds that CPU."""
+
+    def be(name: str) -> None:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: CPUS[name][0])
+
+    say_widened.cache_clear()
+    return be
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    make_tiny_model("qwen3").to(torch.bfloat16).save_pretrained(tmp_path / "target")
+    return tmp_path / "target"
+
+
+@pytest.mark.parametrize("name", CPUS)
+def test_a_cpu_is_known_by_its_instructions(cpu, name):
+    cpu(name)
+    assert multiplies_bfloat16("cpu") is CPUS[name][1]
+    assert multiplies_bfloat16("cuda:0") and multiplies_bfloat16("mps")
+
+
+def test_a_torch_that_cannot_tell_changes_nothing(monkeypatch):
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    assert multiplies_bfloat16("cpu")
+
+
+def test_only_auto_and_only_bfloat16_are_widened(cpu):
+    cpu("old")
+    assert running_dtype("auto", "bfloat16", "cpu") == running_dtype("auto", None, "cpu") == torch.float32
+    assert running_dtype("auto", torch.float16, "cpu") == torch.float16
+    assert running_dtype("bfloat16", "float32", "cpu") == running_dtype(torch.bfloat16, None, "cpu") == torch.bfloat16
+    assert running_dtype("auto", "torch.bfloat16", "cuda") == torch.bfloat16
+    assert [autocast_dtype(m, "cpu") for m in ("auto", "bf16", "no")] == [torch.float32, torch.bfloat16, torch.float32]
+    assert autocast_dtype("auto", "cuda") == torch.bfloat16
+
+
+def test_a_target_runs_wide_and_is_exported_as_it_was(cpu, folder, caplog):
+    """The numbers are the checkpoint's, and it is said once."""
+    cpu("old")
+    with caplog.at_level(logging.WARNING, "speculators.precision"):
+        wide, again = (FrozenTarget.from_pretrained(str(folder)) for _ in range(2))
+    assert [str(folder) in record.message for record in caplog.records] == [True]
+    assert wide.dtype == torch.float32 and wide.checkpoint_dtype == torch.bfloat16
+    insisted = FrozenTarget.from_pretrained(str(folder), dtype=torch.bfloat16)
+    assert insisted.dtype == insisted.checkpoint_dtype == torch.bfloat16
+    for own, other in zip(wide.model.parameters(), insisted.model.parameters(), strict=True):
+        assert torch.equal(own, other.float())
+    assert again.dtype == FrozenTarget(wide.model, [1]).dtype == torch.float32
+    assert FrozenTarget(wide.model, [1]).checkpoint_dtype == torch.bfloat16
+    asked = FrozenTarget.from_pretrained(str(folder), dtype=torch.float32)
+    assert asked.dtype == asked.checkpoint_dtype == torch.float32
+    cpu("amx")
+    narrow = FrozenTarget.from_pretrained(str(folder))
+    assert narrow.dtype == narrow.checkpoint_dtype == torch.bfloat16
+    model = make_tiny_model("qwen3")
+    assert FrozenTarget(model).checkpoint_dtype == torch.float32
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("old", torch.float32), ("amx", torch.bfloat16)])
+def test_all_who_say_auto_mean_the_same(cpu, folder, name, dtype, monkeypatch):
+    """The runtime, the plan, training and vLLM beside them."""
+    cpu(name)
+    llm = LLM(str(folder), device="cpu")
+    assert llm.engine.target.dtype == dtype
+    llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=3, temperature=0))
+    sketch = sketch_target(TargetSection(model=str(folder)), "cpu")
+    assert (sketch.dtype, sketch.checkpoint_dtype) == (dtype, torch.bfloat16)
+    assert sketch_target(TargetSection(model=str(folder)), "cuda").dtype == torch.bfloat16
+    monkeypatch.setattr("inference.vllm_engine.vllm_python", lambda _: "python")  # of some environment with vLLM
+    engine = VllmEngine(Drafting(str(folder), "ngram", None, 4, 1, 0, options={"device": "cpu"}), VllmOptions())
+    assert engine._dtype == str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize(("name", "precision"), [("old", "no"), ("amx", "bf16")])
+def test_training_and_its_plan_agree(cpu, folder, tmp_path, name, precision):
+    cpu(name)
+    recipe = make_recipe(
+        yaml.safe_load(f"{{name: x, family: eagle3, target: {{model: {folder}}}, data: {{train: [{{demo: {{}}}}]}}}}")
+        | {"training": {"steps": 2}, "output_dir": str(tmp_path / "run"), "trackers": []}
+    )
+    plan = outline(recipe, counted=([], []), device="cpu")
+    assert plan.autocast == (torch.bfloat16 if precision == "bf16" else torch.float32)
+    assert outline(recipe, counted=([], []), device="cuda").autocast == torch.bfloat16
+    if not torch.accelerator.is_available():
+        assert make_accelerator(recipe).mixed_precision == precision
