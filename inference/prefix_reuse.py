@@ -45,7 +45,7 @@ class PrefixReuse:
     def best(self, request: Request) -> tuple[int, int]:
         """(row, tokens): the row that shares most of what the request must prefill, (-1, 0) without one worth it."""
         found, longest = -1, 0
-        if self.enabled and request.may_reuse:
+        if self._may_reuse(request):
             wanted = request.token_ids[: request.num_prefill_tokens]
             for row in range(self._cache.rows):
                 if begin_alike(wanted, self._texts[row]):
@@ -62,7 +62,7 @@ class PrefixReuse:
             source, held = self.best(request)
             if held:
                 self._used[source] = next(self._clock)  # not to be overwritten by the others
-            if not (self.enabled and request.may_reuse) or all(
+            if not self._may_reuse(request) or all(
                 not begin_alike(request.token_ids, other.token_ids)
                 or common_prefix(request.token_ids, other.token_ids) < held + WORTH_COPYING
                 for other in chosen
@@ -71,6 +71,10 @@ class PrefixReuse:
                 left.append(request.num_prefill_tokens - held)
         order = sorted(range(len(chosen)), key=lambda i: -left[i])
         return [chosen[i] for i in order]
+
+    def _may_reuse(self, request: Request) -> bool:
+        """Asked before every other row is looked at, which takes a while where there are hundreds."""
+        return self.enabled and request.may_reuse and len(request.token_ids) >= WORTH_COPYING
 
     # ------------------------------------------------------------------ into a row
 
