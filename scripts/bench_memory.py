@@ -1,6 +1,6 @@
 """Memory of one training step against the length of its row: an EAGLE-3 head on a small random target, on a CPU.
 
-    python scripts/bench_memory.py                          # the table of docs/scale.md
+    python scripts/bench_memory.py --hidden-size 128 --texts 1   # the table of docs/scale.md: hours, for its last rows
     python scripts/bench_memory.py --lengths 2048 4096 --hidden-size 512
 
 Every figure is of a process of its own: the peak of its resident memory during the step less what it held when the step

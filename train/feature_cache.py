@@ -31,6 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from speculators.errors import DataError
+from speculators.precision import as_dtype
 from train.data import PackedRow
 from train.feature_encodings import Encoding, bytes_per_token, make_encoding, relative_error
 
@@ -102,7 +103,7 @@ class FeatureCache:
 
     def __init__(self, root: Path, key: CacheKey) -> None:
         self.key, self.folder = key, root / key.address
-        self._names, self._dtype = (key.encoding, key.last_hidden_encoding), getattr(torch, key.dtype)
+        self._names, self._dtype = (key.encoding, key.last_hidden_encoding), as_dtype(key.dtype)
         self.taps, self.last_hidden = (make_encoding(name, key.hidden_size, self._dtype) for name in self._names)
         self._places: dict[bytes, Place] = {}
         self._scanned: set[Path] = set()

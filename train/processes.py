@@ -23,7 +23,6 @@ from speculators.drafter import Drafter
 from speculators.errors import ConfigError
 from speculators.target import FrozenTarget
 from speculators.target_sharding import shard_target
-from train.recipe import Recipe
 
 MESSAGE_BYTES = 64 << 20  # of gradients that are summed at once
 Result = TypeVar("Result")
@@ -162,14 +161,6 @@ def share_out(accelerator: Accelerator, target: FrozenTarget, sharding: str) -> 
     """The target as `target.sharding` wants it, in place; with one process it stays whole."""
     if sharding == "fsdp" and accelerator.num_processes > 1:
         shard_target(target, mesh_of(accelerator)).to(accelerator.device)
-
-
-def waits_on_host(recipe: Recipe, accelerator: Accelerator) -> bool:
-    """Whether the target stays in the host's memory until it is shared out, and is never whole on a device: where it
-    is asked for nothing before, neither for texts nor for features that a start is fitted to."""
-    writes = bool(recipe.regenerate.enabled or recipe.data.validation) and not recipe.regenerate.endpoints
-    fitted = getattr(recipe.drafter, "init", None) == "least_squares"
-    return recipe.target.sharding == "fsdp" and accelerator.num_processes > 1 and not writes and not fitted
 
 
 def mesh_of(accelerator: Accelerator) -> DeviceMesh:

@@ -38,14 +38,14 @@ from train.joint import FOLDER as TARGET
 from train.joint import JointTarget
 from train.loop import Interrupted, Trainer
 from train.on_policy import OnPolicy
-from train.processes import share_out, waits_on_host
+from train.processes import share_out
 from train.progress import Stages
 from train.recipe import Recipe
 from train.recipe_load import load_recipe
 from train.regenerate_record import summary
 from train.responses import Response
 from train.rollout import LLMWriter
-from train.run_data import RunData
+from train.run_data import RunData, waits_on_host
 from train.run_drafter import drafter_config, make_drafter, meet_tokenizers, sketch_drafter
 
 STAGES = ("regenerate", "held-out responses", "train")  # of each stage of the training
@@ -156,7 +156,7 @@ def load_target(recipe: Recipe, accelerator: Accelerator, tap_layers: Sequence[i
     return FrozenTarget.from_pretrained(
         t.model,
         tap_layers=tap_layers,
-        dtype=t.dtype if t.dtype == "auto" else as_dtype(t.dtype),
+        dtype=t.dtype,
         device=accelerator.device,
         on_host=waits_on_host(recipe, accelerator),
         attn_implementation=t.attn_implementation,
@@ -191,7 +191,8 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
     """Every stage of the training, one after the other."""
     probe = load_target(recipe, accelerator, ())
     if waits_on_host(recipe, accelerator):
-        stages.say("      the target waits in the host's memory, and goes to the devices a layer at a time")
+        unasked = "; endpoints are not compared with it" if recipe.regenerate.endpoints else ""
+        stages.say(f"      the target waits in the host's memory, and goes to the devices a layer at a time{unasked}")
     config = drafter_config(recipe, probe)
     sketch_drafter(recipe, config)  # what cannot be drafted is refused before anything is generated
     target = FrozenTarget(probe.model, config.tap_layers)
@@ -300,8 +301,8 @@ def held_out_evaluation(recipe: Recipe, target: FrozenTarget, held_out: dict[flo
 
 
 def export(recipe: Recipe, trained: Trained) -> Path:
-    """`<output_dir>/export`, in the target's dtype unless the recipe names one, further formats beside it; the target
-    too if it was trained along."""
+    """`<output_dir>/export`, in the target checkpoint's dtype unless the recipe names one, further formats beside it;
+    the target too if it was trained along."""
     drafter, state, out = trained.drafter, trained.state, Path(recipe.output_dir)
     dtype = drafter.target.checkpoint_dtype if recipe.export.dtype == "auto" else as_dtype(recipe.export.dtype)
     template = conversation_tokenizer(recipe.data, trained.tokenizer).template_facts()

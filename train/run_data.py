@@ -21,7 +21,6 @@ from speculators.hub import cached_folder
 from speculators.target import FrozenTarget
 from train.data import PackedRow, conversation_tokenizer, fit_rows, pack, prepare_rows
 from train.prepare import Prepared, askable, bad_rows, training_examples
-from train.processes import waits_on_host
 from train.progress import Stages
 from train.recipe import Recipe
 from train.regenerate import facts_of, regenerate, settings_hash
@@ -180,6 +179,14 @@ class RunData:
                     keep_summary(Path(self.recipe.output_dir), kept)
             self.accelerator.wait_for_everyone()
         return responses
+
+
+def waits_on_host(recipe: Recipe, accelerator: Accelerator) -> bool:
+    """Whether the target stays in the host's memory until it is shared out, and is never whole on a device: where it
+    is asked for nothing before, neither for texts nor for features that a start is fitted to."""
+    writes = bool(recipe.regenerate.enabled or recipe.data.validation) and not recipe.regenerate.endpoints
+    fitted = getattr(recipe.drafter, "init", None) == "least_squares"
+    return recipe.target.sharding == "fsdp" and accelerator.num_processes > 1 and not writes and not fitted
 
 
 def _per_workload(examples: Sequence[Example], limit: int) -> list[Example]:

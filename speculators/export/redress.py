@@ -8,14 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from speculators.adapter import CONFIG
 from speculators.drafter import family_class
 from speculators.errors import ConfigError
 from speculators.export import export_drafter, load_weights, read_drafter_config, read_fields, resolve
 from speculators.export.formats import NATIVE
 from speculators.export.headers import PICKLES
+from speculators.precision import as_dtype
 
 NOT_COPIED = ("config.json", "*.safetensors", "*.index.json", ".*", CONFIG, *PICKLES)
 
@@ -47,7 +46,7 @@ def redress(
     drafter = family_class(config.family)(config)
     load_weights(drafter, folder)
     told = {name: value for name, value in (read_fields(folder).get("draftsmith") or {}).items() if name in _KEPT}
-    exported = getattr(torch, config.dtype if dtype == "auto" else dtype)
+    exported = as_dtype(config.dtype if dtype == "auto" else dtype)
     files = [path for path in sorted(folder.iterdir()) if path.is_file() and not any(map(path.match, NOT_COPIED))]
     told |= provenance or {}
     return export_drafter(drafter, out, dtype=exported, format=format, provenance=told, beside=files)

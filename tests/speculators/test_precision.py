@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from inference import LLM, SamplingParams
 from inference.measured_engine import Drafting
@@ -113,8 +112,14 @@ def test_all_who_say_auto_mean_the_same(cpu, folder, name, dtype, monkeypatch):
 def test_training_and_its_plan_agree(cpu, folder, tmp_path, name, precision):
     cpu(name)
     recipe = make_recipe(
-        yaml.safe_load(f"{{name: x, family: eagle3, target: {{model: {folder}}}, data: {{train: [{{demo: {{}}}}]}}}}")
-        | {"training": {"steps": 2}, "output_dir": str(tmp_path / "run"), "trackers": []}
+        {
+            "name": "x",
+            "family": "eagle3",
+            "target": {"model": str(folder)},
+            "data": {"train": [{"demo": {}}]},
+            "training": {"steps": 2},
+            "output_dir": str(tmp_path / "run"),
+        }
     )
     plan = outline(recipe, counted=([], []), device="cpu")
     assert plan.autocast == (torch.bfloat16 if precision == "bf16" else torch.float32)

@@ -22,8 +22,9 @@ from tests.train.test_on_policy import make_recipe as on_policy_recipe
 from tests.train.test_on_policy import make_trainer as on_policy_trainer
 from tests.train.worlds import Scenario, in_worlds
 from train.loop import Trainer
-from train.processes import share_out, waits_on_host
+from train.processes import share_out
 from train.recipe import make_recipe
+from train.run_data import waits_on_host
 
 FAMILIES: dict[str, dict[str, Any]] = {  # drafter sections
     "eagle3": {"unroll_steps": 3, "draft_vocab_size": 60, "tap_layers": [1, 2, 3]},
