@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -82,8 +83,7 @@ class DraftModelLayout(Layout):
         if drafter.adapter is not None and cast(DraftModelConfig, config).adapter_of is not None:
             drafter.adapter.save(folder)
         else:
-            state = drafter.state_of_model()
-            drafter.model.save_pretrained(folder, state_dict={n: t.detach().to("cpu", dtype) for n, t in state.items()})
+            drafter.model.save_pretrained(folder, state_dict=_converted(drafter.state_of_model(), dtype))
         if drafter.tokenizer is not None:
             drafter.tokenizer.save_pretrained(folder)
         if drafter.token_map is not None:
@@ -103,6 +103,13 @@ class DraftModelLayout(Layout):
         _refuse_infinite(drafter, folder)
         if own.other_tokenizer:
             drafter.token_map = TokenMap.load(folder, drafter.target.vocab_size, own.vocab_size)
+
+
+def _converted(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """On the CPU in `dtype`; tensors that are one stay one, of which transformers writes the name that it reads."""
+    keys = {name: (tensor.data_ptr(), tensor.shape, tensor.stride()) for name, tensor in state.items()}
+    made = {keys[name]: tensor.detach().to("cpu", dtype) for name, tensor in state.items()}
+    return {name: made[key] for name, key in keys.items()}
 
 
 def _load(path: str | Path) -> Any:

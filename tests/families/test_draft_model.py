@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from inference import LLM, SamplingParams
@@ -252,6 +253,19 @@ def test_a_plain_folder_drafts(tiny_model, tokenizer, target_folder: Path, tmp_p
     for folder in ("draft", "again"):
         drafting = {"method": "draft_model", "model": str(tmp_path / folder), "num_speculative_tokens": 3}
         same_text(LLM(str(target_folder), speculative_config=drafting), prompts=["The quick brown", "def add"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tied_table_is_written_once(tiny_model, tmp_path: Path, dtype: torch.dtype) -> None:
+    """Whatever precision it is converted to, and it is read as both."""
+    model, target = tiny_model("qwen2"), FrozenTarget(tiny_model("llama"))
+    model.save_pretrained(tmp_path / "draft")
+    export_drafter(load_drafter(tmp_path / "draft", target), tmp_path / "again", dtype=dtype)
+    names = [set(load_file(tmp_path / folder / "model.safetensors")) for folder in ("draft", "again")]
+    assert names[0] == names[1] and "lm_head.weight" not in names[0]
+    again = load_drafter(tmp_path / "again", target).model
+    assert again.lm_head.weight is again.get_input_embeddings().weight
+    torch.testing.assert_close(again.lm_head.weight, model.lm_head.weight.to(dtype).float())
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tiny_model, target_folder: Path, tmp_path: Path) -> None:
