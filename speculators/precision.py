@@ -8,9 +8,11 @@ float32 holds every bfloat16 number exactly. Only CPUs are told apart: accelerat
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,13 @@ def running_dtype(asked: torch.dtype | str, own: torch.dtype | str | None, devic
 def as_dtype(named: torch.dtype | str) -> torch.dtype:
     """torch's, of its name with or without "torch."."""
     return getattr(torch, named.removeprefix("torch.")) if isinstance(named, str) else named
+
+
+def in_dtype(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """A state on the CPU in `dtype`. Tensors that are one stay one, so that transformers writes a tied table once."""
+    keys = {name: (tensor.data_ptr(), tensor.shape, tensor.stride()) for name, tensor in state.items()}
+    made = {keys[name]: tensor.detach().to("cpu", dtype) for name, tensor in state.items()}
+    return {name: made[key] for name, key in keys.items()}
 
 
 def autocast_dtype(mixed_precision: str, device: torch.device | str) -> torch.dtype:

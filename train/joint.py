@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from speculators.adapter import Adapter
 from speculators.drafter import valid_terms
 from speculators.export import replace_folder
+from speculators.precision import in_dtype
 from speculators.target import FrozenTarget, TargetFeatures
 from train.losses import chunked_objective
 from train.recipe_sections import JointSection
@@ -109,7 +110,7 @@ class JointTarget(nn.Module):
             if self.section.export == "adapter":
                 self.adapter.save(fresh)
             else:
-                self.model.get_base_model().save_pretrained(fresh, state_dict=self.adapter.merged_state())
+                self._save_merged(fresh)
             tokenizer.save_pretrained(fresh)
             (fresh / CHANGE).write_text(json.dumps(change, indent=2) + "\n")
             fresh.chmod(0o755)
@@ -117,6 +118,17 @@ class JointTarget(nn.Module):
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
         return folder
+
+    def _save_merged(self, folder: Path) -> None:
+        """In the precision of the checkpoint, whatever it was trained in; transformers would name the latter."""
+        model, dtype = self.model.get_base_model(), self.target.checkpoint_dtype
+        config, own = model.config, model.config.dtype
+        try:
+            model.save_pretrained(folder, state_dict=in_dtype(self.adapter.merged_state(), dtype))
+            config.dtype = dtype
+            config.save_pretrained(folder)
+        finally:
+            config.dtype = own
 
 
 @torch.no_grad()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -33,6 +32,7 @@ from speculators.export.layout import (
 )
 from speculators.families.draft_model import DraftModel, DraftModelConfig, sizes_of
 from speculators.hub import hub_trouble, split_revision
+from speculators.precision import in_dtype
 from speculators.student import plain_fields
 from speculators.target_probe import needs_eager
 from speculators.token_map import TokenMap
@@ -83,7 +83,7 @@ class DraftModelLayout(Layout):
         if drafter.adapter is not None and cast(DraftModelConfig, config).adapter_of is not None:
             drafter.adapter.save(folder)
         else:
-            drafter.model.save_pretrained(folder, state_dict=_converted(drafter.state_of_model(), dtype))
+            drafter.model.save_pretrained(folder, state_dict=in_dtype(drafter.state_of_model(), dtype))
         if drafter.tokenizer is not None:
             drafter.tokenizer.save_pretrained(folder)
         if drafter.token_map is not None:
@@ -103,13 +103,6 @@ class DraftModelLayout(Layout):
         _refuse_infinite(drafter, folder)
         if own.other_tokenizer:
             drafter.token_map = TokenMap.load(folder, drafter.target.vocab_size, own.vocab_size)
-
-
-def _converted(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """On the CPU in `dtype`; tensors that are one stay one, of which transformers writes the name that it reads."""
-    keys = {name: (tensor.data_ptr(), tensor.shape, tensor.stride()) for name, tensor in state.items()}
-    made = {keys[name]: tensor.detach().to("cpu", dtype) for name, tensor in state.items()}
-    return {name: made[key] for name, key in keys.items()}
 
 
 def _load(path: str | Path) -> Any:

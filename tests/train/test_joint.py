@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from pydantic import ValidationError
+from safetensors.torch import load_file
 
 from speculators.config import config_for_target
 from speculators.families.medusa import Medusa
@@ -21,7 +22,7 @@ from train.recipe import recipe_class
 TEXTS = [([5, 6, 7], [8, 9, 10, 11]), ([3, 4], [50, 60])]
 
 
-def make_trainer(tiny_model, folder: Path, **joint) -> Trainer:
+def make_trainer(tiny_model, folder: Path, target: FrozenTarget | None = None, **joint) -> Trainer:
     recipe = recipe_class("medusa").model_validate(
         {
             "name": "t",
@@ -35,7 +36,7 @@ def make_trainer(tiny_model, folder: Path, **joint) -> Trainer:
             },
         }
     )  # fmt: skip
-    target = FrozenTarget(copy.deepcopy(tiny_model("qwen2")))
+    target = target or FrozenTarget(copy.deepcopy(tiny_model("qwen2")))
     torch.manual_seed(0)
     drafter = Medusa(config_for_target(target, "medusa", num_heads=2)).attach(target).initialise_from(target)
     return Trainer(
@@ -65,6 +66,23 @@ def test_what_is_exported_is_what_was_trained(tiny_model, tmp_path, exported):
     assert cross_entropy(trainer.target, TEXTS) == pytest.approx(after, rel=1e-4)  # exporting changed nothing
     assert (folder / "adapter_config.json").exists() == (exported == "adapter")
     assert not list(tmp_path.glob(".target*"))
+
+
+def test_a_target_that_ran_wide_is_exported_as_narrow_as_it_was(tiny_model, tmp_path, monkeypatch):
+    """On a CPU without bfloat16 a bfloat16 checkpoint is trained in float32."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64", "avx512_bf16": False})
+    copy.deepcopy(tiny_model("qwen2")).bfloat16().save_pretrained(tmp_path / "base")
+    target = FrozenTarget.from_pretrained(str(tmp_path / "base"))
+    trainer = make_trainer(tiny_model, tmp_path / "run", target)
+    trainer.run()
+    _, after = trainer.joint.held_out_loss(TEXTS)
+    folder = trainer.joint.export(tmp_path / "target", Tokenizer(), {})
+    tensors = load_file(folder / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16} and "lm_head.weight" not in tensors
+    assert target.dtype == torch.float32 and target.checkpoint_dtype == torch.bfloat16  # exporting changed nothing
+    reloaded = FrozenTarget.from_pretrained(str(folder))
+    assert reloaded.dtype == torch.float32 and reloaded.checkpoint_dtype == torch.bfloat16
+    assert cross_entropy(reloaded, TEXTS) == pytest.approx(after, rel=2e-3)
 
 
 def test_the_targets_own_weights_do_not_move_and_the_loss_falls(tiny_model, tmp_path):
