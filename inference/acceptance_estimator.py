@@ -3,8 +3,9 @@
 Conditional acceptance a_k = P(draft k is accepted, given that the k-1 before it were) is one logistic model of
 
     how often draft k is accepted at all       every request of the proposer, decayed slowly
-    how this request departs from that         its own outcomes, over a long and a short memory
     how sure the proposer is of draft k-1, k   if it says so (`Proposal.confidence`)
+    what these two leave unexplained lately    of every request together, since texts of a kind come one after the other
+    what they leave unexplained of this one    the request's own outcomes, over a long and a short memory
 
 in two forms: of a draft whose confidence is still unknown, to plan with, and of one whose confidence is known, to
 decide with. Both are refitted by every outcome, so a confidence that means nothing gets no weight. What a draft turned
@@ -24,10 +25,13 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 LONG, SHORT = 0.95, 0.6  # per outcome: what remains of a request's earlier outcomes
+LATELY = 0.98  # the same of every request's
 IDLE = 0.99  # per round without outcomes: what remains of the long memory
-SHARED = 0.998  # the same of every request's, per depth
+DOUBT = 1.0  # information that speaks for nothing being left unexplained; half of it for the short memory
+SHARED = 0.998  # what remains of every request's outcomes per depth, in how often it is accepted
 PRIOR, WEIGHT = 0.7, 4.0  # acceptance before any outcome, and how many outcomes it takes to halve its say
 EVERY = 24  # outcomes that make a refit worth its time
+MEMORIES = 5  # features of a model before those of confidences: 1, how often, and three of memories
 FADING = 0.7  # what a confidence says of the draft after next is this share of what it says of the next
 SCENARIOS = (-1.5, -0.7, 0.0, 0.5, 1.0)  # a skewed distribution in five points: most drafts are sure ones
 
@@ -54,28 +58,49 @@ class OnlineLogistic:
         self.numbers = self._weights.tolist()
 
 
-@dataclass
+class Memory:
+    """Outcomes that fade: the shift of their logits that would explain them, one Newton step from none.
+
+    `keeps`: what remains of those before at every outcome. `doubt`: information that speaks for no shift.
+    """
+
+    def __init__(self, keeps: float, doubt: float = DOUBT) -> None:
+        self._keeps, self._doubt = keeps, doubt
+        self._surprise = self._information = 0.0
+
+    def add(self, surprise: float, information: float) -> None:
+        """An outcome less its estimate p, and p (1 - p)."""
+        self._surprise = self._keeps * self._surprise + surprise
+        self._information = self._keeps * self._information + information
+
+    def fade(self, kept: float) -> None:
+        self._surprise, self._information = kept * self._surprise, kept * self._information
+
+    @property
+    def shift(self) -> float:
+        return self._surprise / (self._information + self._doubt)
+
+
 class RequestHistory:
-    """How a request's outcomes departed from what was usual at their depth: decayed sums over two memories."""
+    """What a request's outcomes left unexplained, over two memories."""
 
-    long: float = 0.0
-    long_weight: float = 0.0
-    short: float = 0.0
-    short_weight: float = 0.0
+    def __init__(self) -> None:
+        self._long, self._short = Memory(LONG), Memory(SHORT, DOUBT / 2)
 
-    def add(self, surprise: float) -> None:
-        self.long, self.long_weight = LONG * self.long + surprise, LONG * self.long_weight + 1
-        self.short, self.short_weight = SHORT * self.short + surprise, SHORT * self.short_weight + 1
+    def add(self, surprise: float, information: float) -> None:
+        """See `Memory.add`."""
+        self._long.add(surprise, information)
+        self._short.add(surprise, information)
 
     def idle(self) -> None:
         """A round without outcomes: what is long ago says less."""
-        self.long, self.long_weight = IDLE * self.long, IDLE * self.long_weight
-        self.short, self.short_weight = SHORT * self.short, SHORT * self.short_weight
+        self._long.fade(IDLE)
+        self._short.fade(SHORT)
 
     @property
-    def departures(self) -> tuple[float, float]:
-        """Mean surprise over the long and the short memory, as if four and one outcomes had brought none."""
-        return 4 * self.long / (self.long_weight + 4), 2 * self.short / (self.short_weight + 1)
+    def shifts(self) -> tuple[float, float]:
+        """Over the long and the short memory, in logits."""
+        return self._long.shift, self._short.shift
 
 
 @dataclass
@@ -83,11 +108,13 @@ class Outlook:
     """What is known of B rows in one round, as it becomes known.
 
     shared     [K] logits of a_k over all requests
-    rows       [B] departures of each request, over the long and the short memory
+    lately     the shift of all requests
+    rows       [B] the shifts of each request, over the long and the short memory
     centred    per depth seen: [B] confidences in logits, less the usual of that depth
     """
 
     shared: list[float]
+    lately: float
     rows: list[tuple[float, float]]
     centred: list[list[float]] = field(default_factory=list)
 
@@ -99,8 +126,10 @@ class AcceptanceEstimator:
     def __init__(self, depth: int) -> None:
         self._accepted = [0.0] * depth
         self._tried = [0.0] * depth
-        self._before = OnlineLogistic([0, 1, 1, 0.3, 0.2], [2, 4, 4, 4, 4])
-        self._after = OnlineLogistic([0, 1, 1, 0.3, 0, 0.5], [2, 4, 4, 4, 4, 4])
+        # Weights of 1, of how often, of lately, of the long and the short memory, and of two confidences, or of one.
+        self._before = OnlineLogistic([0, 1, 0.5, 0.7, 0.2, 0.2], [2, 4, 4, 4, 4, 4])
+        self._after = OnlineLogistic([0, 1, 0.5, 0.7, 0.2, 0, 0.5], [2, 4, 4, 4, 4, 4, 4])
+        self._lately = Memory(LATELY)
         self._usual = [0.0] * depth  # mean confidence of each depth, in logits
         self._told = [0] * depth  # how many rounds it is the mean of
         self._spread = [0.0] * depth  # mean square departure from it
@@ -110,7 +139,7 @@ class AcceptanceEstimator:
     def outlook(self, histories: Sequence[RequestHistory], depth: int) -> Outlook:
         """Of up to `depth` drafts, before anything is drafted."""
         shared = [logit(rate) for rate in self._rates()[:depth]]
-        return Outlook(shared, [history.departures for history in histories])
+        return Outlook(shared, self._lately.shift, [history.shifts for history in histories])
 
     def see(self, outlook: Outlook, confidence: Sequence[float] | None) -> list[float]:
         """The next draft's confidence [B], known before it is drawn -> a_k [B] of that draft.
@@ -139,12 +168,12 @@ class AcceptanceEstimator:
         What the last confidence says fades with the distance. `shift` [B]: is it instead, of the draft that is skipped.
         """
         k = len(outlook.centred)
-        one, shared, long, short, fading = self._before.numbers
+        one, shared, late, long, short, fading = self._before.numbers
         depths = outlook.shared[k + skip :][:most]
         last = outlook.centred[-1] if k and not skip else [shift] * len(outlook.rows)
         estimates = []
         for (u, r), c in zip(outlook.rows, last, strict=True):
-            own, said, row = one + long * u + short * r, fading * c, []
+            own, said, row = one + late * outlook.lately + long * u + short * r, fading * c, []
             for depth in depths:
                 row.append(sigmoid(own + shared * depth + said))
                 said *= FADING
@@ -163,8 +192,8 @@ class AcceptanceEstimator:
     def _seen(self, outlook: Outlook, centred: Sequence[float]) -> list[float]:
         """a_k [B] of the next draft, its confidence being `centred` [B]."""
         k = len(outlook.centred)
-        one, shared, long, short, before, this = self._after.numbers
-        common = one + shared * outlook.shared[k]
+        one, shared, late, long, short, before, this = self._after.numbers
+        common = one + shared * outlook.shared[k] + late * outlook.lately
         last = outlook.centred[-1] if k else [0.0] * len(centred)
         return [
             sigmoid(common + long * u + short * r + before * b + this * c)
@@ -182,7 +211,7 @@ class AcceptanceEstimator:
         told: bool,
     ) -> None:
         """What became of a round: drafts verified and accepted per row. `told`: confidences were known."""
-        features, outcomes, usual = [], [], self._rates()
+        features, outcomes, model = [], [], (self._after if told else self._before).numbers
         for b, (history, count, kept) in enumerate(zip(histories, verified, accepted, strict=True)):
             if not count:
                 history.idle()
@@ -190,9 +219,12 @@ class AcceptanceEstimator:
                 outcome = float(k < kept)
                 before = outlook.centred[k - 1][b] if told and k else 0.0
                 this = outlook.centred[k][b] if told else 0.0
-                features.append([1.0, outlook.shared[k], *outlook.rows[b], before, this])
+                features.append([1.0, outlook.shared[k], outlook.lately, *outlook.rows[b], before, this])
                 outcomes.append(outcome)
-                history.add(outcome - usual[k])
+                # What is explained without the memories themselves, which would else explain away what they hold.
+                p = sigmoid(sum(model[i] * features[-1][i] for i in (0, 1, *range(MEMORIES, len(model)))))
+                history.add(outcome - p, p * (1 - p))
+                self._lately.add(outcome - p, p * (1 - p))
                 self._tried[k] = SHARED * self._tried[k] + 1
                 self._accepted[k] = SHARED * self._accepted[k] + outcome
         if outcomes:
