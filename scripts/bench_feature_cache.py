@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Annotated, Any
 
 import torch
@@ -141,7 +141,7 @@ class Bench:
 
 
 def table(results: dict[str, Any], names: Sequence[str], seeds: Sequence[int]) -> str:
-    """As Markdown; τ is the mean over seeds, its change that of the same seed online."""
+    """As Markdown; τ is the mean over seeds, its change that against the same seed online, ± its standard error."""
     online = [results[f"{ONLINE}/{seed}"] for seed in seeds]
     temperatures = sorted(key for key in online[0] if key.startswith("expected_acceptance_length_t"))
     heads = ["encoding", "bytes/token", "bf16 ÷ it", "write tokens/s (MB/s)", "read tokens/s (MB/s)", "KL of p"]
@@ -157,7 +157,8 @@ def table(results: dict[str, Any], names: Sequence[str], seeds: Sequence[int]) -
             found = [(results.get(f"{name}/{seed}"), base[key]) for seed, base in zip(seeds, online)]
             runs = [(run[key], base) for run, base in found if run is not None]
             change = [value / base - 1 for value, base in runs]
-            cells.append(f"{mean(value for value, _ in runs):.3f} ({mean(change):+.2%})" if runs else "-")
+            doubt = f" ± {stdev(change) / len(change) ** 0.5:.2%}" if len(change) > 1 else ""
+            cells.append(f"{mean(value for value, _ in runs):.3f} ({mean(change):+.2%}{doubt})" if runs else "-")
         lines.append(cells)
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

@@ -28,9 +28,20 @@ class RMSNorm(nn.RMSNorm):
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__(width, eps=eps)
+        self._twice: Tensor | None = None  # [2n], while frozen on a CPU
+
+    def freeze(self) -> None:
+        """The weight will not change again, until `thaw`."""
+        self._twice = torch.cat([self.weight.detach()] * 2) if self.weight.device.type == "cpu" else None
+
+    def thaw(self) -> None:
+        self._twice = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight.to(x.dtype), self.eps)
+        twice = self._twice
+        if twice is None or x.dtype != twice.dtype or torch.is_grad_enabled():
+            return rms_norm(x, self.weight.to(x.dtype), self.eps)
+        return _first_half_of_layer_norm(x, twice, self.eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -43,8 +54,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
     if x.device.type != "cpu":
         return nn.functional.rms_norm(x, x.shape[-1:], None, eps) * weight
+    return _first_half_of_layer_norm(x, None, eps) * weight
+
+
+def _first_half_of_layer_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Of (x, -x) [..., 2n], with a weight [2n]."""
     mirrored = torch.cat([x, -x], -1)
-    return nn.functional.layer_norm(mirrored, mirrored.shape[-1:], None, None, eps).narrow(-1, 0, x.shape[-1]) * weight
+    return torch.layer_norm(mirrored, mirrored.shape[-1:], weight, None, eps).narrow(-1, 0, x.shape[-1])
 
 
 class Attention(nn.Module):
@@ -80,20 +96,18 @@ class Attention(nn.Module):
         if asking is not None:
             return self._project_some(x, rotary, asking)
         if self.fused is None:
-            parts = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+            q, k, v = (part(x).view(B, T, -1, self.head_dim) for part in (self.q_proj, self.k_proj, self.v_proj))
+            if self.qk_norm:
+                q, k = self.q_norm(q), self.k_norm(k)
+            qk = torch.cat([q, k], dim=2)
         else:
-            D = self.head_dim
-            parts = self.fused(x).split([self.heads * D, self.kv_heads * D, self.kv_heads * D], -1)
-        q, k, v = (part.view(B, T, -1, self.head_dim) for part in parts)
-        if self.qk_norm and self.qk_weight is None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        qk = torch.cat([q, k], dim=2)
-        if self.qk_weight is not None:
-            qk = rms_norm(qk, self.qk_weight, self.q_norm.eps)
+            heads = self.fused(x).view(B, T, -1, self.head_dim)  # of queries, keys and values
+            qk, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
+            if self.qk_weight is not None:
+                qk = rms_norm(qk, self.qk_weight, self.q_norm.eps)
         qk = _rotated(qk.transpose(1, 2), rotary)  # [B, h + g, T, d]: one rotation for both
-        q, k = qk.split([self.heads, self.kv_heads], dim=1)
-        v = v.transpose(1, 2)
-        return q.to(v.dtype), k.to(v.dtype), v
+        q, k = qk.to(v.dtype).split([self.heads, self.kv_heads], dim=1)
+        return q, k, v.transpose(1, 2)
 
     def _project_some(self, x: Tensor, rotary: tuple[Tensor, Tensor], asking: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         B, T, _ = x.shape
@@ -183,6 +197,20 @@ class DecoderLayer(nn.Module):
         self.self_attn.fused = self.self_attn.qk_weight = self.mlp.fused = None
 
 
+def freeze_norms(module: nn.Module) -> None:
+    """Every RMSNorm in it, until `thaw_norms`."""
+    for each in module.modules():
+        if isinstance(each, RMSNorm):
+            each.freeze()
+
+
+def thaw_norms(module: nn.Module) -> None:
+    """Undoes `freeze_norms`; nothing where it was not called."""
+    for each in module.modules():
+        if isinstance(each, RMSNorm):
+            each.thaw()
+
+
 class ExactBuffers(nn.Module):
     """A module whose buffers keep their precision when its weights change theirs: frequencies, biases of a router."""
 
@@ -200,7 +228,7 @@ class RotaryTable(ExactBuffers):
     def __init__(self, config: DecoderConfig, rotary_emb: nn.Module | None = None) -> None:
         super().__init__()
         self.rotary_emb = rotary_emb or LlamaRotaryEmbedding(config=_llama_config(config))
-        self._table: Rotary | None = None  # [positions, d], made when drafting begins
+        self._table: Tensor | None = None  # [positions, 2 d], made when drafting begins
 
     def forward(self, like: Tensor, position_ids: Tensor) -> Rotary:
         """position_ids [B, T] -> [B, T, d] in the dtype of `like`."""
@@ -211,15 +239,11 @@ class RotaryTable(ExactBuffers):
         if self.rotary_emb.rope_type in ("dynamic", "longrope"):  # these change with the length of the text
             return self.rotary_emb(like, position_ids)
         table = self._table
-        if (
-            table is None
-            or table[0].shape[0] < length
-            or table[0].dtype != like.dtype
-            or table[0].device != like.device
-        ):
-            cos, sin = self.rotary_emb(like, torch.arange(length, device=like.device)[None])
-            table = self._table = (cos[0], sin[0])
-        return table[0][position_ids], table[1][position_ids]
+        if table is None or table.shape[0] < length or table.dtype != like.dtype or table.device != like.device:
+            table = torch.cat(self.rotary_emb(like, torch.arange(length, device=like.device)[None]), -1)[0]
+            self._table = table
+        cos, sin = torch.embedding(table, position_ids).chunk(2, -1)
+        return cos, sin
 
 
 def at_slots(x: Tensor, slots: Tensor) -> Tensor:
@@ -229,8 +253,8 @@ def at_slots(x: Tensor, slots: Tensor) -> Tensor:
 
 def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """x [B, heads, T, d] by the angles of its positions, cos and sin [B, T, d]."""
-    cos, sin = rotary
-    return x * cos[:, None] + rotate_half(x) * sin[:, None]
+    cos, sin = (each.unsqueeze(1) for each in rotary)
+    return torch.addcmul(x * cos, rotate_half(x), sin)
 
 
 def _llama_config(config: DecoderConfig) -> LlamaConfig:

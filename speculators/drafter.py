@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from speculators.config import DrafterConfig
+from speculators.decoder import freeze_norms, thaw_norms
 from speculators.errors import ConfigError
 from speculators.frozen_linear import freeze_linears, thaw_linears
 from speculators.options import DrafterOptions
@@ -220,11 +221,13 @@ class Drafter(nn.Module):
         """For drafting only, until `train()` or a change of dtype or device: a family may fuse what it computes."""
         self.eval().requires_grad_(False)
         freeze_linears(self)
+        freeze_norms(self)
         return self
 
     def thaw(self) -> None:
         """Undoes what `freeze` made of the weights as they were."""
         thaw_linears(self)
+        thaw_norms(self)
 
     @property
     def writer(self) -> FrozenTarget | None:

@@ -26,16 +26,17 @@ class FrozenLinear:
     def __call__(self, x: Tensor) -> Tensor:
         shape = x.shape  # two dimensions: a strided batch of one would go through bmm, at four times the price
         rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
-        packed = self.packed is not None and x.dtype == torch.bfloat16 and x.numel() > 0
+        count, across = rows.shape[0], self.across
+        packed = self.packed is not None and x.dtype == torch.bfloat16 and count > 0
         if torch.compiler.is_compiling() or torch.is_grad_enabled():  # a compiler chooses its own layout
             out = nn.functional.linear(rows, self.weight, self.bias)
         elif packed:
             out = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
-        elif self.across is not None and len(rows) == 1 and rows.dtype == self.across.dtype:
-            out = rows @ self.across if self.bias is None else torch.addmm(self.bias, rows, self.across)
+        elif across is not None and count == 1 and rows.dtype == across.dtype:
+            out = rows.mm(across) if self.bias is None else torch.addmm(self.bias, rows, across)
         else:
             out = nn.functional.linear(rows, self.weight, self.bias)
-        return out if len(shape) == 2 else out.view(*shape[:-1], -1 if len(rows) else self.weight.shape[0])
+        return out if len(shape) == 2 else out.view(*shape[:-1], self.weight.shape[0])
 
 
 def freeze_linears(module: nn.Module) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from speculators.cached_attention import cached_attends
 from speculators.config import DecoderConfig
-from speculators.decoder import DecoderLayer, RMSNorm, RotaryTable
+from speculators.decoder import DecoderLayer, RMSNorm, RotaryTable, freeze_norms
 from speculators.target import FrozenTarget
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -110,6 +110,7 @@ def _shared_norm(norm: nn.Module) -> RMSNorm:
     with torch.device("meta"):
         shared = RMSNorm(norm.weight.shape[0], eps=norm.variance_epsilon)
     shared.weight = norm.weight
+    shared.freeze()
     return shared
 
 
@@ -124,5 +125,6 @@ def _around(layer: nn.Module, config: DecoderConfig) -> DecoderLayer:
         setattr(plain.self_attn, part, getattr(layer.self_attn, part))
     for part in ("gate_proj", "up_proj", "down_proj"):
         setattr(plain.mlp, part, getattr(layer.mlp, part))
+    freeze_norms(plain)
     plain.fuse()
     return plain.eval()

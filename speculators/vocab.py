@@ -36,7 +36,7 @@ def scatter_to_target(q: Tensor, draft_to_target: Tensor | None, vocab_size: int
 
 def to_target_ids(draft_ids: Tensor, draft_to_target: Tensor | None) -> Tensor:
     """Draft ids -> target ids, any shape."""
-    return draft_ids if draft_to_target is None else draft_to_target[draft_ids]
+    return draft_ids if draft_to_target is None else draft_to_target.take(draft_ids)
 
 
 def to_draft_ids(target_ids: Tensor, draft_to_target: Tensor | None) -> Tensor:
