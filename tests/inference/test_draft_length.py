@@ -67,6 +67,49 @@ def trained_estimator() -> AcceptanceEstimator:
     return estimator
 
 
+def after_texts(estimator: AcceptanceEstimator, requests: int, acceptance: float, seed: int) -> AcceptanceEstimator:
+    """What `estimator` becomes by requests of five rounds whose confidences do not tell that acceptance."""
+    source = np.random.default_rng(seed)
+    for _ in range(requests):
+        histories = [RequestHistory()]
+        for _ in range(5):
+            outlook = estimator.outlook(histories, K)
+            for confidence in source.uniform(0.6, 0.9, K):
+                estimator.see(outlook, [confidence])
+            accepted = next((k for k in range(K) if source.random() > acceptance), K)
+            estimator.learn(outlook, histories, [K], [accepted], told=True)
+    return estimator
+
+
+def first_draft(estimator: AcceptanceEstimator, history: RequestHistory) -> float:
+    return estimator.see(estimator.outlook([history], K), [0.75])[0]
+
+
+def test_texts_of_another_kind_are_noticed():
+    """Though their confidences are the same, and every request of them is new."""
+    used = after_texts(AcceptanceEstimator(K), 120, 0.9, seed=1)
+    assert first_draft(used, RequestHistory()) > 0.8
+    worse = after_texts(used, 6, 0.4, seed=2)  # 30 rounds
+    assert first_draft(worse, RequestHistory()) < 0.6
+    again = after_texts(worse, 6, 0.9, seed=3)
+    assert first_draft(again, RequestHistory()) > 0.75
+
+
+def test_a_request_of_another_kind_is_noticed_among_others():
+    mixed = AcceptanceEstimator(K)
+    for seed in range(0, 160, 2):
+        after_texts(after_texts(mixed, 1, 0.95, seed), 1, 0.4, seed + 1)
+    histories = {name: RequestHistory() for name in ("better", "worse", "new")}
+    for _ in range(4):
+        histories["better"].add(0.3, 0.2)
+        histories["worse"].add(-0.7, 0.2)
+    seen = {name: first_draft(copy.deepcopy(mixed), history) for name, history in histories.items()}
+    assert seen["worse"] + 0.1 < seen["new"] < seen["better"] - 0.03
+    for _ in range(400):
+        histories["worse"].idle()
+    assert first_draft(copy.deepcopy(mixed), histories["worse"]) == pytest.approx(seen["new"], abs=0.02)
+
+
 def planned_counts(q, confidence, drafted):
     """Models.told_counts by a plan that is shown `confidence(q(prefix), x)` of every draft."""
     estimator = trained_estimator()
