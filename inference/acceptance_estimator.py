@@ -110,12 +110,16 @@ class Outlook:
     shared     [K] logits of a_k over all requests
     lately     the shift of all requests
     rows       [B] the shifts of each request, over the long and the short memory
+    before     [B][K] logits of a_k from these alone, by the model of drafts whose confidence is unknown
+    after      the same by the one of drafts whose confidence is known: what confidences say comes on top
     centred    per depth seen: [B] confidences in logits, less the usual of that depth
     """
 
     shared: list[float]
     lately: float
     rows: list[tuple[float, float]]
+    before: list[list[float]]
+    after: list[list[float]]
     centred: list[list[float]] = field(default_factory=list)
 
 
@@ -138,8 +142,13 @@ class AcceptanceEstimator:
 
     def outlook(self, histories: Sequence[RequestHistory], depth: int) -> Outlook:
         """Of up to `depth` drafts, before anything is drafted."""
-        shared = [logit(rate) for rate in self._rates()[:depth]]
-        return Outlook(shared, self._lately.shift, [history.shifts for history in histories])
+        shared, lately = [logit(rate) for rate in self._rates(depth)], self._lately.shift
+        rows = [history.shifts for history in histories]
+        known = []
+        for one, of_depth, late, long, short, *_ in (self._before.numbers, self._after.numbers):
+            weighed = [one + late * lately + of_depth * each for each in shared]
+            known.append([[each + long * u + short * r for each in weighed] for u, r in rows])
+        return Outlook(shared, lately, rows, *known)
 
     def see(self, outlook: Outlook, confidence: Sequence[float] | None) -> list[float]:
         """The next draft's confidence [B], known before it is drawn -> a_k [B] of that draft.
@@ -154,10 +163,11 @@ class AcceptanceEstimator:
         told = [logit(each) for each in confidence]
         if not self._told[k]:
             self._usual[k] = sum(told) / rows
-        centred = [each - self._usual[k] for each in told]
-        self._told[k] = min(self._told[k] + 1, 300)
-        self._usual[k] += sum(centred) / (rows * self._told[k])
-        self._spread[k] += (sum(c * c for c in centred) / rows - self._spread[k]) / self._told[k]
+        usual = self._usual[k]
+        centred = [each - usual for each in told]
+        self._told[k] = rounds = min(self._told[k] + 1, 300)
+        self._usual[k] += sum(centred) / (rows * rounds)
+        self._spread[k] += (sum([c * c for c in centred]) / rows - self._spread[k]) / rounds
         estimates = self._seen(outlook, centred)
         outlook.centred.append(centred)
         return estimates
@@ -167,15 +177,14 @@ class AcceptanceEstimator:
 
         What the last confidence says fades with the distance. `shift` [B]: is it instead, of the draft that is skipped.
         """
-        k = len(outlook.centred)
-        one, shared, late, long, short, fading = self._before.numbers
-        depths = outlook.shared[k + skip :][:most]
+        k, fading = len(outlook.centred), self._before.numbers[-1]
         last = outlook.centred[-1] if k and not skip else [shift] * len(outlook.rows)
+        stop = None if most is None else k + skip + most
         estimates = []
-        for (u, r), c in zip(outlook.rows, last, strict=True):
-            own, said, row = one + late * outlook.lately + long * u + short * r, fading * c, []
-            for depth in depths:
-                row.append(sigmoid(own + shared * depth + said))
+        for known, c in zip(outlook.before, last, strict=True):
+            said, row = fading * c, []
+            for each in known[k + skip : stop]:
+                row.append(sigmoid(each + said))
                 said *= FADING
             estimates.append(row)
         return estimates
@@ -192,12 +201,10 @@ class AcceptanceEstimator:
     def _seen(self, outlook: Outlook, centred: Sequence[float]) -> list[float]:
         """a_k [B] of the next draft, its confidence being `centred` [B]."""
         k = len(outlook.centred)
-        one, shared, late, long, short, before, this = self._after.numbers
-        common = one + shared * outlook.shared[k] + late * outlook.lately
+        before, this = self._after.numbers[-2:]
         last = outlook.centred[-1] if k else [0.0] * len(centred)
         return [
-            sigmoid(common + long * u + short * r + before * b + this * c)
-            for (u, r), b, c in zip(outlook.rows, last, centred, strict=True)
+            sigmoid(known[k] + before * b + this * c) for known, b, c in zip(outlook.after, last, centred, strict=True)
         ]
 
     # ------------------------------------------------------------------ learning
@@ -211,20 +218,23 @@ class AcceptanceEstimator:
         told: bool,
     ) -> None:
         """What became of a round: drafts verified and accepted per row. `told`: confidences were known."""
-        features, outcomes, model = [], [], (self._after if told else self._before).numbers
+        features, outcomes, numbers = [], [], (self._after if told else self._before).numbers
+        one, of_depth, of_before, of_this = *numbers[:2], numbers[MEMORIES], numbers[-1] if told else 0.0
         for b, (history, count, kept) in enumerate(zip(histories, verified, accepted, strict=True)):
             if not count:
                 history.idle()
+            before = this = 0.0
             for k in range(min(kept + 1, count)):
-                outcome = float(k < kept)
-                before = outlook.centred[k - 1][b] if told and k else 0.0
-                this = outlook.centred[k][b] if told else 0.0
-                features.append([1.0, outlook.shared[k], outlook.lately, *outlook.rows[b], before, this])
+                outcome, shared = float(k < kept), outlook.shared[k]
+                if told:
+                    before, this = this, outlook.centred[k][b]
+                features.append([1.0, shared, outlook.lately, *outlook.rows[b], before, this])
                 outcomes.append(outcome)
                 # What is explained without the memories themselves, which would else explain away what they hold.
-                p = sigmoid(sum(model[i] * features[-1][i] for i in (0, 1, *range(MEMORIES, len(model)))))
-                history.add(outcome - p, p * (1 - p))
-                self._lately.add(outcome - p, p * (1 - p))
+                p = sigmoid(one + of_depth * shared + of_before * before + of_this * this)
+                surprise, information = outcome - p, p * (1 - p)
+                history.add(surprise, information)
+                self._lately.add(surprise, information)
                 self._tried[k] = SHARED * self._tried[k] + 1
                 self._accepted[k] = SHARED * self._accepted[k] + outcome
         if outcomes:
@@ -245,10 +255,10 @@ class AcceptanceEstimator:
         if told.any():
             self._after.learn(x[told], y[told])
 
-    def _rates(self) -> list[float]:
+    def _rates(self, depth: int) -> list[float]:
         """a_k of each depth over all requests; of a depth little tried, much as that of the one before."""
         rates, before = [], PRIOR
-        for accepted, tried in zip(self._accepted, self._tried, strict=True):
+        for accepted, tried in zip(self._accepted[:depth], self._tried, strict=False):
             before = (accepted + WEIGHT * before) / (tried + WEIGHT)
             rates.append(before)
         return rates

@@ -7,10 +7,9 @@ it slowly, and its neighbours with it; and more tokens never take less time. Kno
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-
-Array = NDArray[np.float64]
+import math
+from collections.abc import Sequence
+from itertools import accumulate
 
 DRIFT = 0.03  # of what a round departs from its figure: what all figures follow
 OWN, STEADY = 1.0, 12.0  # what its own width follows beside that: OWN / (STEADY + rounds of that width), LEAST of it
@@ -20,28 +19,28 @@ WILD = 0.4  # a round further off than this (natural logarithm) counts as that f
 
 
 class CostCurve:
-    """first [n]: seconds for each width, above 0."""
+    """first [n]: seconds for each width, above 0. Plain numbers: every round asks, of a dozen of them."""
 
-    def __init__(self, first: Array) -> None:
-        self._log: Array = np.log(first)
+    def __init__(self, first: Sequence[float]) -> None:
+        self._log = [math.log(each) for each in first]
         self._rounds = [0] * len(first)
-        places = np.arange(len(first))
-        self._near: Array = SHARE ** np.abs(places[:, None] - places)  # [n, n]
 
     def figures(self) -> list[float]:
         """[n] seconds, never falling."""
-        up, down = np.maximum.accumulate(self._log), np.minimum.accumulate(self._log[::-1])[::-1]
-        return np.exp((up + down) / 2).tolist()
+        up, down = accumulate(self._log, max), [*accumulate(reversed(self._log), min)]
+        return [math.exp((most + least) / 2) for most, least in zip(up, reversed(down), strict=True)]
 
     def learn(self, place: int, found: float) -> None:
         """A round of that width took `found` seconds."""
         if found <= 0:
             return
-        error = float(np.log(found) - self._log[place])
+        error = math.log(found) - self._log[place]
         if not any(self._rounds):  # what belongs to a round and to no forward: sampling, bookkeeping
-            self._log += error
+            self._log = [each + error for each in self._log]
         else:
             error = min(max(error, -WILD), WILD)
             own = max(OWN / (STEADY + self._rounds[place]), LEAST)
-            self._log += error * (DRIFT + own * self._near[place])
+            self._log = [
+                each + error * (DRIFT + own * SHARE ** abs(other - place)) for other, each in enumerate(self._log)
+            ]
         self._rounds[place] += 1

@@ -16,7 +16,7 @@ from time import perf_counter
 
 import numpy as np
 
-from inference.cost_curve import Array, CostCurve
+from inference.cost_curve import CostCurve
 from inference.proposers.base import Proposer
 from inference.request import Request
 from speculators.errors import ConfigError
@@ -111,6 +111,6 @@ class MeasuredCosts(RoundCosts):
         return CostCurve(verify), CostCurve(_between(range(1, most + 1), drafts, [best["draft", k] for k in drafts]))
 
 
-def _between(places: Sequence[int], known: Sequence[int], figures: Sequence[float]) -> Array:
+def _between(places: Sequence[int], known: Sequence[int], figures: Sequence[float]) -> list[float]:
     """Figures of all places, from those that are known, never falling."""
-    return np.maximum.accumulate(np.interp(np.array(places), known, np.maximum.accumulate(figures)))
+    return np.interp(places, known, np.maximum.accumulate(figures)).tolist()
