@@ -30,6 +30,7 @@ IDLE = 0.99  # per round without outcomes: what remains of the long memory
 DOUBT = 1.0  # information that speaks for nothing being left unexplained; half of it for the short memory
 SHARED = 0.998  # what remains of every request's outcomes per depth, in how often it is accepted
 PRIOR, WEIGHT = 0.7, 4.0  # acceptance before any outcome, and how many outcomes it takes to halve its say
+USUAL = 3000  # rounds, the latest, that what is usual of confidences is the mean of
 EVERY = 24  # outcomes that make a refit worth its time
 MEMORIES = 5  # features of a model before those of confidences: 1, how often, and three of memories
 FADING = 0.7  # what a confidence says of the draft after next is this share of what it says of the next
@@ -42,7 +43,7 @@ class OnlineLogistic:
     `start` [d]: the weights before any outcome; `precision` [d]: how much data it takes to move them.
     """
 
-    def __init__(self, start: Sequence[float], precision: Sequence[float], memory: float = 0.9995) -> None:
+    def __init__(self, start: Sequence[float], precision: Sequence[float], memory: float = 0.9998) -> None:
         self._weights: Array = np.array(start, dtype=np.float64)
         self.numbers: list[float] = self._weights.tolist()  # the weights
         self._prior, self._memory = np.diag(np.array(precision, dtype=np.float64)), memory
@@ -150,40 +151,43 @@ class AcceptanceEstimator:
             known.append([[each + long * u + short * r for each in weighed] for u, r in rows])
         return Outlook(shared, lately, rows, *known)
 
-    def see(self, outlook: Outlook, confidence: Sequence[float] | None) -> list[float]:
-        """The next draft's confidence [B], known before it is drawn -> a_k [B] of that draft.
+    def see(self, outlook: Outlook, confidence: Sequence[float] | None) -> tuple[list[float], list[float]]:
+        """The next draft's confidence [B], known before it is drawn -> a_k [B] of that draft, and a_{k+1} [B] of the
+        one after it, as `ahead` has it; that is [] at the last depth.
 
         None: the proposer does not say, and the estimate is the one before.
         """
         k, rows = len(outlook.centred), len(outlook.rows)
         if confidence is None:
-            estimates = [row[0] for row in self.ahead(outlook, 1)]
+            ahead = self.ahead(outlook)
             outlook.centred.append([0.0] * rows)
-            return estimates
-        told = [logit(each) for each in confidence]
+            return [row[0] for row in ahead], [row[1] for row in ahead if len(row) > 1]
         if not self._told[k]:
-            self._usual[k] = sum(told) / rows
-        usual = self._usual[k]
-        centred = [each - usual for each in told]
-        self._told[k] = rounds = min(self._told[k] + 1, 300)
-        self._usual[k] += sum(centred) / (rows * rounds)
-        self._spread[k] += (sum([c * c for c in centred]) / rows - self._spread[k]) / rounds
-        estimates = self._seen(outlook, centred)
+            self._usual[k] = sum(map(logit, confidence)) / rows
+        usual, last = self._usual[k], outlook.centred[-1] if k else [0.0] * rows
+        of_before, of_this, fading = *self._after.numbers[-2:], self._before.numbers[-1]
+        more = k + 1 < len(outlook.shared)
+        centred, this, after = [], [], []
+        for sure, before, seen, unseen in zip(confidence, last, outlook.after, outlook.before, strict=True):
+            c = logit(sure) - usual
+            centred.append(c)
+            this.append(sigmoid(seen[k] + of_before * before + of_this * c))
+            if more:
+                after.append(sigmoid(unseen[k + 1] + fading * c))
         outlook.centred.append(centred)
-        return estimates
+        return this, after
 
-    def ahead(self, outlook: Outlook, most: int | None = None, shift: float = 0.0, skip: int = 0) -> list[list[float]]:
-        """a_i [B, K-k] of the drafts after the k whose confidence was seen, `most` of them, without the first `skip`.
+    def ahead(self, outlook: Outlook, shift: float = 0.0, skip: int = 0) -> list[list[float]]:
+        """a_i [B, K-k] of the drafts after the k whose confidence was seen, without the first `skip`.
 
         What the last confidence says fades with the distance. `shift` [B]: is it instead, of the draft that is skipped.
         """
         k, fading = len(outlook.centred), self._before.numbers[-1]
         last = outlook.centred[-1] if k and not skip else [shift] * len(outlook.rows)
-        stop = None if most is None else k + skip + most
         estimates = []
         for known, c in zip(outlook.before, last, strict=True):
             said, row = fading * c, []
-            for each in known[k + skip : stop]:
+            for each in known[k + skip :]:
                 row.append(sigmoid(each + said))
                 said *= FADING
             estimates.append(row)
@@ -192,20 +196,14 @@ class AcceptanceEstimator:
     def scenarios(self, outlook: Outlook) -> Iterator[tuple[list[float], list[list[float]]]]:
         """What `see` and then `ahead` may come to say, for equally likely confidences of the next draft: [B] and
         [B, K-k-1]. The rows of a batch even each other out."""
-        rows = len(outlook.rows)
-        spread = (self._spread[len(outlook.centred)] / rows) ** 0.5
-        for scenario in SCENARIOS if spread else (0.0,):
-            centred = scenario * spread
-            yield self._seen(outlook, [centred] * rows), self.ahead(outlook, shift=centred, skip=1)
-
-    def _seen(self, outlook: Outlook, centred: Sequence[float]) -> list[float]:
-        """a_k [B] of the next draft, its confidence being `centred` [B]."""
-        k = len(outlook.centred)
+        k, rows = len(outlook.centred), len(outlook.rows)
         before, this = self._after.numbers[-2:]
-        last = outlook.centred[-1] if k else [0.0] * len(centred)
-        return [
-            sigmoid(known[k] + before * b + this * c) for known, b, c in zip(outlook.after, last, centred, strict=True)
-        ]
+        last = outlook.centred[-1] if k else [0.0] * rows
+        spread = (self._spread[k] / rows) ** 0.5
+        for scenario in SCENARIOS if spread else (0.0,):
+            c = scenario * spread
+            seen = [sigmoid(known[k] + before * b + this * c) for known, b in zip(outlook.after, last, strict=True)]
+            yield seen, self.ahead(outlook, shift=c, skip=1)
 
     # ------------------------------------------------------------------ learning
 
@@ -218,6 +216,8 @@ class AcceptanceEstimator:
         told: bool,
     ) -> None:
         """What became of a round: drafts verified and accepted per row. `told`: confidences were known."""
+        if told:
+            self._learn_confidences(outlook)
         features, outcomes, numbers = [], [], (self._after if told else self._before).numbers
         one, of_depth, of_before, of_this = *numbers[:2], numbers[MEMORIES], numbers[-1] if told else 0.0
         for b, (history, count, kept) in enumerate(zip(histories, verified, accepted, strict=True)):
@@ -240,6 +240,14 @@ class AcceptanceEstimator:
         if outcomes:
             self._waiting.append((features, outcomes, told))
             self._fit()
+
+    def _learn_confidences(self, outlook: Outlook) -> None:
+        """What is usual at each depth that was seen."""
+        rows = len(outlook.rows)
+        for k, centred in enumerate(outlook.centred):
+            self._told[k] = rounds = min(self._told[k] + 1, USUAL)
+            self._usual[k] += sum(centred) / (rows * rounds)
+            self._spread[k] += (sum([c * c for c in centred]) / rows - self._spread[k]) / rounds
 
     def _fit(self) -> None:
         """Fits the models to the outcomes that wait, once they are worth it: few in the beginning, more later on."""

@@ -82,7 +82,7 @@ def after_texts(estimator: AcceptanceEstimator, requests: int, acceptance: float
 
 
 def first_draft(estimator: AcceptanceEstimator, history: RequestHistory) -> float:
-    return estimator.see(estimator.outlook([history], K), [0.75])[0]
+    return estimator.see(estimator.outlook([history], K), [0.75])[0][0]
 
 
 def test_texts_of_another_kind_are_noticed():
