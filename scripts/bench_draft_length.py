@@ -3,8 +3,8 @@
 Every length is an engine of its own over one shared target; all take turns at every prompt, in alternating order, so
 that a machine that slows down slows all. Three tables are printed: with the time of all repeats; with the fastest of
 each response, which neighbours disturb less, as what disturbs a run only ever makes it longer; and with the best
-fixed length chosen on all repeats but one and timed on that one, each in turn, because the best of many lengths on the
-times that chose it is the lucky one. --out keeps the times. With --simulate
+fixed length chosen on half of the responses and timed on the other, because the best of many lengths on the responses
+that chose it is the lucky one: whose rounds happen to end where the text does. --out keeps the times. With --simulate
 nothing is timed: the chain of K drafts is recorded once at every position of the target's own greedy text, and each
 length is played on that record with given costs, which takes a minute and is exact.
 
@@ -117,24 +117,18 @@ def rates(runs: Passes, of_repeats: Callable[[Iterable[float]], float]) -> dict[
 
 
 def crossed(runs: Passes) -> dict[str, dict[str, float]]:
-    """Workload -> length -> speed over that of the fixed length which the other repeats say is best: geometric means
-    over the repeats. At least two of them."""
-    count = min(len(repeats) for by_name in runs.values() for found in by_name.values() for repeats in found)
+    """Workload -> length -> speed over that of the fixed length which the other half of the responses says is best:
+    geometric means over both halves. At least two responses per workload."""
     logs: dict[str, dict[str, list[float]]] = {}
-    for held_out in range(count):
-        others = {
-            workload: {
-                name: [[run for i, run in enumerate(repeats) if i != held_out] for repeats in found]
-                for name, found in by_name.items()
-            }
-            for workload, by_name in runs.items()
-        }
-        this = {w: {n: [[repeats[held_out]] for repeats in f] for n, f in by.items()} for w, by in runs.items()}
-        choosing, judging = rates(others, fmean), rates(this, fmean)
-        for workload, found in choosing.items():
+    for first in (0, 1):
+        chosen_on, judged_on = (
+            rates({w: {name: found[half::2] for name, found in by.items()} for w, by in runs.items()}, fmean)
+            for half in (first, 1 - first)
+        )
+        for workload, found in chosen_on.items():
             best = max((name for name in found if name != ADAPTIVE), key=lambda name: found[name])
-            for name, rate in judging[workload].items():
-                ratio = math.log(rate / judging[workload][best])
+            for name, rate in judged_on[workload].items():
+                ratio = math.log(rate / judged_on[workload][best])
                 logs.setdefault(workload, {}).setdefault(name, []).append(ratio)
     return {w: {name: math.exp(fmean(each)) for name, each in found.items()} for w, found in logs.items()}
 
@@ -296,8 +290,8 @@ def main(
         keep(runs, out)
     show(rates(runs, fmean), "tokens per second over all repeats, best fixed length = 1", console)
     show(rates(runs, min), "tokens per second (fastest repeat of each response), best fixed length = 1", console)
-    if repeats > 1:
-        title = "tokens per second over those of the fixed length that is best in the other repeats"
+    if prompts >= 2 * batch_size:
+        title = "tokens per second over those of the fixed length that is best in the other half of the responses"
         show(crossed(runs), title, console, relative=True)
     console.print(f"mean adaptive length: {llms[ADAPTIVE].engine.mean_draft_length:.2f}")
 
