@@ -9,7 +9,7 @@ from pathlib import Path
 import datasets
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -218,6 +218,7 @@ def test_a_data_set_that_breaks_off_is_an_error(monkeypatch):
     counts=st.lists(st.integers(1, 60), min_size=2, max_size=4),
     parts=st.lists(st.integers(1, 9), min_size=4, max_size=4),
 )
+@example(counts=[1, 2, 1], parts=[3, 8, 6, 1])  # half an example: rounded down or up
 def test_property_shares_are_kept_and_nothing_is_repeated(counts, parts):
     parts = parts[: len(counts)]
     sources = [Source(path=f"{i}.jsonl", share=part / sum(parts)) for i, part in enumerate(parts)]
@@ -225,7 +226,7 @@ def test_property_shares_are_kept_and_nothing_is_repeated(counts, parts):
     mixed = mix(sources, found, seed=3)
     total = min(count * sum(parts) / part for count, part in zip(counts, parts))
     used = Counter(example.workload for example in mixed)
-    assert all(abs(used[str(i)] - part / sum(parts) * total) <= 0.5 for i, part in enumerate(parts))
+    assert all(abs(used[str(i)] - part / sum(parts) * total) <= 0.5 + 1e-9 for i, part in enumerate(parts))
     assert len({example.origin for example in mixed}) == len(mixed)
     assert any(used[str(i)] == count for i, count in enumerate(counts)), "the scarcest is used up"
     assert mixed == mix(sources, found, seed=3)
