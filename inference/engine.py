@@ -71,7 +71,8 @@ class Engine(EngineRows):
         )  # fmt: skip
         self.target, self.rule, self.max_model_len = target, rule, max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
-        drafts = proposer.max_places if proposer is not None else 0
+        # Compiled rounds write to padding rows too, which may hold a finished text of max_model_len: one token more.
+        drafts = proposer.max_places + (compilation is not None) if proposer is not None else 0
         super().__init__(
             max_num_seqs, max_model_len + drafts, proposer=proposer, on_round=on_round,
             enable_prefix_caching=enable_prefix_caching, device=target.device,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +19,13 @@ from inference.proposers.suffix import SuffixProposer
 from inference.speculative_config import SpeculativeConfig
 from speculators.errors import CheckpointError, ConfigError
 from speculators.hub import hub_trouble, split_revision
+from speculators.longrope import original_length
 from speculators.target import FrozenTarget
 
 if TYPE_CHECKING:
     from speculators.drafter import Drafter
+
+logger = logging.getLogger(__name__)
 
 
 def loaded(model: Any) -> bool:
@@ -180,13 +184,23 @@ def saved_ending_tokens(model: str, tokenizer: Any, **source: Any) -> frozenset[
 
 def model_limit(target: FrozenTarget, asked: int | None, drafter: Drafter | None = None) -> int:
     """max_model_len: what is asked, within the positions the model was made for; by default what both it and its
-    drafter were made for."""
+    drafter were made for, of LongRoPE the original length. The target is made ready for texts of this length."""
     own = getattr(target.config, "max_position_embeddings", None)
     if asked is None and own is None:
         raise ConfigError(f"target {target.name_or_path}: no max_position_embeddings in its config; pass max_model_len")
     if asked is not None and (asked < 2 or (own is not None and asked > own)):
         raise ConfigError(f"max_model_len={asked}; expected 2 to {own or 'more'}, the model's max_position_embeddings")
-    return asked or min(own, (drafter.max_length if drafter is not None else None) or own)
+    original = original_length(target.config)
+    if asked is None and original is not None and original < own:
+        logger.warning(
+            "%s reads texts of up to %d tokens with its short frequencies, and longer ones, up to %d, with others: "
+            "max_model_len is %d unless a longer one is asked for",
+            target.name_or_path, original, own, original,
+        )  # fmt: skip
+        own = original
+    limit = asked or min(own, (drafter.max_length if drafter is not None else None) or own)
+    target.serve_up_to(limit)
+    return limit
 
 
 def default_device(device: str | torch.device | None) -> torch.device:

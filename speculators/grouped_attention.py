@@ -37,7 +37,7 @@ def grouped_attention(
     """query [B, h, T, d], key and value [B, g, S, d], additive mask [B or 1, 1, T, S] -> [B, T, h, d]."""
     h, T, groups = query.shape[1], query.shape[2], key.shape[1]
     changing = {name for name, given in others.items() if given is not None} - PLAIN
-    whole = (T == 1 and attention_mask is None) or (attention_mask is not None and attention_mask.dim() == 4)
+    whole = (T == 1 and attention_mask is None) or (attention_mask is not None and attention_mask.shape[1:2] == (1,))
     if T > MOST_QUERIES or groups == h or not whole or dropout or changing:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
@@ -50,7 +50,7 @@ def grouped_attention(
             mask = repeat_mask(attention_mask[..., : key.shape[2]], h // groups)
             if kept is not None:
                 kept[id(attention_mask)] = mask
-    return attend_grouped(query, key, value, mask, scaling).transpose(1, 2), None
+    return attend_grouped(query, key, value, mask, scaling).transpose(1, 2).contiguous(), None
 
 
 def attend_grouped(

@@ -75,7 +75,7 @@ def packed_attention(
             q, k, v = (each[row : row + 1, :, start:end] for each in (query, key, value))
             texts.append(_attend(q, k, v, window, dropout, scaling))
         rows.append(torch.cat(texts, dim=2))
-    return torch.cat(rows).transpose(1, 2), None
+    return torch.cat(rows).transpose(1, 2).contiguous(), None
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: float, scale: float | None) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from speculators import longrope
 from speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
 from speculators.grouped_attention import decoding, worthwhile
 from speculators.hub import hub_trouble, split_revision
@@ -30,6 +31,7 @@ from speculators.target_probe import (
     FULL,
     SLIDING,
     additive_mask,
+    attends_by_name,
     confirm_logits,
     confirm_masks,
     confirm_packing,
@@ -82,6 +84,7 @@ class FrozenTarget(nn.Module):
         self._has_full, self._has_sliding = FULL in self._parts.kinds, SLIDING in self._parts.kinds
         with torch.no_grad():
             self._masks_by_kind = confirm_masks(self._parts)
+            self._attends_by_name = attends_by_name(self._parts)
             self._head_to_logits, self.vocab_size = confirm_logits(self._parts)
             self._collected: dict[int, Tensor] | None = None  # taps of the forward in progress
             self._handles = [self._hook_tap(tap) for tap in self.tap_layers]
@@ -234,6 +237,11 @@ class FrozenTarget(nn.Module):
         places = (position_ids, key_position_ids)
         return self._run(input_ids, position_ids, attention_mask, places, past, past_key_values)
 
+    def serve_up_to(self, max_length: int) -> None:
+        """From now on every text is read as one of `max_length` tokens at most would be: of LongRoPE, whose frequencies
+        otherwise depend on the longest row of a forward."""
+        longrope.fix_frequencies(self._parts.decoder, max_length)
+
     def logits(self, last_hidden: Tensor) -> Tensor:
         """last_hidden [..., H] -> logits [..., V], with the architecture's own scale and soft cap."""
         return self._head_to_logits(self._parts.lm_head(last_hidden))
@@ -263,7 +271,7 @@ class FrozenTarget(nn.Module):
         model; `autocast`: under the one in force, instead of in the model's own precision."""
         kept = nullcontext() if autocast else torch.autocast(self._device.type, enabled=False)
         with torch.set_grad_enabled(gradients), kept:
-            long = input_ids.shape[1] >= LONG_ROW and forks is None and not self._eager
+            long = input_ids.shape[1] >= LONG_ROW and forks is None and self._attends_by_name
             spans = text_spans(segment_ids) if long else None
             if spans is not None:
                 taps, last_hidden = self._run_long(input_ids, position_ids, spans)
@@ -293,8 +301,8 @@ class FrozenTarget(nn.Module):
 
     def _run(self, input_ids, position_ids, mask, places, past, past_key_values) -> tuple[Tensor | None, Tensor]:
         """`places`: the positions of queries and keys, where a mask is given."""
-        masks = self._masks(mask, *places, past, input_ids.shape[1])
-        with decoding(self.config, worthwhile(self._device, past_key_values)):
+        masks = self._masks(mask, *places, past, *input_ids.shape)
+        with decoding(self.config, self._attends_by_name and worthwhile(self._device, past_key_values)):
             return self._decode(input_ids, position_ids, masks, past_key_values)
 
     def _decode(self, input_ids, position_ids, masks, past_key_values) -> tuple[Tensor | None, Tensor]:
@@ -312,7 +320,7 @@ class FrozenTarget(nn.Module):
             self._collected = None
         return taps, output.last_hidden_state
 
-    def _masks(self, mask: Tensor | None, queries: Tensor | None, keys: Tensor | None, past: int, T: int):
+    def _masks(self, mask: Tensor | None, queries: Tensor | None, keys: Tensor | None, past: int, B: int, T: int):
         """What the decoder takes as attention_mask: additive [B, 1, T, S] per kind of layer, or None where the
         attention kernel's own causal rule is enough. Positions `queries` [B, T] and `keys` [B, S], between which a
         window is measured; None: those of one text per row."""
@@ -323,13 +331,17 @@ class FrozenTarget(nn.Module):
             keys = torch.arange(past + T, device=self._device)[None]  # [1, S]
             queries = keys[:, past:]
             mask = keys <= queries[:, None, :, None]  # [1, 1, T, S]
-        full = additive_mask(mask, self._dtype) if self._has_full or not narrow else None
+        full = self._additive(mask, B) if self._has_full or not narrow else None
         if not narrow:
             return self._shape_masks(full, full)
         keys = torch.arange(mask.shape[-1], device=self._device)[None] if keys is None else keys
         queries = keys[:, past:] if queries is None else queries
         inside = keys[:, None, None, :] > queries[:, None, :, None] - self._window  # [B, 1, T, S]
-        return self._shape_masks(full, additive_mask(mask & inside, self._dtype))
+        return self._shape_masks(full, self._additive(mask & inside, B))
+
+    def _additive(self, mask: Tensor, B: int) -> Tensor:
+        """[B or 1, 1, T, S] -> [B, 1, T, S], in no more memory."""
+        return additive_mask(mask, self._dtype).expand(B, -1, -1, -1)
 
     def _shape_masks(self, full: Tensor | None, sliding: Tensor | None):
         if self._masks_by_kind:

@@ -15,8 +15,10 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from speculators.errors import CheckpointError, UnsupportedTarget
 
@@ -33,6 +35,7 @@ _RECURRENT_FIELDS = (
 )
 _LOGIT_SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier_scale")
 _PROBE_ERRORS = (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError, NotImplementedError)
+_PROBE_ATTENTION = "draftsmith_probe"
 _PROBE_PREFIX_LIMIT = 32768  # longest past the mask probe pretends; a longer window is taken at the config's word
 
 
@@ -141,6 +144,7 @@ def _layer_kinds(config: PretrainedConfig, name: str) -> tuple[str, ...]:
     """Full or sliding attention, per layer; confirmed against the masks the layers really get."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or [SLIDING if window else FULL] * config.num_hidden_layers
+    kinds = [*kinds, *(kind for kind in getattr(config, "attention_layers", None) or () if kind == "local")]  # GPT-Neo
     unknown = sorted(set(kinds) - {FULL, SLIDING})
     if unknown or (SLIDING in kinds and not window):
         raise UnsupportedTarget(
@@ -215,7 +219,9 @@ def confirm_masks(parts: Parts) -> bool:
 
     observed = _try(parts, "a forward with a cache", lambda: _masks_seen(parts, None, length))
     for i, (kind, mask) in enumerate(zip(parts.kinds, observed)):
-        allowed = mask if mask is None or mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        allowed = mask
+        if mask is not None and mask.dtype != torch.bool:
+            allowed = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else None
         if allowed is None or not torch.equal(allowed[0, 0].cpu(), expected[kind]):
             raise UnsupportedTarget(
                 f"target {parts.name}: layer {i} is {kind} (sliding_window={parts.window or None}) by its config, "
@@ -270,6 +276,32 @@ def _error(a: Tensor, b: Tensor) -> Tensor:
     """|a - b| / |b| per token: [..., D] -> [...]."""
     a, b = a.float(), b.float()
     return (a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-12)
+
+
+def attends_by_name(parts: Parts) -> bool:
+    """Whether every layer attends by whatever implementation the config names, under the mask that it was handed, so
+    that a faster one can be put in the place of sdpa. A layer that has its own attention and asks the config for
+    "sdpa" takes another path for any other name, where masks may mean something else; one that makes a mask of its
+    own, for each head another, needs that one."""
+    if parts.config._attn_implementation != "sdpa":
+        return False
+    asked: set[nn.Module] = set()
+
+    def attend(module, query, key, value, attention_mask, *args, **kwargs) -> tuple[Tensor, None]:
+        if attention_mask is None or attention_mask.shape[1] == 1:
+            asked.add(module)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
+
+    AttentionInterface.register(_PROBE_ATTENTION, attend)
+    AttentionMaskInterface.register(_PROBE_ATTENTION, sdpa_mask)
+    parts.config._attn_implementation = _PROBE_ATTENTION
+    try:
+        parts.decoder(input_ids=_probe_ids(parts, 2), use_cache=False)
+    except _PROBE_ERRORS:
+        return False
+    finally:
+        parts.config._attn_implementation = "sdpa"
+    return all(any(module in asked for module in layer.modules()) for layer in parts.layers)
 
 
 def confirm_logits(parts: Parts) -> tuple[Callable[[Tensor], Tensor], int]:

@@ -63,12 +63,13 @@ ARCHITECTURES: dict[str, dict] = {
         first_k_dense_replace=1,
     ),
     "cohere2": dict(model_type="cohere2", sliding_window=4, layer_types=_MIXED, logit_scale=0.25),
+    "falcon": dict(model_type="falcon", multi_query=True),  # its layers have their own attention, not transformers'
 }
 
 
 def make_tiny_model(name: str, **overrides):
-    """A random float32 model of the architecture `name`, always the same one for the same arguments."""
-    settings = {**_BASE, **ARCHITECTURES[name], **overrides}
+    """A random float32 model of the architecture (or model_type) `name`, always the same one for the same arguments."""
+    settings = {**_BASE, **ARCHITECTURES.get(name, {"model_type": name}), **overrides}
     config = AutoConfig.for_model(settings.pop("model_type"), **copy.deepcopy(settings))
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None  # None: transformers' choice
     with torch.random.fork_rng():

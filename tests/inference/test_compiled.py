@@ -20,6 +20,7 @@ from inference.static_shapes import Buckets, Shape, doubling
 from inference.tree_shape import DynamicTree
 from speculators.errors import ConfigError
 from tests.families.conftest import CASES, make
+from tests.inference.conftest import StubProposer
 
 K, LIMIT = 3, 96
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -103,6 +104,22 @@ def test_trees_run_eager_and_say_so(model_of, caplog):
 
 
 @pytest.mark.slow
+def test_padding_to_a_row_that_holds_a_text_of_the_longest_length(tiny_model):
+    """The round that ended it had all its drafts accepted; later rounds of the others are padded to its row."""
+    model = tiny_model("llama", max_position_embeddings=64)
+    asked = [list(range(3, 57)), [5, 6, 7, 8, 9], [10, 11, 12, 13, 14, 15], [20, 21, 22, 23, 24, 25, 26]]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (None, 40, 40, 40)]
+    inputs = [{"prompt_token_ids": ids} for ids in asked]
+
+    def run(llm: LLM) -> list[list[int]]:
+        return [list(output.outputs[0].token_ids) for output in llm.generate(inputs, params, use_tqdm=False)]
+
+    plain = run(LLM._assemble(model, max_num_seqs=4))
+    texts = {tuple(ids): written + [0] * 8 for ids, written in zip(asked, plain)}
+    proposer = StubProposer("right", 4, 101, texts)
+    assert run(LLM._assemble(model, proposer=proposer, max_num_seqs=4, compilation=TRACED)) == plain
+
+
 def test_generated_code_writes_the_same(model_of):
     """On the inductor, as a user runs it."""
     model = model_of("eagle3")

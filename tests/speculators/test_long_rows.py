@@ -25,6 +25,17 @@ ARCHITECTURES = [
 ]
 
 
+def test_a_target_with_its_own_attention_keeps_its_masks(tiny_model, monkeypatch):
+    """Falcon's layers ask the config for "sdpa" and know no other implementation."""
+    target = FrozenTarget(tiny_model("falcon"), [0, 1, 3])
+    rows = batch(target.vocab_size)
+    usual = target.features(**rows)
+    monkeypatch.setattr(target_module, "LONG_ROW", 1)
+    found = target.features(**rows)
+    torch.testing.assert_close(found.last_hidden, usual.last_hidden)
+    torch.testing.assert_close(found.taps, usual.taps)
+
+
 def batch(vocab: int, T: int = 40) -> dict[str, torch.Tensor]:
     """Two rows of several texts, the second with padding behind."""
     generator = torch.Generator().manual_seed(0)

@@ -22,7 +22,9 @@ def reference(model, ids):
     """What transformers itself says: hidden_states [0..n-1], the final norm's input, last_hidden, logits."""
     inside = {}
     decoder = model.get_decoder()
-    norm = decoder.norm.register_forward_pre_hook(lambda module, args: inside.update(before=args[0]))
+    norm = (decoder.norm if hasattr(decoder, "norm") else decoder.ln_f).register_forward_pre_hook(
+        lambda module, args: inside.update(before=args[0])
+    )
     with torch.no_grad():
         out = model(input_ids=ids, output_hidden_states=True, use_cache=False)
     norm.remove()
