@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2 import TemplateError
+
 from speculators.errors import ConfigError
 
 
@@ -57,7 +59,10 @@ def chat_prompts(messages: Sequence[Any], tokenizer: Any, options: dict[str, Any
     conversations = [messages] if isinstance(messages[0], dict) else messages
     prompts = []
     for conversation in conversations:
-        text = tokenizer.apply_chat_template(list(conversation), tokenize=False, **options)
+        try:
+            text = tokenizer.apply_chat_template(list(conversation), tokenize=False, **options)
+        except TemplateError as error:
+            raise ConfigError(f"chat: the chat template cannot be used: {error}") from error
         prompts.append(Prompt(text, list(tokenizer(text, add_special_tokens=False).input_ids)))
     return prompts
 

@@ -29,6 +29,8 @@ from inference.report_cell import LosslessCheck, Spread, TokenDifference
 from inference.sampling_params import SamplingParams
 from inference.side_by_side import DEFAULT, Measured, SideBySide
 from inference.speculative_defaults import NUM_SPECULATIVE_TOKENS
+from inference.vllm_options import NGRAM
+from inference.whole_file import check_writable, write_whole
 from speculators.errors import ConfigError
 
 SAVED = "inference_results_with_speculative.json"  # as vLLM guides call it
@@ -68,6 +70,7 @@ def main(
     arguments = {name: str(value) if isinstance(value, Path) else value for name, value in locals().items()}
     if save_output.suffix != ".json":
         raise ConfigError(f"--save-output {save_output}: a JSON file is written; give a name that ends in .json")
+    check_writable("--save-output", save_output)
     texts, chats = demo_prompts(demo)
     disable_progress_bar()
     runtimes = SideBySide(
@@ -87,9 +90,8 @@ def main(
     versions = environment(runtimes.target.device, runtimes.target.dtype)
     title = f"{demo}: {len(prompts)} prompts, T={temperature:g}, {versions['dtype']}, {versions['device']}"
     _show(console, found, checks, title, runtimes.llms[DEFAULT].get_tokenizer())
-    save_output.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**found, "versions": versions, "arguments": arguments}, indent=2, ensure_ascii=False)
-    save_output.write_text(text + "\n", encoding="utf-8")
+    write_whole(save_output, text + "\n")
     console.print(f"written to {save_output}", highlight=False, soft_wrap=True)
     if any(check.mismatches for check in checks.values()):
         raise typer.Exit(1)
@@ -98,9 +100,10 @@ def main(
 def _methods(drafter: str, tokens: int | None, longest_match: int) -> dict[str, dict[str, Any]]:
     """Name of a way that drafts -> its speculative_config."""
     methods: dict[str, dict[str, Any]] = {}
-    if drafter:
-        methods["speculative"] = {"model": drafter} | ({"num_speculative_tokens": tokens} if tokens else {})
     k = tokens or NUM_SPECULATIVE_TOKENS
+    if drafter:
+        given = k if drafter in NGRAM else tokens  # of a trained one its config.json says it
+        methods["speculative"] = {"model": drafter} | ({"num_speculative_tokens": given} if given else {})
     return methods | {"ngram": {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_max": longest_match}}
 
 

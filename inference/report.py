@@ -17,6 +17,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from inference.report_cell import ALL_WORKLOADS, OUR_ENGINE, Cell, Record
+from inference.whole_file import write_whole
 from speculators.errors import DataError
 
 SCHEMA_VERSION: Literal["1.0"] = "1.0"
@@ -178,12 +179,7 @@ class AcceptanceReport(Record):
 
 def save_report(report: AcceptanceReport, path: str | os.PathLike[str]) -> Path:
     """Write `acceptance.json` (indented, UTF-8); whole or not at all, so a crash leaves no half report."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(path.name + ".tmp")
-    scratch.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    os.replace(scratch, path)
-    return path
+    return write_whole(Path(path), report.model_dump_json(indent=2) + "\n")
 
 
 def load_report(path: str | os.PathLike[str]) -> AcceptanceReport:

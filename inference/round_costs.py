@@ -44,7 +44,7 @@ class RoundCosts:
                     f"adaptive_verification_costs[{name!r}] is {list(found)}; expected {length} times in any one unit, "
                     f"of 1 to {length} {'tokens per row' if name == 'verify' else 'drafts'}"
                 )
-        if costs["verify"][0] <= 0 or len(costs) > 2:
+        if min(costs["verify"]) <= 0 or len(costs) > 2:
             raise ConfigError(f"adaptive_verification_costs={dict(costs)}; expected verify, above 0, and draft only")
         return cls(costs["verify"], costs["draft"])
 

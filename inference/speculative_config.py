@@ -42,7 +42,9 @@ class SpeculativeConfig(BaseModel):
     suffix_decoding_max_cached_requests: int = Field(
         10_000, ge=0, description="suffix: finished responses remembered; 0: each request's own text only"
     )
-    suffix_decoding_max_spec_factor: float = Field(1.0, gt=0, description="suffix: tokens drafted per token matched")
+    suffix_decoding_max_spec_factor: float = Field(
+        1.0, gt=0, allow_inf_nan=False, description="suffix: tokens drafted per token matched"
+    )
     suffix_decoding_min_token_prob: float = Field(
         0.1, ge=0, le=1, description="suffix: a draft ends before its estimated probability falls below this"
     )
@@ -174,7 +176,7 @@ class SpeculativeConfig(BaseModel):
         for owner, prefix in OPTION_PREFIXES.items():
             given = [name for name in sorted(self.model_fields_set) if name.startswith(prefix)]
             if self.method != owner and any(getattr(self, name) is not None for name in given):
-                raise ValueError(f"{' and '.join(given)} belong to {owner}, not to {self.method!r}")
+                raise ValueError(f"{' and '.join(given)}: only of {owner}, not to {self.method!r}")
         return self
 
     def _check_schedule(self) -> None:
@@ -196,6 +198,8 @@ def parse_speculative_config(options: dict[str, Any] | SpeculativeConfig | None)
         return options
     if not isinstance(options, dict):
         raise ConfigError(f"speculative_config is a {type(options).__name__}; expected a dict of options, or None")
+    if odd := [name for name in options if not isinstance(name, str)]:
+        raise ConfigError(f"speculative_config: the name of an option is {odd[0]!r}; expected a string")
     try:
         return SpeculativeConfig(**options)
     except ValidationError as error:
@@ -208,7 +212,7 @@ def _fault(error: Any) -> str:
     where = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         return f"{where}: unknown option"
-    if error["type"] == "missing":
+    if error["type"] == "missing" and where == "method":
         return f"{where} is missing: name one, or the model of a drafter, whose config.json says it"
     message = error["msg"].removeprefix("Value error, ")
     return f"{where}={error['input']!r}: {message}" if where else message

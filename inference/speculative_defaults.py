@@ -33,7 +33,7 @@ def complete(options: Any, model: str | FrozenTarget | PreTrainedModel, **source
     """`options` of speculative_config with `method` and `num_speculative_tokens` filled in where the drafter's folder
     can tell; anything that is no dict of options comes back as it is. `model`: the target; `source`: its revision and
     trust_remote_code. CheckpointError for a folder that holds no drafter."""
-    if not isinstance(options, Mapping) or options.get("method") in TRAINING_FREE:
+    if not isinstance(options, Mapping) or options.get("method") in [*TRAINING_FREE]:
         return options
     options = dict(options)
     if options.get("method") == "mtp" and options.get("model") is None and not loaded(model):

@@ -214,10 +214,9 @@ def _renamed(options: dict[str, Any]) -> dict[str, Any]:
     if options.get("model") and options.get("revision"):
         options = options | {"model": with_revision(options["model"], options["revision"])}
     options = {name: value for name, value in options.items() if name != "revision"}
-    if options.get("method") in METHODS:
-        options = options | {"method": METHODS[options["method"]]}
-    if options.get("rejection_sample_method") in RULES:
-        options = options | {"rejection_sample_method": RULES[options["rejection_sample_method"]]}
+    for name, table in (("method", METHODS), ("rejection_sample_method", RULES)):
+        if isinstance(options.get(name), str):  # anything else is refused by what checks the values
+            options = options | {name: table.get(options[name], options[name])}
     return options
 
 

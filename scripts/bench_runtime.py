@@ -42,11 +42,16 @@ from inference.report_cell import Spread
 from inference.sampling_params import SamplingParams
 from inference.side_by_side import DEFAULT, Measured, Other, SideBySide
 from inference.speculative_config import TRAINING_FREE
+from inference.speculative_defaults import complete
 from inference.timing import IsolatedCosts, costs_of, transformers_generate, typical_context
+from inference.vllm_options import read_options
+from inference.whole_file import check_writable, write_whole
 from speculators.errors import ConfigError
 from speculators.export import load_drafter
+from speculators.hub import split_revision
 from train import demo
 
+NUM_SPECULATIVE_TOKENS = 4
 ROUND = ("schedule", "draft", "verify", "sample", "commit")  # phases of a round; prefill is none of them
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -55,7 +60,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def main(
     model: Annotated[str, typer.Option(help="Target: folder or repository id.")],
     method: Annotated[list[str], typer.Option(help="NAME=FOLDER, NAME, or JSON; several times.")],
-    num_speculative_tokens: Annotated[int, typer.Option(min=1, help="Of the methods that name none.")] = 4,
+    num_speculative_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of methods that name none; by default 4, of suffix and lookahead what they come to."),
+    ] = None,
     prompts: Annotated[
         list[str] | None, typer.Option(help=f"Workloads: {', '.join([*DEMOS, *demo.WORKLOADS])}; several times.")
     ] = None,
@@ -75,6 +83,9 @@ def main(
     arguments = {name: str(value) if isinstance(value, Path) else value for name, value in locals().items()}
     methods = parse_methods(method, num_speculative_tokens)
     sizes, workloads = _sizes(batch_sizes), _known(prompts or ["chat"])
+    if json_file is not None:
+        check_writable("--json", json_file)
+    methods = {name: complete(read_options({}, config), model) for name, config in methods.items()}
     if threads:
         torch.set_num_threads(threads)
     disable_progress_bar()
@@ -102,9 +113,8 @@ def main(
         console.print(speeds(of_size, size), rounds(of_size, size))
     if json_file is not None:
         versions = environment(runtimes.target.device, runtimes.target.dtype)
-        json_file.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"versions": versions, "arguments": arguments, "results": found}, indent=2)
-        json_file.write_text(text + "\n", encoding="utf-8")
+        write_whole(json_file, text + "\n")
 
 
 def _sizes(text: str) -> list[int]:
@@ -123,8 +133,9 @@ def _known(workloads: list[str]) -> list[str]:
     return workloads
 
 
-def parse_methods(given: Sequence[str], k: int) -> dict[str, dict[str, Any]]:
-    """Name -> speculative_config, as the module's docstring has it; `k` for those that do not say how many to draft."""
+def parse_methods(given: Sequence[str], k: int | None) -> dict[str, dict[str, Any]]:
+    """Name -> speculative_config, as the module's docstring has it; `k` for those that do not say how many to draft,
+    NUM_SPECULATIVE_TOKENS if it is None, but for those whose other options say it."""
     methods: dict[str, dict[str, Any]] = {}
     for text in given:
         if text.lstrip().startswith("{"):
@@ -132,13 +143,14 @@ def parse_methods(given: Sequence[str], k: int) -> dict[str, dict[str, Any]]:
                 config = json.loads(text)
             except json.JSONDecodeError as error:
                 raise ConfigError(f"--method {text}: not JSON: {error}") from error
-            name = config.pop("name", config.get("method") or Path(str(config.get("model"))).name)
+            name = str(config.pop("name", config.get("method") or Path(str(config.get("model"))).name))
         else:
             name, _, folder = text.partition("=")
             config = {"method": name} | ({"model": folder} if folder else {})
         if name in methods:
             raise ConfigError(f'--method {text}: {name!r} is given twice; name one of them: {{"name": ..., ...}}')
-        methods[name] = {"num_speculative_tokens": k} | config
+        drafts = k or (None if config.get("method") in ("suffix", "lookahead") else NUM_SPECULATIVE_TOKENS)
+        methods[name] = ({"num_speculative_tokens": drafts} if drafts else {}) | config
     return methods
 
 
@@ -171,7 +183,10 @@ def other_engines(runtimes: SideBySide, methods: Mapping[str, Mapping[str, Any]]
         if config.get("method") == "ngram":
             others["transformers, prompt lookup"] = partial(generate, prompt_lookup_num_tokens=k)
         if config.get("method") == "draft_model":
-            assistant = AutoModelForCausalLM.from_pretrained(config["model"], dtype=runtimes.target.dtype).to(device)
+            folder, revision = split_revision(config["model"], None)
+            assistant = AutoModelForCausalLM.from_pretrained(
+                folder, revision=revision or "main", dtype=runtimes.target.dtype
+            ).to(device)
             assistant.generation_config.update(num_assistant_tokens=k, num_assistant_tokens_schedule="constant")
             others[f"transformers, assistant {name}"] = partial(generate, assistant_model=assistant)
     return others
@@ -182,7 +197,8 @@ def other_engines(runtimes: SideBySide, methods: Mapping[str, Mapping[str, Any]]
 
 @dataclass
 class CostTrials:
-    """V(1), V(K+1) and D(K) of every method, taken in turn with the repeats."""
+    """V(1), V(K+1) and D(K) of every method, taken in turn with the repeats. K is what it drafted on average: n-grams
+    find fewer than they may, an adaptive length is one of many. A scaffold beside the drafts is verified with them."""
 
     runtimes: SideBySide
     methods: Mapping[str, Mapping[str, Any]]
@@ -196,7 +212,9 @@ class CostTrials:
             one, target = measured[name], self.runtimes.llms[name].engine.target
             if name not in self.parts:
                 drafter = None if config.get("method") in TRAINING_FREE else load_drafter(config["model"], target)
-                k, kept = self.runtimes.num_speculative_tokens(name), round(one.counters.acceptance_length)
+                kept, drafted = round(one.counters.acceptance_length), one.counters.num_drafts
+                k = max(1, round(one.counters.num_draft_tokens / max(drafted, 1)))
+                k += self.runtimes.llms[name].engine.proposer.num_scaffold_tokens
                 context = typical_context(one.outputs)
                 self.parts[name] = IsolatedCosts(target, drafter, context, k, rows=self.rows, kept=kept)
             for part, values in self.parts[name].measure(self.trials).items():

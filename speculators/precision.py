@@ -14,6 +14,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from speculators.errors import ConfigError
+
 logger = logging.getLogger(__name__)
 
 # As torch.cpu.get_capabilities calls them; of other architectures nothing is assumed.
@@ -47,7 +49,10 @@ def running_dtype(asked: torch.dtype | str, own: torch.dtype | str | None, devic
 
 def as_dtype(named: torch.dtype | str) -> torch.dtype:
     """torch's, of its name with or without "torch."."""
-    return getattr(torch, named.removeprefix("torch.")) if isinstance(named, str) else named
+    found = getattr(torch, named.removeprefix("torch."), None) if isinstance(named, str) else named
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"dtype={named!r}; expected auto, or torch's name of one: float32, bfloat16, float16")
+    return found
 
 
 def in_dtype(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

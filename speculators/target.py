@@ -118,6 +118,8 @@ class FrozenTarget(nn.Module):
                 f"target: attn_implementation={attn_implementation!r}; expected auto, sdpa or eager: "
                 "the others cannot honour the masks of rows with different lengths"
             )
+        if dtype != "auto":
+            as_dtype(dtype)
         name, revision = split_revision(path_or_id, revision)
         try:
             model, info = AutoModelForCausalLM.from_pretrained(

@@ -11,10 +11,12 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from inference.cost_model import speedup_limit
+from inference.llm_prompts import Prompt
 from inference.measurement import Costs
 from inference.metrics import SpecDecodeCounters
-from inference.side_by_side import Measured
-from scripts.bench_runtime import ROUND, app, limit_of, parse_methods
+from inference.sampling_params import SamplingParams
+from inference.side_by_side import Measured, SideBySide
+from scripts.bench_runtime import ROUND, CostTrials, app, limit_of, parse_methods
 from speculators.config import config_for_target
 from speculators.errors import ConfigError
 from speculators.export import export_drafter
@@ -69,6 +71,33 @@ def test_everything_in_one_run(folders, tmp_path):
     assert rows[0]["speedup"] is None
 
 
+def test_other_names_inferred_methods_and_scaffolds(folders, tmp_path):
+    target, _ = folders
+    saved = tmp_path / "out.json"
+    given = [f"--model={target}", "--method=ngram_gpu", "--method=lookahead", f'--method={{"name":"dm","model":"{target}"}}',
+             "--prompts=en", "--num-prompts=1", "--max-tokens=8", "--repeats=1", "--cost-trials=1",
+             f"--json={saved}"]  # fmt: skip
+    done = CliRunner().invoke(app, given)
+    assert done.exit_code == 0, (done.output, done.exception)
+    names = [row["method"] for row in json.loads(saved.read_text())["results"]]
+    assert {"ngram_gpu", "lookahead", "dm", "transformers, assistant dm", "transformers, prompt lookup"} < set(names)
+
+
+def test_a_scaffold_is_part_of_what_is_verified(folders):
+    """Lookahead's window is in every forward, and so in the limit."""
+    runtimes = SideBySide(folders[0], {"lookahead": {"method": "lookahead"}}, max_num_seqs=1)
+    prompt = [Prompt(None, list(range(3, 30)))]
+    measured = runtimes.run(prompt, SamplingParams(temperature=0, max_tokens=12), 1)
+    costs = CostTrials(runtimes, {"lookahead": {"method": "lookahead"}}, 1, 1)
+    costs.measure(measured)
+    assert costs.parts["lookahead"].k > runtimes.llms["lookahead"].engine.proposer.num_scaffold_tokens > 15
+
+
+def test_a_file_that_cannot_be_written_is_said_before_anything_is_loaded(tmp_path):
+    done = CliRunner().invoke(app, ["--model=nowhere", "--method=ngram", f"--json={tmp_path}"])
+    assert isinstance(done.exception, ConfigError) and "--json" in str(done.exception)
+
+
 @pytest.mark.slow
 def test_compiled_beside_eager(folders, tmp_path):
     target, _ = folders
@@ -91,6 +120,9 @@ def test_methods_are_read_from_names_folders_and_json():
         "ngram": {"method": "ngram", "num_speculative_tokens": 4},
         "deep": {"model": "m", "num_speculative_tokens": 7},
     }
+    free = parse_methods(["ngram", "suffix", "lookahead", '{"name": 5, "method": "suffix"}'], None)
+    assert free["ngram"]["num_speculative_tokens"] == 4  # and of those whose options say it nothing is said
+    assert all("num_speculative_tokens" not in free[name] for name in ("suffix", "lookahead", "5"))
     for given, message in ((["ngram", "ngram"], "given twice"), (['{"a"'], "not JSON")):
         with pytest.raises(ConfigError, match=message):
             parse_methods(given, 4)
