@@ -7,7 +7,8 @@ batch, and a row's generator is asked for the same numbers whatever its neighbou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -104,6 +105,15 @@ def make_generator(seed: int | None) -> torch.Generator:
     if seed is None:
         seed = int(torch.randint(2**62, ()))
     return torch.Generator().manual_seed(_mix(seed))
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """What is drawn from torch's global generators inside depends on `seed` alone, whatever was drawn before; outside
+    they go on as if nothing had been drawn. `device`: the one that is drawn on, beside the CPU."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
 
 
 def check_drawn(token_ids: Sequence[int], vocab_size: int) -> None:

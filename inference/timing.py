@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from inference.cache import RaggedCache
 from inference.measurement import Costs, TimedRun
 from inference.outputs import RequestOutput
-from inference.sampler import argmax
+from inference.sampler import argmax, seeded
 from inference.sampling_params import SamplingParams
 from speculators.drafter import Drafter
 from speculators.target import FrozenTarget
@@ -67,8 +67,7 @@ def transformers_generate(
         **({} if params.greedy else sampling),
         **drafting,
     )
-    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
-        torch.manual_seed(seed)
+    with seeded(seed, model.device):
         written = model.generate(ids, attention_mask=mask, generation_config=config, assistant_model=assistant_model)[
             :, width:
         ].tolist()

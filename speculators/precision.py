@@ -26,8 +26,9 @@ BFLOAT16 = {
 
 
 def own_device() -> torch.device:
-    """This machine's accelerator, or its CPU."""
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    """This machine's accelerator if one is there, else its CPU. What torch was built for is not asked: a CUDA build
+    runs on machines without a GPU too."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def multiplies_bfloat16(device: torch.device | str) -> bool:

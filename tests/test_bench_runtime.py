@@ -74,9 +74,9 @@ def test_everything_in_one_run(folders, tmp_path):
 def test_other_names_inferred_methods_and_scaffolds(folders, tmp_path):
     target, _ = folders
     saved = tmp_path / "out.json"
-    given = [f"--model={target}", "--method=ngram_gpu", "--method=lookahead", f'--method={{"name":"dm","model":"{target}"}}',
-             "--prompts=en", "--num-prompts=1", "--max-tokens=8", "--repeats=1", "--cost-trials=1",
-             f"--json={saved}"]  # fmt: skip
+    given = [f"--model={target}", "--method=ngram_gpu", "--method=lookahead",
+             f'--method={{"name":"dm","model":"{target}"}}', "--prompts=en", "--num-prompts=1", "--max-tokens=8",
+             "--repeats=1", "--cost-trials=1", f"--json={saved}"]  # fmt: skip
     done = CliRunner().invoke(app, given)
     assert done.exit_code == 0, (done.output, done.exception)
     names = [row["method"] for row in json.loads(saved.read_text())["results"]]

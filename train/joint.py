@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from inference.sampler import seeded
 from speculators.adapter import Adapter
 from speculators.drafter import valid_terms
 from speculators.export import replace_folder
@@ -32,9 +33,12 @@ FOLDER, CHANGE = "target", "held_out_loss.json"  # below the run's folder; what 
 
 
 class JointTarget(nn.Module):
-    """A target with a LoRA that is being trained; its parameters are the adapter's."""
+    """A target with a LoRA that is being trained; its parameters are the adapter's.
 
-    def __init__(self, target: FrozenTarget, section: JointSection) -> None:
+    The adapter is drawn from `seed` alone: every process draws the same, and so does a run that is continued.
+    """
+
+    def __init__(self, target: FrozenTarget, section: JointSection, seed: int = 0) -> None:
         super().__init__()
         self.section, self.target = section, target
         fields = {
@@ -44,7 +48,8 @@ class JointTarget(nn.Module):
             "lora_dropout": section.dropout,
             "target_modules": section.target_modules,
         }
-        self.adapter = Adapter(target.model, fields, target.name_or_path)  # which the target runs through from now on
+        with seeded(seed, target.device):
+            self.adapter = Adapter(target.model, fields, target.name_or_path)  # the target runs through it from now on
         self.model = self.adapter.peft.eval()
 
     def trainable_parameters(self) -> list[nn.Parameter]:

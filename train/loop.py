@@ -76,9 +76,9 @@ class Trainer:
         drafter.checkpoint_activations(t.activation_checkpointing)
         self.joint, self.on_policy = joint, on_policy
         self.ahead = FeaturesAhead(accelerator.device) if looks_ahead(recipe, accelerator.device.type) else None
-        self.replica = spread(accelerator, self.drafter, joint=joint is not None)
-        self.module = self.replica.module  # what trains; `drafter` is the whole of it
         others = joint.trainable_parameters() if joint else []
+        self.replica = spread(accelerator, self.drafter, others)
+        self.module = self.replica.module  # what trains; `drafter` is the whole of it
         rate = t.learning_rate / joint.section.head_lr_multiplier if joint else None
         self.parameters = self.module.trainable_parameters() + others
         self.optimizer = make_optimizer(self.module, t, others, rate)
@@ -171,12 +171,13 @@ class Trainer:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.state.step += 1
-        totals = self._sum(torch.stack([m["totals"] for m in measured]).sum(0))  # [2K + 4]
         K = len(self.depth_weights)
-        loss = sum(m["loss"] for m in measured)
+        sums = self._sum(torch.stack([torch.cat([m["totals"], m["loss"][None]]) for m in measured]).sum(0))
+        numbers = torch.cat([sums.double(), counts, norm[None]]).cpu()  # all that a step waits for
+        totals, (loss,), counts, (norm,) = numbers.split([2 * K + 4, 1, K, 1])
         record = {
             "step": self.state.step,
-            "loss": float(self._sum(torch.as_tensor(loss))),
+            "loss": float(loss),
             "learning_rate": rate,
             "grad_norm": float(norm),
             "acceptance_rate": (totals[:K] / counts.clamp(min=1)).tolist(),
@@ -224,7 +225,7 @@ class Trainer:
         supervised: float | None = None,
         suffix_scale: float = 0.0,
         last: bool = True,
-    ) -> dict[str, Any]:
+    ) -> dict[str, Tensor]:
         """Forward and backward of one batch; gradients add up in the parameters. `supervised`: tokens of the step that
         a target trained along has a loss on. `suffix_scale`: 1 / the normaliser of terms in rejected suffixes. `last`:
         of the step, after which gradients are summed over processes."""
@@ -234,15 +235,15 @@ class Trainer:
 
         loss, totals = self.replica.run(work, last)
         loss.backward()
-        return {"loss": float(loss.detach()), "totals": totals}
+        return {"loss": loss.detach().float(), "totals": totals}
 
     def _loss(
         self, features: TargetFeatures, row_weights: Tensor, supervised: float | None, suffix_scale: float
     ) -> tuple[Tensor, Tensor]:
         """The loss of one batch, and what was measured on it [2K + 4]: acceptance and agreement of each depth, in-loop
-        lengths and their number, loss and acceptance in rejected suffixes."""
+        lengths and their number, loss and acceptance in rejected suffixes. Both stay on the device."""
         section = self.on_policy.section if self.on_policy is not None else None
-        suffix_loss, suffix_alpha = torch.zeros(()), torch.zeros(())
+        suffix_loss, suffix_alpha = torch.zeros(2, device=row_weights.device)
         with self.accelerator.autocast():
             branches = branch_weights(features, section.suffix_decay) if section is not None else None
             steps, rejected = split(list(self.module.unroll(features, len(row_weights))), branches)
@@ -254,9 +255,10 @@ class Trainer:
                 suffix_loss, found = self._objectives(features, rejected, scales, section.suffix_loss)
                 suffix_alpha = sum(part.alpha_sum for part in found)
                 loss = loss + section.suffix_weight * suffix_loss
-        lengths = in_loop_lengths([p.alpha for p in parts], [s.anchor_index for s in steps])
+        slots = features.input_ids.numel()
+        lengths = in_loop_lengths([p.alpha for p in parts], [s.anchor_index for s in steps], slots)
         totals = [p.alpha_sum for p in parts] + [p.agreement_sum for p in parts] + [*lengths, suffix_loss, suffix_alpha]
-        return loss, torch.stack([t.detach().float().cpu() for t in totals])
+        return loss, torch.stack([t.detach().float() for t in totals])
 
     def _objectives(
         self, features: TargetFeatures, steps: Sequence[DraftStep], scales: Tensor, mix: Loss

@@ -143,16 +143,17 @@ def fill_gradients(parameters: Sequence[nn.Parameter]) -> None:
             p.grad = torch.zeros_like(p)
 
 
-def spread(accelerator: Accelerator, drafter: Drafter, *, joint: bool = False) -> Replicated:
-    """The drafter as the launch configuration wants it, with the weights that the first process has."""
+def spread(accelerator: Accelerator, drafter: Drafter, others: Sequence[nn.Parameter] = ()) -> Replicated:
+    """The drafter as the launch configuration wants it, with the weights that the first process has. `others`: what is
+    trained beside it, a target's adapter; every process gets the first one's of these too."""
     sharded = wants_shards(accelerator)
-    if sharded and joint:
+    if sharded and others:
         raise ConfigError(
             "joint: a target that is trained along cannot be sharded; launch with a configuration without FSDP"
         )
     if accelerator.num_processes > 1:
         with torch.no_grad():
-            for tensor in drafter.state_dict().values():
+            for tensor in (*drafter.state_dict().values(), *others):
                 tensor.copy_(broadcast(tensor.detach().clone()))
     return Sharded(accelerator, drafter) if sharded else Replicated(accelerator, drafter)
 

@@ -56,6 +56,10 @@ class TargetSection(Section):
 
 
 BUDGETS = ("steps", "epochs", "max_minutes")  # of training; one of them at least
+WITHOUT_EFFECT = {  # keys of earlier versions that nothing read, and what to do instead
+    "compile": "training is not compiled; leave the key out",
+    "num_workers": "rows are tokens before training begins, so no process loads them; leave the key out",
+}
 
 
 class TrainingSection(Section):
@@ -112,8 +116,17 @@ class TrainingSection(Section):
     activation_checkpointing: bool = Field(
         False, description="compute each depth again in the backward pass instead of keeping it; for long rows"
     )
-    compile: bool = Field(False, description="torch.compile the head; pays on a GPU after minutes of compilation")
-    num_workers: Count = Field(0, description="data loader processes; rows are already tokens, so none is needed")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_effect(cls, value: Any) -> Any:
+        """Recipes that earlier versions wrote out name these keys with `false` and `0`, which ask for nothing."""
+        if not isinstance(value, dict):
+            return value
+        for key, advice in WITHOUT_EFFECT.items():
+            if value.get(key):
+                raise ValueError(f"training.{key}: no longer a key, and never had an effect; {advice}")
+        return {key: each for key, each in value.items() if key not in WITHOUT_EFFECT}
 
     @model_validator(mode="before")
     @classmethod

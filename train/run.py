@@ -22,6 +22,7 @@ from accelerate.utils import InitProcessGroupKwargs, set_seed
 from inference.expected import expected_acceptance
 from inference.llm_loading import load_tokenizer
 from inference.replay import ReplayResult
+from inference.sampler import seeded
 from speculators.drafter import Drafter
 from speculators.errors import ConfigError, DraftsmithError
 from speculators.export import describe_target
@@ -209,7 +210,8 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
         features = training_features(part, data, rows, accelerator, stages)
         folder = checkpoints(recipe, name)
         if drafter is None:
-            drafter = make_drafter(part, config, target, features, stages, folder)
+            with seeded(part.training.seed, target.device):
+                drafter = make_drafter(part, config, target, features, stages, folder)
             meet_tokenizers(recipe, drafter, tokenizer)
             drafter.prepare_training(part.drafter)
             share_out(accelerator, target, recipe.target.sharding)
@@ -220,7 +222,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
                 + (f"; taps {list(config.tap_layers)}" if config.tap_layers else "")
             )
         before = fingerprint(part, data.target_hash, before)
-        joint = JointTarget(target, part.joint) if part.joint else None
+        joint = JointTarget(target, part.joint, part.training.seed) if part.joint else None
         trainer = Trainer(
             part,
             target,

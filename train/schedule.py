@@ -12,7 +12,7 @@ def learning_rate(training: TrainingSection, share: float, total_steps: int | No
     budget of time."""
     peak, warm_up = training.learning_rate, training.warmup_ratio
     if share < warm_up:
-        return peak * (share + 1 / max(total_steps or 100, 1)) / (warm_up + 1e-9)
+        return peak * min(1.0, (share + 1 / max(total_steps or 100, 1)) / warm_up)
     if training.lr_schedule == "constant":
         return peak
     after = (share - warm_up) / max(1 - warm_up, 1e-9)

@@ -56,11 +56,12 @@ def expected_acceptance_length_in_loop(alphas: Sequence[Tensor], anchors: Sequen
     return (total / count).float() if count else torch.ones(())
 
 
-def in_loop_lengths(alphas: Sequence[Tensor], anchors: Sequence[Tensor]) -> Tensor:
-    """[2] float64: that length summed over anchors, and their number; both add up over batches."""
+def in_loop_lengths(alphas: Sequence[Tensor], anchors: Sequence[Tensor], size: int | None = None) -> Tensor:
+    """[2] float64: that length summed over anchors, and their number; both add up over batches. `size`: all anchors
+    are below it; None looks for the largest, which waits for the device."""
     if not alphas or alphas[0].numel() == 0:
-        return torch.zeros(2, dtype=torch.float64)
-    size = int(max(int(anchor.max()) for anchor in anchors if anchor.numel())) + 1
+        return torch.zeros(2, dtype=torch.float64, device=alphas[0].device if alphas else None)
+    size = int(torch.cat(list(anchors)).max()) + 1 if size is None else size
     joint = torch.ones(size, dtype=torch.float64, device=alphas[0].device)  # [anchors], prefix product
     total = torch.zeros_like(joint)
     for alpha, anchor in zip(alphas, anchors, strict=True):

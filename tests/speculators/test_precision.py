@@ -11,7 +11,7 @@ import torch
 from inference import LLM, SamplingParams
 from inference.measured_engine import Drafting
 from inference.vllm_engine import VllmEngine, VllmOptions
-from speculators.precision import autocast_dtype, multiplies_bfloat16, running_dtype, say_widened
+from speculators.precision import autocast_dtype, multiplies_bfloat16, own_device, running_dtype, say_widened
 from speculators.target import FrozenTarget
 from tests.conftest import make_tiny_model
 from train.estimate import outline
@@ -126,3 +126,16 @@ def test_training_and_its_plan_agree(cpu, folder, tmp_path, name, precision):
     assert outline(recipe, counted=([], []), device="cuda").autocast == torch.bfloat16
     if not torch.accelerator.is_available():
         assert make_accelerator(recipe).mixed_precision == precision
+
+
+def test_an_accelerator_that_torch_was_built_for_but_is_not_there_is_not_used(monkeypatch):
+    """A CUDA build on a machine without a GPU answers `cuda` unless it is asked whether there is one."""
+    gpus: list[torch.device] = []
+
+    def current(check_available: bool = False) -> torch.device | None:
+        return gpus[0] if gpus else None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current)
+    assert own_device() == torch.device("cpu")
+    gpus.append(torch.device("cuda"))
+    assert own_device() == torch.device("cuda")

@@ -41,7 +41,7 @@ def make_trainer(tiny_model, folder: Path, target: FrozenTarget | None = None, *
     drafter = Medusa(config_for_target(target, "medusa", num_heads=2)).attach(target).initialise_from(target)
     return Trainer(
         recipe, target, drafter, make_rows(), accelerator=Accelerator(cpu=True), folder=folder, fingerprint="a",
-        joint=JointTarget(target, recipe.joint),
+        joint=JointTarget(target, recipe.joint, recipe.training.seed),
     )  # fmt: skip
 
 
@@ -124,6 +124,22 @@ def test_killed_anywhere_ends_with_the_same_weights(tiny_model, tmp_path, stop_a
         assert a.keys() == b.keys()
         for name in a:
             assert torch.equal(a[name], b[name]), name
+
+
+def test_the_adapter_is_drawn_from_the_seed_alone(tiny_model):
+    """Whatever was drawn before: an earlier stage, another process's rows, or less of a run that is continued."""
+    tree = {"name": "t", "family": "medusa", "target": {"model": "x"}, "data": {"train": [{"demo": {}}]}}
+    section = recipe_class("medusa").model_validate({**tree, "joint": {"r": 4}}).joint
+
+    def drawn(before: int, seed: int) -> torch.Tensor:
+        torch.manual_seed(before)
+        joint = JointTarget(FrozenTarget(copy.deepcopy(tiny_model("qwen2"))), section, seed)
+        state = torch.get_rng_state()
+        torch.manual_seed(before)
+        assert torch.equal(state, torch.get_rng_state())  # what is drawn next does not notice
+        return torch.cat([p.detach().flatten() for p in joint.trainable_parameters()])
+
+    assert torch.equal(drawn(1, 0), drawn(2, 0)) and not torch.equal(drawn(1, 0), drawn(1, 1))
 
 
 def test_features_cannot_be_kept(tiny_model):

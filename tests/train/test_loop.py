@@ -238,10 +238,10 @@ def test_padding_and_prompts_carry_no_loss(tiny_model, tmp_path):
     batch = trainer.features.batch(trainer.chosen(trainer.step_rows.of(0)[0]))
     features = trainer.target.features(**batch)
     weights_per_row = (trainer.depth_weights / trainer.drafter.count_terms(features, 3)).float()
-    loss = trainer._micro_step(features, weights_per_row)["loss"]
+    loss = float(trainer._micro_step(features, weights_per_row)["loss"])
     changed = {**batch, "input_ids": torch.where(batch["segment_ids"] < 0, 9, batch["input_ids"])}
     features = trainer.target.features(**changed)
-    assert trainer._micro_step(features, weights_per_row)["loss"] == pytest.approx(loss, rel=1e-6)
+    assert float(trainer._micro_step(features, weights_per_row)["loss"]) == pytest.approx(loss, rel=1e-6)
 
 
 def test_best_is_kept_by_held_out_value(tiny_model, tmp_path):
@@ -274,3 +274,15 @@ def test_learning_rate_warms_up_and_ends_at_zero(tiny_model, tmp_path):
     rates = [learning_rate(trainer.recipe.training, s / 100, trainer.total_steps) for s in range(101)]
     assert 0 < rates[0] < 0.2 and max(rates) <= 1.0 + 1e-6 and rates[10] == pytest.approx(1.0) and rates[100] == 0.0
     assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+@pytest.mark.parametrize("warmup_ratio", [0.02, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("total_steps", [1, 3, 10, 1000, None])
+def test_the_warm_up_rises_and_never_passes_the_peak(total_steps, warmup_ratio):
+    """Whatever the budget: shares of few steps, or of time (None), in which a step may be a large part of a run."""
+    training = make_recipe(warmup_ratio=warmup_ratio, learning_rate=1.0).training
+    shares = [s / 1000 for s in range(1001)]
+    rates = [learning_rate(training, share, total_steps) for share in shares]
+    assert 0 < rates[0] and max(rates) <= 1.0
+    warm = [rate for share, rate in zip(shares, rates) if share <= warmup_ratio]
+    assert warm == sorted(warm) and rates[1 + len(warm) :] == sorted(rates[1 + len(warm) :], reverse=True)

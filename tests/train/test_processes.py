@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +17,14 @@ from torch.distributed.tensor import DTensor
 
 from speculators.config import config_for_target
 from speculators.drafter import Drafter, family_class
+from speculators.families.medusa import Medusa
 from speculators.target import FrozenTarget
 from tests.conftest import make_tiny_model
 from tests.train.test_loop import make_rows
 from tests.train.test_on_policy import make_recipe as on_policy_recipe
 from tests.train.test_on_policy import make_trainer as on_policy_trainer
 from tests.train.worlds import Scenario, in_worlds
+from train.joint import JointTarget
 from train.loop import Trainer
 from train.processes import share_out
 from train.recipe import make_recipe
@@ -75,8 +79,53 @@ def size_of(drafter: Drafter) -> dict[str, float]:
     return {"expected_acceptance_length": sum(float(p.detach().double().abs().mean()) for p in drafter.parameters())}
 
 
+def make_staged(folder: Path, **training) -> Iterator[Trainer]:
+    """Medusa-2: heads alone, then with the target, as `train.run` makes the stages. `stop_after` ends the second."""
+    tree = {
+        "name": "t",
+        "family": "medusa",
+        "target": {"model": "tiny"},
+        "data": {"train": [{"demo": {}}], "max_length": 48},
+        "drafter": {"num_heads": 2},
+        "joint": {"r": 4, "heads_schedule": "constant", "dropout": 0.1},
+        "training": {"global_batch_size": 8, "batch_size": 4, "learning_rate": 1e-2, "mixed_precision": "no"},
+        "stages": [
+            {"name": "heads", "training": {"steps": 2}},
+            {"name": "joint", "training": {"steps": 3, **training}},
+        ],
+    }
+    recipe = make_recipe(tree)
+    target = FrozenTarget(copy.deepcopy(make_tiny_model("qwen2")))
+    drafter = Medusa(config_for_target(target, "medusa", num_heads=2)).attach(target).initialise_from(target)
+    for name, part in recipe.training_stages():
+        joint = JointTarget(target, part.joint, part.training.seed) if part.joint else None
+        yield Trainer(
+            part, target, drafter, make_rows(), accelerator=Accelerator(cpu=True), folder=folder / name,
+            fingerprint=name, joint=joint,
+        )  # fmt: skip
+
+
+def train_staged(folder: Path, run: str, stop_after: int | None = None, draws: int = 0) -> dict[str, np.ndarray]:
+    """Everything that trained, heads and adapter; nothing if the joint stage ends after `stop_after` of its steps.
+    `draws`: of random numbers beforehand, which no weight may depend on."""
+
+    def advance(share: float, note: str) -> None:
+        if trainer.joint is not None and trainer.state.step == stop_after:
+            raise PowerCut
+
+    torch.rand(draws)
+    try:
+        for trainer in make_staged(folder / run, save_every=100):
+            trainer.run(advance)
+    except PowerCut:
+        return {}
+    return {name: p.detach().numpy().copy() for name, p in trainer.names().items()}
+
+
 def train(folder: Path, family: str, run: str, stop_after: int | None = None, on_policy: bool = False, **training):
     """(figures of every step, weights) of a run, which ends after `stop_after` steps as by a power cut."""
+    if family == "medusa-2":
+        return train_staged(folder, run, stop_after, **training)
     if on_policy:
         sizes = {"steps": 6, "global_batch_size": 8, "batch_size": 2, "learning_rate": 1e-3}
         recipe = on_policy_recipe(family, {"share": 0.6, "refresh_every": 2}, **sizes, **training)
@@ -147,6 +196,9 @@ def found(tmp_path_factory):
     scenarios += [scenario("eagle3", *world, optimizer="muon") for world in EVERYWHERE[:1] + EVERYWHERE[3:]]
     scenarios += [scenario("eagle3", *world, sharding="fsdp") for world in ((4, False), (2, True))]
     scenarios += [scenario("eagle3", *world, on_policy=True) for world in (EVERYWHERE[0], EVERYWHERE[3])]
+    scenarios += [scenario("medusa-2", *world) for world in EVERYWHERE[:2]]
+    scenarios.append(scenario("medusa-2", 1, run="medusa-2-cut", stop_after=1))  # before its first checkpoint
+    scenarios.append(scenario("medusa-2", 1, run="medusa-2-cut", draws=7))
     return in_worlds(train, scenarios, tmp_path_factory.mktemp("worlds"), seconds=900)
 
 
@@ -192,6 +244,22 @@ def test_a_sharded_target_says_the_same(found):
     for world in ((4, False), (2, True)):
         name = scenario("eagle3", *world, sharding="fsdp").name
         assert_same(found["eagle3, 1 whole"], found[name], name)
+
+
+@pytest.mark.slow
+def test_a_target_trained_along_is_the_same_on_every_number_of_processes(found):
+    """The adapter as well as the heads, after a stage that has drawn other numbers in every process."""
+    one, two = found["medusa-2, 1 whole"], found["medusa-2, 2 whole"]
+    assert any("lora_A" in name for name in one) and one.keys() == two.keys()
+    for name, tensor in one.items():
+        np.testing.assert_allclose(two[name], tensor, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.slow
+def test_a_joint_stage_killed_before_its_first_checkpoint_ends_the_same(found):
+    one, again = found["medusa-2, 1 whole"], found[scenario("medusa-2", 1, run="medusa-2-cut", draws=7).name]
+    for name, tensor in one.items():
+        np.testing.assert_array_equal(again[name], tensor, err_msg=name)
 
 
 @pytest.mark.slow
