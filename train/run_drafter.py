@@ -77,8 +77,8 @@ def make_drafter(
     recipe: Recipe, config: DrafterConfig, target: FrozenTarget, features: RowFeatures, stages: Stages, folder: Path
 ) -> Drafter:
     """A drafter ready to train: draft vocabulary chosen from the supervised tokens, weights warm or initialised (but
-    not fitted where a checkpoint in `folder` will replace them)."""
-    drafter = family_class(config.family)(config).attach(target)
+    not fitted where a checkpoint in `folder` will replace them), on the target's device, as its features are."""
+    drafter = family_class(config.family)(config).attach(target).to(target.device)
     if (start := start_folder(recipe)) is not None:
         load_weights(drafter, start)
         return drafter
