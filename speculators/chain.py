@@ -99,12 +99,12 @@ class ChainDrafter(Drafter):
             state = self.feed_back(state) if depth else state
             state = kept_or_recomputed(self.recomputes, self._depth, tokens, places, state, attends, asking)
             slots = chosen
-            terms = valid[depth].gather(1, slots)
-            anchors = (slots + rows)[terms]
+            terms = valid[depth].gather(1, slots).flatten().nonzero().flatten()  # [N] of the flat [B·M]
+            anchors = (slots + rows).flatten()[terms]
             yield DraftStep(
                 depth=depth,
-                hidden=state[terms],
-                target_index=(paths[depth].gather(1, slots) + rows)[terms],
+                hidden=state.flatten(0, 1)[terms],
+                target_index=(paths[depth].gather(1, slots) + rows).flatten()[terms],
                 anchor_index=anchors,
                 weight=torch.ones(len(anchors), device=state.device),
             )

@@ -55,10 +55,10 @@ class SlotwiseDrafter(Drafter):
         slots = valid.any(0).nonzero().flatten()  # [N]
         state = self.start(features.last_hidden.flatten(0, 1)[slots])
         for depth in range(steps):
-            going = valid[depth:, slots].any(0)
+            going = valid[depth:, slots].any(0).nonzero().flatten()
             slots, state = slots[going], state[going]
             state = kept_or_recomputed(self.recomputes, self.advance, state, ids[paths[depth][slots]], depth)
-            terms = valid[depth, slots]
+            terms = valid[depth, slots].nonzero().flatten()
             anchors = slots[terms]
             yield DraftStep(
                 depth=depth,

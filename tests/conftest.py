@@ -161,3 +161,12 @@ def serving():
         server.should_exit = True
         thread.join(20)
         assert not thread.is_alive()
+
+
+@pytest.fixture
+def claimed_gpu(monkeypatch):
+    """A device that is not there (tests/device_emulation.py)."""
+    from tests import device_emulation
+
+    with device_emulation.claimed_gpu(monkeypatch) as emulation:
+        yield emulation

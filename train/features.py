@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from speculators.host_copy import to_device
 from speculators.target import FrozenTarget, TargetFeatures
 from train.data import PackedRow, collate
 from train.feature_cache import FeatureCache
@@ -40,7 +41,7 @@ class RowFeatures:
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """input_ids, position_ids, segment_ids, loss_mask [B, T] of the rows, on the target's device."""
         batch = collate([self.rows[i] for i in indices], pad_token_id=self.pad_token_id)
-        return {name: tensor.to(self.target.device) for name, tensor in batch.items()}
+        return {name: to_device(tensor, self.target.device) for name, tensor in batch.items()}
 
     def of(self, indices: Sequence[int], batch: dict[str, Tensor] | None = None) -> TargetFeatures:
         """The features of the rows; `batch`: theirs, if it is there already."""

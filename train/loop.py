@@ -87,7 +87,7 @@ class Trainer:
         self.total_steps = t.steps or (math.ceil(len(rows) * t.epochs / per_step) if t.epochs else None)
         depths = min(recipe.drafter.unroll_steps, drafter.max_depth or recipe.drafter.unroll_steps)
         decay = torch.tensor([recipe.drafter.step_decay**k for k in range(depths)])
-        self.depth_weights = decay / decay.sum()  # [K]
+        self.depth_weights = (decay / decay.sum()).to(accelerator.device)  # [K]
         self.state = checkpoint.TrainState(fingerprint=fingerprint)
         self.order = Shuffled([t.seed], len(rows))
         self.stop_signal: int | None = None
@@ -148,7 +148,7 @@ class Trainer:
         batches = self.telemetry.saw([features.batch(rows) for features, rows in sources])
         self.module.train()
         counts, suffix = self._count(batches)
-        row_weights = (self.depth_weights.to(counts.device) / counts.clamp(min=1)).float()
+        row_weights = (self.depth_weights / counts.clamp(min=1)).float()
         scale, supervised = 1 / max(float(suffix[-1]), 1e-9), None
         if self.joint is not None:
             row_weights = row_weights * self.joint.heads_weight(share)

@@ -315,3 +315,13 @@ def test_a_workload_without_prompts_is_refused(folders) -> None:
 def test_sums_of_results_pool_texts() -> None:
     a, b = ReplayResult(2.0, [1.0], [1.0, 1.0]), ReplayResult(4.0, [1.0], [3.0, 1.0])
     assert math.isclose((a + b).expected_acceptance_length, 1 + 2 / 6)
+
+
+def test_the_whole_evaluation_runs_on_a_device(claimed_gpu, folders):
+    """Engines, replay, the float32 comparison: no host tensor among those of the device."""
+    settings = EvaluationSettings(
+        num_speculative_tokens=K, max_tokens=8, prompts_per_workload=2, repeats=1, timed_prompts=1,
+        transformers_repeats=0, lossless_prompts=1,
+    )  # fmt: skip
+    report = evaluate(*folders, {"w": some_prompts(2)}, settings, llm_options={"device": "cuda"})
+    assert report.summary["lossless_mismatches"] == 0 and report.summary["t0.acceptance_length"] >= 1

@@ -1,0 +1,341 @@
+"""A GPU that is not there: CPU tensors that claim to be on `cuda:0`, refuse what a GPU would refuse, and count waits.
+
+    def test_a_step(claimed_gpu):                       # the fixture of tests/conftest.py
+        model = make_tiny_model("llama").to("cuda")     # or torch.zeros(3, device=DEVICE)
+        with claimed_gpu.waits() as waits:              # Counter: kind of wait -> how often
+            step(model)
+
+Refused as on a GPU: a host tensor among device tensors (0-dimensional ones excepted where torch makes an exception),
+an index on another device, `.numpy()`. Counted: every place where the host waits for the device, because it reads a
+value or a size from it, or copies to it from memory that is not pinned. Not seen: kernels, their numerics, NCCL, CUDA
+graphs, streams (all work is done when it is launched), memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+
+DEVICE = torch.device("cuda", 0)
+ROOT = Path(__file__).resolve().parents[1]
+HOST = torch.device("cpu")
+
+
+class MixedDevices(RuntimeError):
+    """What a GPU would refuse."""
+
+
+class _Claiming(Tensor):
+    """A tensor that says it is on the device. The mode does everything else."""
+
+    device = property(lambda self: DEVICE)  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    is_cpu = property(lambda self: False)  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return _Emulation.current.call(func, args, dict(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        if id(self) not in memo:
+            copied = _bare(self).detach().clone()
+            is_parameter = isinstance(self, nn.Parameter)
+            made = _mark(nn.Parameter(copied, requires_grad=self.requires_grad)) if is_parameter else _claim(copied)
+            memo[id(self)] = made
+        return memo[id(self)]
+
+    def record_stream(self, stream: Any) -> None: ...
+
+
+class _ClaimingParameter(_Claiming, nn.Parameter):
+    pass
+
+
+def _bare(tensor: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(Tensor)
+
+
+def _claim(tensor: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor if isinstance(tensor, _Claiming) else tensor.as_subclass(_Claiming)
+
+
+def _mark(parameter: nn.Parameter) -> nn.Parameter:
+    parameter.__class__ = _ClaimingParameter
+    return parameter
+
+
+def _pinned(tensor: Tensor) -> bool:
+    return getattr(tensor, "in_pinned_memory", False)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _claim_all(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _claim(value)
+    if isinstance(value, list | tuple):
+        made = [_claim_all(each) for each in value]
+        named = hasattr(value, "_fields")
+        return type(value)(*made) if named else type(value)(made)
+    return value
+
+
+READS = {  # one value, or all of them, to the host
+    Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.is_nonzero,
+    torch.equal, Tensor.equal, torch.allclose, Tensor.allclose,
+}  # fmt: skip
+SIZES = {  # a result whose size the device has to say
+    torch.nonzero, Tensor.nonzero, torch.masked_select, Tensor.masked_select, torch.unique, Tensor.unique,
+    torch.unique_consecutive, Tensor.unique_consecutive, torch.bincount, Tensor.bincount,
+}  # fmt: skip
+MOVES = {Tensor.to, Tensor.cpu, Tensor.cuda}
+INDEXED = {Tensor.__getitem__, Tensor.__setitem__, torch.index_put, Tensor.index_put, Tensor.index_put_}
+JOINED = {torch.cat, torch.concat, torch.stack, torch.vstack, torch.hstack}
+FREE = {Tensor.copy_, Tensor.type, Tensor.__setstate__, torch._has_compatible_shallow_copy_type, Tensor.__repr__}
+FACTORIES_FROM_HOST = {torch.tensor, torch.as_tensor}
+
+
+class _Emulation:
+    """What happens to each call of torch while the device is claimed."""
+
+    current: _Emulation
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] | None = None
+        self.sites: Counter[str] = Counter()  # file:line of this project -> waits there
+
+    @contextlib.contextmanager
+    def waits(self) -> Iterator[Counter[str]]:
+        """Kinds of waits inside and how many: `read` a value, `size` of a result, `upload` from ordinary memory."""
+        before, self._counts = self._counts, Counter()
+        self.sites.clear()
+        try:
+            yield self._counts
+        finally:
+            self._counts = before
+
+    def _wait(self, kind: str) -> None:
+        if self._counts is None:
+            return
+        self._counts[kind] += 1
+        own = [f for f in traceback.extract_stack() if f.filename.startswith(str(ROOT)) and "tests" not in f.filename]
+        own = [f for f in own if "site-packages" not in f.filename]
+        self.sites[f"{Path(own[-1].filename).relative_to(ROOT)}:{own[-1].lineno} {kind}" if own else kind] += 1
+
+    def call(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "_parse_to":
+            return self._bare_call(func, args, kwargs)
+        here = args[0] if args and isinstance(args[0], Tensor) else None
+        on_device = isinstance(here, _Claiming)
+        if func is Tensor.numpy and on_device:
+            raise MixedDevices("can't convert cuda:0 device type tensor to numpy")
+        if func is Tensor.backward:
+            return self._backward(*args, **kwargs)
+        if func is torch.autograd.grad:
+            return self._grad(*args, **kwargs)
+        if func is Tensor.pin_memory:
+            (copied := here.clone()).in_pinned_memory = True
+            return copied
+        if func in MOVES:
+            return self._move(func, here, args, kwargs)
+        wanted = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
+        if wanted is not None and wanted.type == "cuda":
+            kwargs["device"] = HOST
+            if func in FACTORIES_FROM_HOST:
+                self._wait("upload")
+        pinned = bool(kwargs.pop("pin_memory", False))
+        tensors = [*_tensors(args), *_tensors(kwargs)]
+        claimed = any(isinstance(t, _Claiming) for t in tensors)
+        if claimed:
+            self._check(func, name, args, tensors)
+            if func in READS or func in SIZES:
+                self._wait("read" if func in READS else "size")
+            if func in (Tensor.__getitem__, Tensor.__setitem__) and any(
+                t.dtype == torch.bool and t.dim() for t in _tensors(args[1])
+            ):
+                self._wait("size")
+            if func in (torch.repeat_interleave, Tensor.repeat_interleave) and "output_size" not in kwargs:
+                if any(t.dim() for t in _tensors([*args[1:], kwargs.get("repeats")])):
+                    self._wait("size")
+            if func is Tensor.copy_:
+                self._copied(args)
+        out = self._bare_call(func, args, kwargs)
+        if pinned and isinstance(out, Tensor):
+            out.in_pinned_memory = True
+        if func is Tensor.__setitem__ or out is None:
+            return None
+        if func is Tensor.copy_ or (isinstance(out, Tensor) and any(out is t for t in tensors)):
+            return out if func is not Tensor.copy_ else here
+        if wanted is not None:
+            return _claim_all(out) if wanted.type == "cuda" else out
+        if func is Tensor.__getitem__:
+            return _claim(out) if on_device else out
+        return _claim_all(out) if claimed else out
+
+    def _bare_call(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def _copied(self, args: tuple) -> None:
+        into, source = args[0], args[1]
+        if isinstance(source, _Claiming) and not isinstance(into, _Claiming):
+            self._wait("read")
+        elif isinstance(into, _Claiming) and not isinstance(source, _Claiming) and not _pinned(source):
+            self._wait("upload")
+
+    def _check(self, func: Any, name: str, args: tuple, tensors: list[Tensor]) -> None:
+        if func in FREE or name in ("__get__", "__set__"):
+            return
+        host = [t for t in tensors if not isinstance(t, _Claiming) and t.device.type == "cpu"]
+        wrong = host if func in JOINED else [t for t in host if t.dim()]
+        if func in INDEXED:
+            places, values = list(_tensors(args[1])), list(_tensors(args[2:]))
+            if isinstance(args[0], _Claiming):  # an index of the host is taken to the device; values only by slices
+                wrong = [t for t in values if not isinstance(t, _Claiming) and t.dim() and places]
+                if any(not isinstance(t, _Claiming) for t in places):
+                    self._wait("upload")
+            else:
+                wrong = [t for t in places if isinstance(t, _Claiming)]
+        if wrong:
+            shapes = [("cuda" if isinstance(t, _Claiming) else "cpu", tuple(t.shape)) for t in tensors]
+            raise MixedDevices(f"{resolve_name(func) or func}: tensors on cuda:0 and cpu: {shapes}")
+
+    def _move(self, func: Any, tensor: Tensor, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        rest, target = [], {Tensor.cpu: HOST, Tensor.cuda: DEVICE}.get(func)
+        kept = {key: kwargs[key] for key in ("copy", "memory_format") if key in kwargs}
+        non_blocking = bool(kwargs.get("non_blocking", False))
+        if func is Tensor.to:
+            given = {key: value for key, value in kwargs.items() if key not in ("copy", "memory_format", "tensor")}
+            if len(args) > 1 and isinstance(args[1], Tensor):
+                target, rest = args[1].device, [args[1].dtype]
+            else:
+                target, dtype, non_blocking, _ = torch._C._nn._parse_to(*args[1:], **given)
+                rest = [] if dtype is None else [dtype]
+        was = isinstance(tensor, _Claiming)
+        if target is not None and target.type == "meta":
+            return _bare(tensor).to("meta")
+        now = was if target is None else target.type == "cuda"
+        with torch._C.DisableTorchFunctionSubclass():
+            bare = _bare(tensor)
+            out = bare.to(*rest, **kept) if rest or kept else bare
+            if was != now and out.data_ptr() == bare.data_ptr():
+                out = out.clone()
+        if was != now:
+            if was or not (non_blocking and _pinned(tensor)):
+                self._wait("read" if was else "upload")
+        elif out.data_ptr() == bare.data_ptr() and out.dtype == bare.dtype:
+            return tensor
+        return _claim(out) if now else out
+
+    # autograd's engine takes bare tensors; what it runs goes through the mode again
+
+    def _backward(self, tensor: Tensor, gradient: Tensor | None = None, *_: Any, **__: Any) -> None:
+        start = torch.ones_like(_bare(tensor)) if gradient is None else _bare(gradient)
+        with _Mode(self):
+            torch.autograd.graph._engine_run_backward(
+                (tensor,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+
+    def _grad(self, outputs, inputs, grad_outputs=None, retain_graph=None, create_graph=False, *_, **rest):
+        outputs, inputs = (tuple(x) if isinstance(x, list | tuple) else (x,) for x in (outputs, inputs))
+        given = grad_outputs if isinstance(grad_outputs, list | tuple) else (grad_outputs,) * len(outputs)
+        starts = tuple(torch.ones_like(_bare(o)) if g is None else _bare(g) for o, g in zip(outputs, given))
+        with _Mode(self):
+            found = torch.autograd.graph._engine_run_backward(
+                outputs, starts, bool(retain_graph), create_graph, inputs,
+                allow_unreachable=bool(rest.get("allow_unused")), accumulate_grad=False,
+            )  # fmt: skip
+        return tuple(_claim(g) if g is not None and isinstance(i, _Claiming) else g for g, i in zip(found, inputs))
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, emulation: _Emulation) -> None:
+        super().__init__()
+        self.emulation = emulation
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return self.emulation.call(func, args, dict(kwargs or {}))
+
+
+class _Event:
+    """Of a device on which everything is done at once; a stream too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def record(self, *args: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def wait_stream(self, other: Any) -> None: ...
+    def wait_event(self, other: Any) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        return 1.0
+
+
+def _apply_marked(module: nn.Module, function: Any, *args: Any, original: Any, **kwargs: Any) -> nn.Module:
+    """`nn.Module._apply` replaces a parameter's data and keeps the object: which claims anew what was moved."""
+    done = original(module, function, *args, **kwargs)
+    try:
+        after = {False: function(torch.zeros(2)), True: function(_claim(torch.zeros(2)))}
+    except Exception:
+        return done
+    for parameter in module.parameters():
+        was = isinstance(parameter, _Claiming)
+        if parameter.device.type != "meta" and isinstance(after[was], _Claiming) != was:
+            parameter.__class__ = nn.Parameter if was else _ClaimingParameter
+    return done
+
+
+@contextlib.contextmanager
+def claimed_gpu(patch: Any) -> Iterator[_Emulation]:
+    """The emulation, until the block ends. `patch`: pytest's monkeypatch."""
+    _Emulation.current = emulation = _Emulation()
+    original = nn.Module._apply
+    patch.setattr(nn.Module, "_apply", lambda m, f, *a, **k: _apply_marked(m, f, *a, original=original, **k))
+    cuda = {
+        "Event": _Event, "Stream": _Event, "current_stream": _Event, "synchronize": lambda *a: None,
+        "stream": lambda *a: contextlib.nullcontext(), "max_memory_allocated": lambda *a: 0,
+        "empty_cache": lambda: None, "memory_allocated": lambda *a: 0, "reset_peak_memory_stats": lambda *a: None,
+        "get_rng_state": lambda *a: torch.get_rng_state(), "set_rng_state": lambda *a: None,
+        "get_device_name": lambda *a: "a device that is not there", "ipc_collect": lambda: None,
+        "is_bf16_supported": lambda *a, **k: True, "get_device_capability": lambda *a: (9, 0),
+    }  # fmt: skip
+    for name, stub in cuda.items():
+        patch.setattr(torch.cuda, name, stub)
+    module_of = torch.get_device_module
+
+    def module(device: Any = None) -> Any:
+        return torch.cuda if device is not None and torch.device(device).type == "cuda" else module_of(device)
+
+    patch.setattr(torch, "get_device_module", module)
+    enter, enabled, generator = torch.amp.autocast_mode.autocast.__init__, torch.is_autocast_enabled, torch.Generator
+
+    def begin(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        enter(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    patch.setattr(torch.amp.autocast_mode.autocast, "__init__", begin)
+    patch.setattr(torch, "is_autocast_enabled", lambda device="cuda": enabled("cpu" if device == "cuda" else device))
+    patch.setattr(torch, "Generator", type("Generator", (), {"__new__": lambda cls, device=None: generator()}))
+    checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns
+    patch.setitem(checks, "default", lambda tensor: None)  # the claimed device is lost among what is saved
+    with _Mode(emulation):
+        yield emulation

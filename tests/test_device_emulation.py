@@ -1,0 +1,63 @@
+"""The claimed device refuses what a GPU refuses, counts what it waits for, computes what a CPU computes, and goes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from speculators.host_copy import on_device
+from tests.device_emulation import DEVICE, MixedDevices
+
+
+def test_mixed_devices_are_refused(claimed_gpu):
+    here, there = torch.ones(3), torch.ones(3, device=DEVICE)
+    assert there.device == DEVICE and (there * 2).is_cuda and there[1:].device == DEVICE
+    for wrong in (
+        lambda: here + there,
+        lambda: torch.cat([here, there]),
+        lambda: torch.stack([torch.ones(()), there[0]]),
+        lambda: here[there.long()],
+        lambda: there.numpy(),
+        lambda: nn.Linear(3, 3)(there),
+    ):
+        with pytest.raises(MixedDevices):
+            wrong()
+    assert (there + torch.ones(())).sum() == 6  # a number of the host is a number
+    assert (here + there.cpu()).device.type == "cpu"
+
+
+def test_waits_are_counted(claimed_gpu):
+    there = torch.arange(4, device=DEVICE)
+    with claimed_gpu.waits() as waits:
+        kept = there[there.gather(0, there)] * 2
+        on_device([1, 2], DEVICE)
+    assert not waits, claimed_gpu.sites
+    with claimed_gpu.waits() as waits:
+        kept.tolist(), int(kept[0]), bool(kept.any()), kept.cpu()
+        kept[kept > 1], kept.nonzero()
+        torch.tensor([1, 2], device=DEVICE), torch.ones(2).to(DEVICE)
+    assert waits == {"read": 4, "size": 2, "upload": 2}
+
+
+def test_it_computes_what_the_cpu_computes(claimed_gpu):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
+    moved = copy.deepcopy(model).to("cuda")
+    assert all(p.device == DEVICE for p in moved.parameters()) and next(model.parameters()).device.type == "cpu"
+    x = torch.randn(3, 4)
+    for each, given in ((model, x), (moved, x.to("cuda"))):
+        optimizer = torch.optim.AdamW(each.parameters(), foreach=False)
+        each(given).square().sum().backward()
+        optimizer.step()
+    for a, b in zip(model.parameters(), moved.parameters()):
+        assert torch.equal(a, b.detach().cpu()) and b.grad is not None
+    assert all(p.device.type == "cpu" for p in moved.cpu().parameters())
+
+
+def test_nothing_of_it_is_left():
+    """Runs after the tests above, in the same process."""
+    assert nn.Module._apply.__qualname__ == "Module._apply" and torch.Generator("cpu").device.type == "cpu"
+    assert torch.ones(2).device.type == "cpu" and "Event" in torch.cuda.Event.__name__
