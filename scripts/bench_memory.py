@@ -45,7 +45,7 @@ def one_step(length: int, way: str, hidden_size: int, texts: int) -> tuple[float
     from train.recipe import make_recipe
 
     if way == "plain":
-        target_module.LONG_ROW = attention.RECOMPUTE_FROM = attention.SCORES["cpu"] = 1 << 62
+        target_module.LONG_ROW = attention.KEPT_SCORES = attention.SCORES["cpu"] = 1 << 62
     torch.manual_seed(0)
     sizes = {"hidden_size": hidden_size, "intermediate_size": 4 * hidden_size, "num_hidden_layers": 4}
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "max_position_embeddings": length}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-RECOMPUTE_FROM = 1024  # queries; shorter rows keep their scores for the backward pass
+KEPT_SCORES = 1 << 25  # of one layer and depth, in numbers: what may wait for the backward pass (128 MiB in float32)
 SCORES = {"cpu": 1 << 24, "cuda": 1 << 26}  # of a chunk, in numbers
 QUERIES = 256  # of a chunk, where that many fit
 
@@ -51,11 +51,17 @@ def unrolled_attention(
             scale,
             *(t[:, :, rows] for pair in diagonals for t in pair),
         )
-        if torch.is_grad_enabled() and M > RECOMPUTE_FROM:
+        if torch.is_grad_enabled() and recomputes_scores(B, h, M, T):
             pieces.append(checkpoint(_attend, *arguments, use_reentrant=False))
         else:
             pieces.append(_attend(*arguments))
     return torch.cat(pieces, dim=2) if len(pieces) > 1 else pieces[0]
+
+
+def recomputes_scores(rows: int, heads: int, queries: int, keys: int) -> bool:
+    """Whether the scores of a layer over `rows` rows are computed again in the backward pass, being too many to keep
+    once per depth of an unroll."""
+    return rows * heads * queries * keys > KEPT_SCORES
 
 
 def chunk_queries(scores: int, device: str) -> int:

@@ -6,12 +6,13 @@ activations and working memory follow formulas that say "about". Knows sizes; ru
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from speculators.attention import RECOMPUTE_FROM
+from speculators.attention import recomputes_scores
 from speculators.drafter import Drafter
 from speculators.precision import as_dtype
 from train.chunked import default_chunk_size
@@ -131,15 +132,23 @@ def activations(plan: Outline, rows: int) -> int:
     is not computed. Recomputed depths keep what they read, and one of them is there whole."""
     T, K = plan.recipe.data.max_length, plan.depths
     width = plan.autocast.itemsize
-    one = plan.drafter.activation_bytes(T, width, recompute=T > RECOMPUTE_FROM)
     asked = bool(plan.head.multiplied(0)[1])
     slots = rows * T * (plan.used_share if asked else 1.0)
+    one = plan.drafter.activation_bytes(T, width, recompute=recomputed_scores(plan, rows, slots / rows))
     one += (K - 1) * plan.drafter.look_back_bytes(width) // 2  # on average of the depths
     depths = K if any(map(len, plan.head.multiplied(K - 1))) else 1  # or one pass serves them all
     gathered = K * 4 * plan.drafter.hidden_size  # states for the loss, and their gradients
     if checkpointed(plan) and depths > 1:
         return round(slots * (one + 3 * depths * width * plan.drafter.hidden_size + gathered))
     return round(slots * (depths * one + gathered))
+
+
+def recomputed_scores(plan: Outline, rows: int, queries: float) -> bool:
+    """Whether the head's attention makes its scores again, over rows with `queries` slots that ask."""
+    a = plan.drafter.attention
+    return bool(a.layers) and recomputes_scores(
+        rows, a.heads // a.layers, math.ceil(queries), plan.recipe.data.max_length
+    )
 
 
 def adapter_parameters(plan: Outline) -> int:

@@ -14,13 +14,12 @@ import torch
 
 from inference.evaluate import EvaluationSettings
 from inference.expected import BATCH_TOKENS
-from speculators.attention import RECOMPUTE_FROM
 from speculators.drafter import Drafter
 from speculators.sizes import Products, products
 from train import work
 from train.data_count import ASSUMED_SHARE, ASSUMED_TOKENS, TokenCount
 from train.estimate import Outline
-from train.memory_estimate import adapter_parameters, checkpointed, chunk_size, sharded
+from train.memory_estimate import adapter_parameters, checkpointed, chunk_size, recomputed_scores, sharded
 from train.optimizers import Together, make_optimizer
 from train.work import Work
 
@@ -211,7 +210,7 @@ def drafter(plan: Outline, processes: int) -> Work:
             recomputed = 1.0 if again and depth else 0.0
             done += work.forward(parts, tokens, dtype, products=1 + backward + recomputed, passes=3 + recomputed)
             if attends and attention.width:
-                scores = 4.0 if used / rows > RECOMPUTE_FROM or recomputed else 3.0
+                scores = 4.0 if recomputed_scores(plan, rows, used / rows) or recomputed else 3.0
                 done += _scores(tokens, T, attention.width, attention.heads, dtype, scores)
     return done
 

@@ -96,7 +96,7 @@ def test_long_rows_recompute_to_the_same_gradient(head, monkeypatch):
         return [p.grad.clone() for p in drafter.parameters() if p.grad is not None]
 
     whole = gradients()
-    monkeypatch.setattr("speculators.attention.RECOMPUTE_FROM", 8)
+    monkeypatch.setattr("speculators.attention.KEPT_SCORES", 8)
     monkeypatch.setattr("speculators.attention.unrolled_attention.__defaults__", (8,))
     for a, b in zip(whole, gradients()):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
