@@ -107,31 +107,38 @@ def evaluate(
     or what the engine cannot do.
     """
     settings, began = settings or EvaluationSettings(), time.monotonic()
+    cells = _cells_of(workloads, settings)
     drafting = Drafting.of(
         str(model),
         None if drafter is None else str(drafter),
         method,
         num_speculative_tokens=settings.num_speculative_tokens,
-        rows=max(settings.rows, settings.batch_size),
+        rows=min(max(settings.rows, settings.batch_size), _most_prompts(cells)),
         seed=settings.seed,
         options=dict(llm_options or {}),
     )
-    cells = _cells_of(workloads, settings)
     measured = engine(drafting)
+    run = _Evaluation(measured, cells, settings, progress)
     try:
-        run = _Evaluation(measured, cells, settings, progress)
         measurements = run.measure()
         facts = report_provenance(
             measured,
-            began=began,
             max_num_seqs=settings.batch_size,
             seeds=[settings.seed],
             prompts_sha256=settings.prompts_sha256(workloads),
             **(provenance or {}),
         )
     finally:
-        measured.stop()
+        measured.close()
+    if settings.lossless_prompts:
+        run.check_float32()  # in an engine of its own, which has the memory of the first
+    facts = facts.model_copy(update={"duration_s": round(time.monotonic() - began, 1)})
     return build_report(measurements, facts, gates)
+
+
+def _most_prompts(cells: Sequence[_Cell]) -> int:
+    """Of one temperature: as many as are ever in flight."""
+    return max(sum(len(cell.prompts) for cell in cells if cell.temperature == c.temperature) for c in cells)
 
 
 @dataclass
@@ -190,8 +197,6 @@ class _Evaluation:
             if cell.temperature == 0 and cell.off:
                 cell.checks.append(self._compare(self.engine, cell.prompts, cell.off, cell.on))
             self._advance(0.3 * self._acceptance_work([cell]))
-        if self.settings.lossless_prompts:
-            self._check_float32()
         method, engine = self.engine.drafting.method, self.engine.facts().name
         return [
             CellMeasurement(
@@ -318,35 +323,36 @@ class _Evaluation:
 
     # ------------------------------------------------------------------ the same tokens
 
-    def _check_float32(self) -> None:
-        """Target and drafter in float32, greedy, with and without drafting: every workload in one go."""
-        exact = self.engine.in_float32()
-        if exact is None:
-            return
-        self._note("float32: the same tokens with and without drafting")
+    def check_float32(self) -> None:
+        """Target and drafter in float32, greedy, with and without drafting: every workload in one go. After `measure`,
+        once the first engine has stopped: its cells' `checks`, which the measurements share, get one more each."""
         s, coldest = self.settings, min(self.settings.temperatures)
         cells = [cell for cell in self.cells if cell.temperature == coldest]
         prompts = [prompt for cell in cells for prompt in cell.prompts[: s.lossless_prompts]]
+        exact = self.engine.in_float32(min(s.rows, len(prompts)))
+        if exact is None:
+            return
+        self._note("float32: the same tokens with and without drafting")
         params = s.sampling(0.0, range(len(prompts)))
         try:
             exact.prepare(prompts, s.max_tokens, [0.0])
             off = exact.write(prompts, params, speculate=False, batch=s.rows)
             self._advance(0.6 * self._lossless_work())
             on = exact.write(prompts, params, speculate=True, batch=s.rows)
+            start = 0
+            for cell in cells:
+                part = slice(start, start + len(cell.prompts[: s.lossless_prompts]))
+                cell.checks.insert(0, self._compare(exact, prompts[part], off[part], on[part]))
+                start = part.stop
         finally:
-            exact.stop()
-        start = 0
-        for cell in cells:
-            part = slice(start, start + len(cell.prompts[: s.lossless_prompts]))
-            cell.checks.insert(0, self._compare(exact, prompts[part], off[part], on[part]))
-            start = part.stop
+            exact.close()
         self._advance(0.4 * self._lossless_work())
 
     def _compare(
         self, engine: MeasuredEngine, prompts: Prompts, off: Sequence[RequestOutput], on: Sequence[RequestOutput]
     ) -> LosslessCheck:
         return compare_greedy(
-            engine.models[0],
+            engine.target,
             prompts,
             [_tokens(output) for output in off],
             [_tokens(output) for output in on],

@@ -25,6 +25,7 @@ from inference.timing import IsolatedCosts, transformers_generate
 from speculators.drafter import Drafter
 from speculators.errors import ConfigError
 from speculators.export import load_drafter, read_drafter_config
+from speculators.precision import free_memory
 from speculators.target import FrozenTarget
 
 Prompts = Sequence[Sequence[int]]  # token ids, as serving would send them
@@ -80,8 +81,9 @@ class Drafting:
         """Where the target comes from, besides its name."""
         return source_of(self.options)
 
-    def in_float32(self) -> Drafting:
-        return replace(self, options={**self.options, "dtype": "float32"})
+    def in_float32(self, rows: int) -> Drafting:
+        """The same in float32, for at most `rows` requests at a time."""
+        return replace(self, rows=rows, options={**self.options, "dtype": "float32"})
 
     def load(self) -> tuple[FrozenTarget, Drafter | None]:
         """Target and drafter in this runtime, to replay texts and to judge ties."""
@@ -129,13 +131,18 @@ class MeasuredEngine(ABC):
         """What it is."""
 
     @abstractmethod
-    def in_float32(self) -> MeasuredEngine | None:
-        """The same in float32; None if it has one precision only."""
+    def in_float32(self, rows: int) -> MeasuredEngine | None:
+        """The same in float32, for at most `rows` prompts in flight; None if it has one precision only."""
 
     @cached_property
     def models(self) -> tuple[FrozenTarget, Drafter | None]:
         """Target and drafter in this runtime. Asked for once the engine has stopped."""
         return self.drafting.load()
+
+    @property
+    def target(self) -> FrozenTarget:
+        """That of `models`."""
+        return self.models[0]
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -161,7 +168,13 @@ class MeasuredEngine(ABC):
         raise NotImplementedError
 
     def stop(self) -> None:  # noqa: B027 (most have nothing to do)
-        """It is asked for no more responses: what it holds may go."""
+        """It is asked for no more responses: what it holds may go, but for `models`."""
+
+    def close(self) -> None:
+        """It is asked for nothing any more: all that it and `models` hold is given back to the device."""
+        self.stop()
+        self.__dict__.pop("models", None)
+        free_memory()
 
 
 class RuntimeEngine(MeasuredEngine):
@@ -191,6 +204,11 @@ class RuntimeEngine(MeasuredEngine):
         return target, None if folder is None else load_drafter(folder, target)
 
     @property
+    def target(self) -> FrozenTarget:
+        """The one that is served, without a second drafter beside it."""
+        return self.llm.engine.target
+
+    @property
     def tokenizer(self) -> Any:
         return self.llm.get_tokenizer()
 
@@ -198,8 +216,12 @@ class RuntimeEngine(MeasuredEngine):
         sampled = "probabilistic" if self.drafting.drafter is not None else None
         return EngineFacts(name=OUR_ENGINE, version=package_version(), draft_sample_method=sampled)
 
-    def in_float32(self) -> RuntimeEngine:
-        return RuntimeEngine(self.drafting.in_float32())
+    def in_float32(self, rows: int) -> RuntimeEngine:
+        return RuntimeEngine(self.drafting.in_float32(rows))
+
+    def close(self) -> None:
+        del self.llm
+        super().close()
 
     def write(
         self, prompts: Prompts, params: Sequence[SamplingParams], *, speculate: bool, batch: int, counted: bool = True
@@ -224,4 +246,4 @@ class RuntimeEngine(MeasuredEngine):
         return IsolatedCosts(target, drafter, context, k, rows=rows, kept=kept)
 
     def transformers(self, prompts: Prompts, params: SamplingParams, seed: int) -> int:
-        return transformers_generate(self.models[0].model, prompts, params, self.eos_token_ids, seed)
+        return transformers_generate(self.target.model, prompts, params, self.eos_token_ids, seed)

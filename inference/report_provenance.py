@@ -6,7 +6,6 @@ It must not know how anything was measured.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -20,7 +19,6 @@ from speculators.hub import cached_folder
 def report_provenance(
     engine: MeasuredEngine,
     *,
-    began: float,
     max_num_seqs: int,
     seeds: Sequence[int],
     prompts_sha256: str,
@@ -31,8 +29,9 @@ def report_provenance(
     chat_template: str | None = None,
     target_change: dict[str, float] | None = None,
 ) -> Provenance:
-    """`began`: time.monotonic() when the evaluation began. `chat_template`: used instead of the tokenizer's."""
-    drafting, target = engine.drafting, engine.models[0]
+    """Of an engine that has not stopped; `duration_s` is left to whoever knows it. `chat_template`: used instead of the
+    tokenizer's."""
+    drafting, target = engine.drafting, engine.target
     template = chat_template if chat_template is not None else getattr(engine.tokenizer, "chat_template", None)
     if not (template is None or isinstance(template, str)):  # several, by name
         template = json.dumps(template)
@@ -56,7 +55,7 @@ def report_provenance(
         engines=[facts],
         prompts_sha256=prompts_sha256,
         created_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        duration_s=round(time.monotonic() - began, 1),
+        duration_s=0.0,
         seeds=list(seeds),
     )
 

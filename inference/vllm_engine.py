@@ -186,8 +186,8 @@ class VllmEngine(MeasuredEngine):
     def _greedy(self) -> str | None:
         return "greedy" if self.drafting.drafter is not None else None
 
-    def in_float32(self) -> VllmEngine | None:
-        return None if self._dtype == "float32" else VllmEngine(self.drafting.in_float32(), self.options)
+    def in_float32(self, rows: int) -> VllmEngine | None:
+        return None if self._dtype == "float32" else VllmEngine(self.drafting.in_float32(rows), self.options)
 
     def write(
         self, prompts: Prompts, params: Sequence[SamplingParams], *, speculate: bool, batch: int, counted: bool = True

@@ -175,7 +175,7 @@ class VllmServer(MeasuredEngine):
     def facts(self) -> EngineFacts:
         return EngineFacts(name=VLLM, version=self.version, url=self.server.url)
 
-    def in_float32(self) -> None:
+    def in_float32(self, rows: int) -> None:
         return None
 
     def write(

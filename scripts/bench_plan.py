@@ -208,7 +208,7 @@ def estimates(plan: Any, device: Any) -> dict[str, float]:
     from train.memory_estimate import checkpoint_bytes, disk, memory
 
     times = [work.seconds(device).likely for work in works(plan)]
-    peaks = [stage.total for stage in memory(plan) if stage.name != "measure"]
+    peaks = [stage.total for stage in memory(plan) if not stage.name.startswith("measure")]
     return dict(zip(FIGURES, [*times, max(peaks), checkpoint_bytes(plan), disk(plan)["export"]], strict=True))
 
 

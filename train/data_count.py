@@ -34,6 +34,7 @@ class TokenCount:
     tokens: int = 0
     supervised: int = 0
     workloads: int = 1
+    longest_prompt: int = 0  # of the sample, in tokens; 0: not counted
     note: str = ""  # what is missing, or was assumed
 
 
@@ -51,8 +52,9 @@ def counter(recipe: Recipe) -> Callable[[Source], TokenCount]:
         )
     conversations = conversation_tokenizer(recipe.data, tokenizer)
 
-    def tokenise(example: Example) -> list[TokenRow]:
-        """The rows it becomes; where its response is still to be written, as long as the one in the data."""
+    def tokenise(example: Example) -> tuple[list[TokenRow], int]:
+        """The rows it becomes; where its response is still to be written, as long as the one in the data. And how many
+        tokens its prompt has."""
         r = recipe.regenerate
         rows, prompt = list[TokenRow](), list[int]()
         try:
@@ -61,25 +63,29 @@ def counter(recipe: Recipe) -> Callable[[Source], TokenCount]:
         except BadRow as error:
             if not (r.enabled and prompt):
                 bad_rows(recipe.data).refuse(error)
-                return []
+                return [], len(prompt)
         if not r.enabled:
-            return rows
+            return rows, len(prompt)
         response = len(rows[-1]) - len(prompt) if rows else r.max_new_tokens
-        return [TokenRow.from_response(prompt, [0] * max(min(response, r.max_new_tokens), 1), example.workload)]
+        row = TokenRow.from_response(prompt, [0] * max(min(response, r.max_new_tokens), 1), example.workload)
+        return [row], len(prompt)
 
     def count(source: Source) -> TokenCount:
         if source.resolved().name is not None:
             return TokenCount(source.label, note="a hub dataset, not read in a dry run")
         examples = list(load_source(source, bad=BadRows()))[: source.limit]
         sample = examples[:: max(len(examples) // SAMPLE, 1)][:SAMPLE]
-        found = [row for example in sample for row in tokenise(example)]
-        _, statistics = fit_rows(found, recipe.data.max_length)
+        found = [tokenise(example) for example in sample]
+        _, statistics = fit_rows([row for rows, _ in found for row in rows], recipe.data.max_length)
         scale = source.weight * len(examples) / max(len(sample), 1)
         rows, tokens, supervised = (
             round(scale * n) for n in (statistics.rows, statistics.tokens, statistics.supervised)
         )
         workloads = len({example.workload for example in examples}) or 1
-        return TokenCount(source.label, round(source.weight * len(examples)), rows, tokens, supervised, workloads)
+        longest = max((prompt for _, prompt in found), default=0)
+        return TokenCount(
+            source.label, round(source.weight * len(examples)), rows, tokens, supervised, workloads, longest
+        )
 
     return count
 
@@ -121,4 +127,5 @@ def assumed(count: TokenCount, source: Source, recipe: Recipe, examples: int | N
     if not count.tokens:
         told.append(f"{share:.0%} of the tokens supervised")
     note = "; ".join(filter(None, [count.note, f"assumed: {', '.join(told)}"]))
-    return TokenCount(count.label, known, known, round(known * each), round(known * asked), count.workloads, note)
+    tokens_there, supervised = round(known * each), round(known * asked)
+    return replace(count, examples=known, rows=known, tokens=tokens_there, supervised=supervised, note=note)

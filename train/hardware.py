@@ -94,6 +94,13 @@ def find_device(name: str) -> Device:
     return DEVICES[key]
 
 
+def total_memory(device: torch.device) -> int | None:
+    """Bytes of an accelerator of this machine; None for a CPU, whose memory others use too."""
+    if device.type == CPU:
+        return None
+    return int(torch.get_device_module(device).get_device_properties(device).total_memory)
+
+
 # --------------------------------------------------------------------------------------------- this machine
 
 

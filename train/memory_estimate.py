@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from inference.evaluate import EvaluationSettings
 from speculators.attention import recomputes_scores
 from speculators.drafter import Drafter
 from speculators.precision import as_dtype
@@ -19,6 +20,7 @@ from train.chunked import default_chunk_size
 from train.estimate import Outline
 from train.features_ahead import looks_ahead
 from train.optimizers import Together, make_optimizer
+from train.processes import MESSAGE_BYTES
 from train.recipe_sections import TrainingSection
 
 FRAGMENTATION = 0.1  # of all that comes and goes: what an allocator cannot give out
@@ -26,6 +28,7 @@ FIRST_CAPACITY = 256  # positions of a cache of keys and values, which doubles f
 LIBRARIES = 48 << 20  # of a process on a CPU: what they take once they are used (the middle of what is left over by the
 # other parts in the runs that scripts/bench_plan.py fits on)
 Parts = dict[str, int]  # bytes, by what takes them
+EXACT = "measure in float32"  # the last stage, where the same tokens are looked for
 
 
 @dataclass(frozen=True)
@@ -57,11 +60,11 @@ def memory(plan: Outline, *, processes: int = 1, device: str = "cpu") -> list[St
     if plan.recipe.regenerate.enabled or plan.validation:
         r = plan.recipe.regenerate
         most = r.max_new_tokens if r.enabled else plan.recipe.evaluation.max_tokens
-        longest = min(plan.recipe.data.max_length, _prompt_tokens(plan) + most)
+        longest = min(plan.recipe.data.max_length, longest_prompt(plan) + most)
         held = {"target's weights": _target_bytes(plan, processes)}
         stages.insert(0, StageMemory("regenerate", held, {"decode": _generation(plan, r.batch_size, longest)}))
     if plan.recipe.evaluation.prompts or plan.recipe.data.validation:
-        stages.append(_measuring(plan))
+        stages += measuring(plan)
     return stages
 
 
@@ -104,7 +107,7 @@ def _training(plan: Outline, processes: int, device: str) -> StageMemory:
         learning["the coming batch's features and the forward that makes them"] = _sum(forward | features)
     updating = {
         "the optimizer's working memory": 4 * (largest if device == "cpu" else plan.trainable),
-        **({"gradients summed over processes": 8 * plan.trainable} if processes > 1 else {}),
+        **({"gradients summed over processes": 2 * (MESSAGE_BYTES + 4 * largest)} if processes > 1 else {}),
     }
     return StageMemory("train", held, {"learn": learning, "target": forward | features, "update": updating})
 
@@ -196,12 +199,10 @@ def optimizer_bytes(drafter: Drafter, training: TrainingSection) -> int:
 # --------------------------------------------------------------------------------------------- writing and measuring
 
 
-def _prompt_tokens(plan: Outline) -> int:
-    """Of a prompt, on average; half a row where nothing was counted."""
-    examples = sum(s.examples or 0 for s in plan.sources)
-    if not examples or not plan.tokens:
-        return plan.recipe.data.max_length // 2
-    return max((plan.tokens - plan.supervised) // examples, 1)
+def longest_prompt(plan: Outline) -> int:
+    """In tokens, of those that were counted: a cache is as wide as its longest text. Where none was counted, a whole
+    row."""
+    return max((s.longest_prompt for s in (*plan.sources, *plan.validation)), default=0) or plan.recipe.data.max_length
 
 
 def _capacity(longest: int) -> int:
@@ -226,26 +227,25 @@ def _generation(plan: Outline, rows: int, longest: int, itemsize: int | None = N
     }
 
 
-def _measuring(plan: Outline) -> StageMemory:
-    """The export in the runtime: target, head and caches in their own precision, and beside them in float32 where the
-    same tokens are looked for."""
-    e, target = plan.recipe.evaluation, plan.target
-    rows = max(32, e.batch_size)
-    longest = min(plan.recipe.data.max_length, _prompt_tokens(plan) + e.max_tokens)
-    head = plan.trainable + plan.frozen
-    held = {
-        "target's weights": target.num_parameters * target.dtype.itemsize,
-        "drafter's weights, for drafting and for replay": 2 * head * target.dtype.itemsize,
-    }
-    served = _generation(plan, rows, longest)
-    passing = {"served": served}
+def measuring(plan: Outline) -> list[StageMemory]:
+    """The export in the runtime, one engine after the other: target, drafter and caches in their own precision, then in
+    float32 where the same tokens are looked for."""
+    e, target, usual = plan.recipe.evaluation, plan.target, EvaluationSettings()
+    workloads = max(sum(s.workloads for s in plan.validation), len(e.prompts), 1)
+    engines = {"measure": (max(usual.rows, e.batch_size), e.prompts_per_workload, target.dtype.itemsize, True)}
     if e.lossless_check:
-        again = {
-            "target and drafter in float32": 4 * (target.num_parameters + head),
-            **{f"{name} (float32)": size for name, size in _generation(plan, rows, longest, 4).items()},
+        engines[EXACT] = (usual.rows, usual.lossless_prompts, 4, False)
+    found = []
+    for name, (most, prompts, itemsize, replays) in engines.items():
+        rows = min(most, prompts * workloads)
+        held = {
+            "target's weights": target.num_parameters * itemsize,
+            "drafter's weights": (plan.trainable + plan.frozen) * itemsize,
+            **({"drafter's weights, for replay": (plan.trainable + plan.frozen) * itemsize} if replays else {}),
         }
-        passing["float32"] = served | again
-    return StageMemory("measure", held, passing)
+        served = _generation(plan, rows, longest_prompt(plan) + e.max_tokens, itemsize)
+        found.append(StageMemory(name, held, {"served": served}))
+    return found
 
 
 # --------------------------------------------------------------------------------------------- disk

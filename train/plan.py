@@ -13,7 +13,7 @@ from speculators.errors import ConfigError
 from train.data_count import assumed, counter, mixed
 from train.estimate import Outline, outline
 from train.hardware import CPU, Device, Range
-from train.memory_estimate import Parts, StageMemory, disk, memory
+from train.memory_estimate import EXACT, Parts, StageMemory, disk, measuring, memory
 from train.phases import ASSUMED_TAU, Phase, phases
 from train.recipe import Recipe
 from train.recipe_data import Source
@@ -99,7 +99,7 @@ class Plan:
 def peak_of(stages: Sequence[Sequence[StageMemory]]) -> StageMemory:
     """The largest, of every stage of a training; what is measured is measured after the last."""
     last = len(stages) - 1
-    found = [m for i, stage in enumerate(stages) for m in stage if i == last or m.name != "measure"]
+    found = [m for i, stage in enumerate(stages) for m in stage if i == last or not m.name.startswith("measure")]
     return max(found, key=lambda m: m.total)
 
 
@@ -121,6 +121,23 @@ def make_plan(
     plan = Plan(recipe, device, count, stages, price_per_hour)
     plan.assumptions = _assumptions(plan)
     return plan
+
+
+def require_memory_to_measure(recipe: Recipe, available: int | None) -> None:
+    """Before anything is trained: ConfigError if the export cannot be measured on a device of `available` bytes. None:
+    not known, and nothing is refused."""
+    if available is None or not (recipe.evaluation.prompts or recipe.data.validation):
+        return
+    _, last = recipe.training_stages()[-1]
+    worst = max(measuring(outline(last, device="cuda")), key=lambda m: m.total)
+    if worst.total <= available:
+        return
+    exact = "evaluation.lossless_check=false (without a gate on lossless_mismatches), " if worst.name == EXACT else ""
+    raise ConfigError(
+        f"evaluation: the drafter could be trained and not measured: to {worst.name} takes about "
+        f"{worst.total / 1e9:.0f} GB, and the device has {available / 1e9:.0f} GB. Set {exact}a smaller "
+        "evaluation.batch_size, prompts_per_workload or max_tokens; `draftsmith plan` shows what each saves"
+    )
 
 
 def _outlines(

@@ -6,7 +6,6 @@ command again continues. Knows the order of the stages and nothing of how they w
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from speculators.drafter import Drafter
 from speculators.errors import ConfigError, DraftsmithError
 from speculators.export import describe_target
 from speculators.export.upload import account
-from speculators.precision import as_dtype, autocast_dtype, own_device
+from speculators.precision import as_dtype, autocast_dtype, free_memory, own_device
 from speculators.target import FrozenTarget
 from train import checkpoint, trackers
 from train.data import conversation_tokenizer
@@ -35,10 +34,12 @@ from train.engines import require_engines
 from train.export_formats import write_formats
 from train.feature_stage import training_features
 from train.fingerprint import fingerprint
+from train.hardware import total_memory
 from train.joint import FOLDER as TARGET
 from train.joint import JointTarget
 from train.loop import Interrupted, Trainer
 from train.on_policy import OnPolicy
+from train.plan import require_memory_to_measure
 from train.processes import share_out
 from train.progress import Stages
 from train.recipe import Recipe
@@ -92,6 +93,7 @@ def run(
         account()  # a token that is of no use is noticed now, and not after the training
     require_engines(recipe)
     accelerator = make_accelerator(recipe)
+    require_memory_to_measure(recipe, total_memory(accelerator.device))
     set_seed(recipe.training.seed)
     folder = Path(recipe.output_dir)
     if accelerator.is_main_process:
@@ -109,7 +111,7 @@ def run(
             export(recipe, trained)
         history, steps = trained.state.history, trained.state.step
         del trained  # what is measured is loaded from the export, and needs the memory
-        gc.collect()
+        free_memory()
         from train.acceptance import accept
 
         code = accept(recipe, stages=stages, history=history)

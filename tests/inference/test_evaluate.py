@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from inference import expected as expected_module
 from inference.evaluate import EvaluationSettings, evaluate
 from inference.expected import accept_probabilities, expected_acceptance
 from inference.lossless import compare_greedy, first_difference
+from inference.measured_engine import RuntimeEngine
 from inference.measurement import RequestRounds
 from inference.replay import ReplayResult
 from inference.report import Bound, load_report, save_report
@@ -325,3 +327,29 @@ def test_the_whole_evaluation_runs_on_a_device(claimed_gpu, folders):
     )  # fmt: skip
     report = evaluate(*folders, {"w": some_prompts(2)}, settings, llm_options={"device": "cuda"})
     assert report.summary["lossless_mismatches"] == 0 and report.summary["t0.acceptance_length"] >= 1
+
+
+def test_the_first_engine_is_gone_before_the_float32_one_is_loaded(folders, monkeypatch):
+    """Two targets at once do not fit the device that training fitted; nor do more rows than prompts."""
+    first, alive, rows = [], [], []
+    made, again = RuntimeEngine.__init__, RuntimeEngine.in_float32
+
+    def make(engine, drafting):
+        made(engine, drafting)
+        first.append(weakref.ref(engine.llm.engine.target.model))
+        rows.append(engine.llm.engine.scheduler.max_num_seqs)
+
+    def in_float32(engine, count):
+        alive.append(first[0]() is not None)
+        return again(engine, count)
+
+    monkeypatch.setattr(RuntimeEngine, "__init__", make)
+    monkeypatch.setattr(RuntimeEngine, "in_float32", in_float32)
+    settings = EvaluationSettings(
+        num_speculative_tokens=K, max_tokens=8, prompts_per_workload=3, repeats=0, transformers_repeats=0,
+        lossless_prompts=1,
+    )  # fmt: skip
+    report = evaluate(*folders, {"a": some_prompts(3), "b": some_prompts(3, 1)}, settings)
+    assert alive == [False] and rows == [6, 2]
+    assert report.summary["lossless_mismatches"] == 0
+    assert all(reference() is None for reference in first)

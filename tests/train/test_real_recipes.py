@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from train import dry_run
+from speculators.errors import ConfigError
+from train import dry_run, run
 from train.estimate import Outline, outline
+from train.hardware import find_device
 from train.memory_estimate import memory
+from train.plan import make_plan, require_memory_to_measure
+from train.recipe import Recipe
 from train.recipe_load import load_recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -156,6 +161,11 @@ STUDENTS: dict[str, tuple[float, dict[str, Any]]] = {
 def planned(path: Path, folder: Path, *overrides: str) -> tuple[Outline, float]:
     """The plan of a recipe with the config.json of its target, and of its student, in folders; the target's true
     size."""
+    recipe = local_recipe(path, folder, *overrides)
+    return outline(recipe), TARGETS[load_recipe(path).target.model][0]
+
+
+def local_recipe(path: Path, folder: Path, *overrides: str) -> Recipe:
     recipe = load_recipe(path)
     named = {"target.model": (recipe.target.model, TARGETS)}
     if recipe.drafter.init_from in STUDENTS:
@@ -165,7 +175,7 @@ def planned(path: Path, folder: Path, *overrides: str) -> tuple[Outline, float]:
         (folder / key).mkdir()
         (folder / key / "config.json").write_text(json.dumps(known[name][1]))
         local.append(f"{key}={folder / key}")
-    return outline(load_recipe(path, [*local, *overrides])), TARGETS[recipe.target.model][0]
+    return load_recipe(path, [*local, *overrides])
 
 
 @pytest.mark.parametrize("path", REAL, ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -176,6 +186,20 @@ def test_a_real_recipe_can_be_planned(path: Path, tmp_path: Path) -> None:
     assert plan.drafter.vocab_size == plan.target.vocab_size
     assert plan.recipe.name == f"{path.parent.name}/{path.stem}"
     dry_run.describe(plan.recipe)
+
+
+@pytest.mark.parametrize("path", REAL, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_real_recipe_fits_the_devices_that_it_names(path: Path, tmp_path: Path) -> None:
+    """Every stage, measurement in float32 among them, by the plan that its first lines name, as it is launched."""
+    text = path.read_text()
+    gpu, count = re.search(
+        rf"#   draftsmith plan {path.relative_to(RECIPES.parent)} --gpu (\S+) --count (\d+)\n", text
+    ).groups()
+    launched = re.search(r"#   accelerate launch (?:--num_processes (\d+) )?train/", text)
+    assert count == (launched.group(1) or "1")
+    plan = make_plan(local_recipe(path, tmp_path), find_device(gpu), int(count))
+    names = {each.name for stage in plan.stages for each in stage.memory}
+    assert plan.fits and {"train", "measure", "measure in float32"} <= names
 
 
 @pytest.mark.parametrize("path", [p for p in REAL if p.stem == "draft_model"], ids=lambda path: path.parent.name)
@@ -200,3 +224,28 @@ def test_every_real_target_is_known() -> None:
     assert {load_recipe(path).target.model for path in REAL} <= set(TARGETS)
     students = {load_recipe(path).drafter.init_from for path in REAL if path.stem == "draft_model"}
     assert students == set(STUDENTS)
+
+
+def test_what_could_be_trained_but_not_measured_is_refused_before_training(tmp_path: Path) -> None:
+    """Qwen3-30B-A3B trains on 80 GB, and its float32 comparison does not fit there."""
+    path = RECIPES / "qwen3-30b-a3b" / "eagle3.yaml"
+    recipe = local_recipe(path, tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"evaluation: .*in float32 takes about 1\d\d GB.*80 GB.*lossless_check=false"
+    ):
+        require_memory_to_measure(recipe, int(80e9))
+    require_memory_to_measure(recipe, int(141e9))
+    require_memory_to_measure(recipe, None)  # a CPU
+    (tmp_path / "again").mkdir()
+    require_memory_to_measure(
+        local_recipe(path, tmp_path / "again", "evaluation.lossless_check=false", "gates={}"), int(80e9)
+    )
+
+
+def test_a_run_asks_before_it_loads_anything(tmp_path: Path, monkeypatch) -> None:
+    recipe = local_recipe(RECIPES / "qwen3-30b-a3b" / "eagle3.yaml", tmp_path)
+    (tmp_path / "recipe.yaml").write_text(recipe.resolved_yaml())
+    monkeypatch.setattr(run, "total_memory", lambda device: int(80e9))
+    monkeypatch.setattr(run, "load_target", lambda *given: pytest.fail("loaded"))
+    with pytest.raises(ConfigError, match="could be trained and not measured"):
+        run.run(tmp_path / "recipe.yaml", [f"output_dir={tmp_path / 'out'}"])
