@@ -22,7 +22,6 @@ from accelerate.utils import InitProcessGroupKwargs, set_seed
 from inference.expected import expected_acceptance
 from inference.llm_loading import load_tokenizer
 from inference.replay import ReplayResult, standard_error
-from inference.sampler import seeded
 from speculators.drafter import Drafter
 from speculators.errors import ConfigError, DraftsmithError
 from speculators.export import describe_target
@@ -210,10 +209,8 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
         features = training_features(part, data, rows, accelerator, stages)
         folder = checkpoints(recipe, name)
         if drafter is None:
-            with seeded(part.training.seed, target.device):
-                drafter = make_drafter(part, config, target, features, stages, folder)
+            drafter = make_drafter(part, config, target, features, stages, folder)
             meet_tokenizers(recipe, drafter, tokenizer)
-            drafter.prepare_training(part.drafter)
             share_out(accelerator, target, recipe.target.sharding)
             trained = sum(p.numel() for p in drafter.trainable_parameters())
             stages.say(
