@@ -41,8 +41,9 @@ def expected_acceptance(
 ) -> list[ReplayResult]:
     """What drafting `k` tokens per round would do on each text, in expectation over the accept decisions.
 
-    texts: (prompt_token_ids, output_token_ids), written by the target at this temperature, top_p and top_k; the first
-    output token comes from prefill. `target` must tap the layers the drafter reads. Both run in their own dtype, so
+    texts: (prompt_token_ids, output_token_ids), written by the target at this temperature, top_p and top_k: those that
+    drafts will be verified under. On other text the figure is no expectation of the runtime. The first output token
+    comes from prefill. `target` must tap the layers the drafter reads. Both run in their own dtype, so
     give them as the runtime has them. Returns one result per text, in order; add them up for the whole.
     """
     for i, (prompt, output) in enumerate(texts):

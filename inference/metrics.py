@@ -27,6 +27,19 @@ def conditional_rates(accepted_per_pos: Sequence[float], num_drafts: float) -> l
     return [count / base if base else math.nan for count, base in zip(accepted_per_pos, before, strict=True)]
 
 
+def influences(totals: Sequence[tuple[float, float]]) -> list[float]:
+    """How far each response moves accepted / rounds, of which `totals` holds (rounds, accepted) per response."""
+    rounds = sum(r for r, _ in totals)
+    ratio = sum(a for _, a in totals) / rounds if rounds else 0.0
+    return [(a - ratio * r) / rounds if rounds else 0.0 for r, a in totals]
+
+
+def sum_of_squares(influences: Sequence[float]) -> float:
+    """The variance of a ratio of sums over independent units, from their influences. 0 of one unit: none is known."""
+    n = len(influences)
+    return sum(v * v for v in influences) * (n / (n - 1) if n > 1 else 1.0)
+
+
 @dataclass
 class SpecDecodeCounters:
     """Running totals. A draft is one verified proposal; a round in which nothing was drafted is none (as in

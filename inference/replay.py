@@ -7,12 +7,14 @@ expectations are those of the runtime, exactly. This module knows no model: it i
 
 from __future__ import annotations
 
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
-from inference.metrics import acceptance_length, conditional_rates, joint_rates
+from inference.metrics import acceptance_length, conditional_rates, influences, joint_rates, sum_of_squares
 
 
 @dataclass
@@ -48,6 +50,21 @@ class ReplayResult:
             _sum(self.accepted_per_position, other.accepted_per_position),
             _sum(self.rounds_by_accepted, other.rounds_by_accepted),
         )
+
+
+def standard_error(samples: Sequence[Mapping[Hashable, ReplayResult]]) -> float:
+    """Of the mean over `samples` of their expected acceptance lengths, with the prompt as the unit.
+
+    A sample holds the results of its texts by prompt; what texts of one prompt in several samples (temperatures) have
+    in common is counted as such. It says how far other prompts would lie, not how well two drafters are told apart:
+    on the same texts much of it cancels.
+    """
+    units: dict[Hashable, float] = {}
+    for sample in samples:
+        shares = influences([(result.rounds, result.accepted) for result in sample.values()])
+        for prompt, share in zip(sample, shares, strict=True):
+            units[prompt] = units.get(prompt, 0.0) + share / len(samples)
+    return math.sqrt(sum_of_squares(list(units.values())))
 
 
 def replay(accept: Tensor | np.ndarray, length: int) -> ReplayResult:

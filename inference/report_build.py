@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from inference.cost_model import efficiency, speedup_limit
 from inference.measurement import CellMeasurement, Costs, RequestRounds, TimedRun, pool
-from inference.metrics import acceptance_length, conditional_rates, joint_rates
+from inference.metrics import acceptance_length, conditional_rates, influences, joint_rates, sum_of_squares
 from inference.replay import ReplayResult
 from inference.report import AcceptanceReport, Bound, Gate, Provenance
 from inference.report_cell import (
@@ -162,34 +162,23 @@ def expected_acceptance(
         return None
     measured = acceptance_length(sum(r.accepted for r in requests), sum(r.num_drafts for r in requests))
     expected = acceptance_length(sum(r.accepted for r in replay), sum(r.rounds for r in replay))
-    of_measured = [v / expected for v in _influences([(r.num_drafts, r.accepted) for r in requests])]
-    of_expected = [v * measured / expected**2 for v in _influences([(r.rounds, r.accepted) for r in replay])]
+    of_measured = [v / expected for v in influences([(r.num_drafts, r.accepted) for r in requests])]
+    of_expected = [v * measured / expected**2 for v in influences([(r.rounds, r.accepted) for r in replay])]
     if paired:
         if len(of_measured) != len(of_expected):
             raise DataError(
                 f"replay_paired is set but there are {len(of_measured)} requests and {len(of_expected)} "
                 "replayed responses: pair them one to one, or unset it"
             )
-        variance = _sum_of_squares([a - b for a, b in zip(of_measured, of_expected, strict=True)])
+        variance = sum_of_squares([a - b for a, b in zip(of_measured, of_expected, strict=True)])
     else:
-        variance = _sum_of_squares(of_measured) + _sum_of_squares(of_expected)
+        variance = sum_of_squares(of_measured) + sum_of_squares(of_expected)
     return ExpectedAcceptance(
         acceptance_length=expected,
         relative_difference=measured / expected - 1.0,
         standard_error=math.sqrt(variance),
         responses=len(replay),
     )
-
-
-def _influences(totals: Sequence[tuple[float, float]]) -> list[float]:
-    rounds = sum(r for r, _ in totals)
-    ratio = sum(a for _, a in totals) / rounds if rounds else 0.0
-    return [(a - ratio * r) / rounds if rounds else 0.0 for r, a in totals]
-
-
-def _sum_of_squares(influences: Sequence[float]) -> float:
-    n = len(influences)
-    return sum(v * v for v in influences) * (n / (n - 1) if n > 1 else 1.0)
 
 
 def tokens_per_second(run: TimedRun) -> float:

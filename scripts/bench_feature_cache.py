@@ -174,7 +174,7 @@ def main(
     trained: Annotated[str, typer.Option(help="Those of them that a head is trained from; empty: all.")] = "",
     seeds: Annotated[str, typer.Option(help="Of the trainings, with commas between.")] = "0,1",
     rows: Annotated[int, typer.Option(help="Packed rows.")] = 160,
-    held_out: Annotated[int, typer.Option(help="Held-out texts per workload and temperature.")] = 8,
+    held_out: Annotated[int, typer.Option(help="Held-out texts per temperature, workloads in turn.")] = 48,
     out: Annotated[Path, typer.Option(help="Folder of features and results.")] = Path("runs/bench-feature-cache"),
 ) -> None:
     """Measure what is missing and print the table."""

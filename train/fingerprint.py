@@ -18,6 +18,8 @@ def fingerprint(recipe: Recipe, target_hash: str, before: str) -> str:
     del sections["training"]["activation_checkpointing"], sections["target"]["sharding"]  # how, and not what
     if recipe.training.global_batch_size is None:  # likewise
         del sections["training"]["global_batch_size"]
+    if recipe.training.eval_texts == type(recipe.training).model_fields["eval_texts"].default:
+        del sections["training"]["eval_texts"]  # runs are those of before there was such a key
     parts = [sections, target_hash, before]
     if recipe.features.mode == "cache":
         parts += [recipe.features.engine, *recipe.features.encodings]

@@ -24,7 +24,6 @@ from train.optimizers import Together, make_optimizer
 from train.work import Work
 
 ASSUMED_TAU = 2.5  # acceptance length of the drafter that is going to be measured
-HELD_OUT = 8  # texts per workload and temperature (RunData.held_out)
 CHUNK_ROWS = 8  # times regenerate.batch_size: texts that are asked for at once (train/regenerate.py)
 LONGEST = 1.5  # times the mean: the longest response of a chunk
 EVALUATIONS = 10  # of a run that does not say how many
@@ -277,7 +276,8 @@ def _held_out(plan: Outline) -> Texts:
     """The texts that every evaluation reads."""
     recipe = plan.recipe
     found = texts_of(plan.validation, recipe.data.max_length, recipe.evaluation.max_tokens)
-    each = sum(min(HELD_OUT * s.workloads, s.examples or HELD_OUT) for s in plan.validation)
+    wanted = recipe.held_out_prompts if plan.validation else 0
+    each = min(wanted, sum(s.examples or wanted for s in plan.validation))
     return Texts(each * len(recipe.evaluation.temperatures), found.prompt, found.response)
 
 

@@ -239,6 +239,11 @@ class Recipe(Section):
             tree["joint"] = None
         return type(self).model_validate(tree)
 
+    @property
+    def held_out_prompts(self) -> int:
+        """Validation prompts that a held-out evaluation reads, the same at each of its temperatures."""
+        return -(-self.training.eval_texts // len(self.evaluation.temperatures))
+
     def training_stages(self) -> list[tuple[str, Recipe]]:
         """(name, recipe) of every stage; of the whole, unnamed, if there is one only."""
         return [(stage.name, self.stage(i)) for i, stage in enumerate(self.stages)] or [("", self)]

@@ -102,6 +102,11 @@ class TrainingSection(Section):
     )
     seed: Count = Field(0, description="seed of initialisation and sampling order")
     eval_every: PositiveInt | None = Field(None, description="steps between held-out evaluations; null: ten a run")
+    eval_texts: PositiveInt = Field(
+        128,
+        description="held-out texts that an evaluation reads and best/ is chosen on, shared by evaluation.temperatures "
+        "and by the workloads of data.validation; fewer if it holds fewer. The standard error falls with their root",
+    )
     save_every: PositiveInt | None = Field(None, description="steps between checkpoints; null: with every evaluation")
     keep_last: PositiveInt = Field(1, description="checkpoints kept beside the best one")
     loss_chunk_size: PositiveInt | None = Field(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,8 +20,7 @@ from accelerate.utils import InitProcessGroupKwargs, set_seed
 
 from inference.expected import expected_acceptance
 from inference.llm_loading import load_tokenizer
-from inference.replay import ReplayResult
-from inference.sampler import seeded
+from inference.replay import ReplayResult, standard_error
 from speculators.drafter import Drafter
 from speculators.errors import ConfigError, DraftsmithError
 from speculators.export import describe_target
@@ -37,7 +36,7 @@ from train.fingerprint import fingerprint
 from train.hardware import total_memory
 from train.joint import FOLDER as TARGET
 from train.joint import JointTarget
-from train.loop import Interrupted, Trainer
+from train.loop import ERROR, EXPECTED, Interrupted, Trainer, held_out_figure
 from train.on_policy import OnPolicy
 from train.plan import require_memory_to_measure
 from train.processes import share_out
@@ -212,10 +211,8 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
         features = training_features(part, data, rows, accelerator, stages)
         folder = checkpoints(recipe, name)
         if drafter is None:
-            with seeded(part.training.seed, target.device):
-                drafter = make_drafter(part, config, target, features, stages, folder)
+            drafter = make_drafter(part, config, target, features, stages, folder)
             meet_tokenizers(recipe, drafter, tokenizer)
-            drafter.prepare_training(part.drafter)
             share_out(accelerator, target, recipe.target.sharding)
             trained = sum(p.numel() for p in drafter.trainable_parameters())
             stages.say(
@@ -242,6 +239,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
             state = trainer.run(lambda share, note, advance=advance: advance(round(100 * share, 1), note))
         if state.best_value is not None:
             checkpoint.load_best(folder, drafter, joint)
+            stages.say(f"      best of the held-out evaluations: {held_out_figure(state.history, state.best_step)}")
         history += state.history
     return Trained(drafter, replace(state, history=history), tokenizer, held_out, joint)
 
@@ -283,23 +281,26 @@ def _on_policy(
 
 
 def held_out_evaluation(recipe: Recipe, target: FrozenTarget, held_out: dict[float, list[Response]]):
-    """Expected acceptance length (exact replay) on texts the target wrote, per temperature, and their mean."""
+    """Expected acceptance length (exact replay) on texts the target wrote, per temperature, and their mean, each with
+    its standard error. `held_out`: written with the filters of `evaluation` (`RunData.held_out`), under which they are
+    replayed, so that it is what the report's runtime will do."""
+    e = recipe.evaluation
 
     def evaluate(drafter: Drafter) -> dict[str, float]:
-        figures = {}
+        figures, samples = {}, []
         for temperature, responses in held_out.items():
+            texts = [(r.prompt_ids, r.output_ids) for r in responses]
             results = expected_acceptance(
-                target,
-                drafter,
-                [(list(r.prompt_ids), list(r.output_ids)) for r in responses],
-                temperature,
-                recipe.evaluation.num_speculative_tokens,
+                target, drafter, texts, temperature, e.num_speculative_tokens, top_p=e.top_p, top_k=e.top_k
             )
-            figures[f"expected_acceptance_length_t{temperature:g}"] = sum(
-                results, ReplayResult()
-            ).expected_acceptance_length
-        figures["expected_acceptance_length"] = sum(figures.values()) / len(figures)
-        return figures
+            figures[f"{EXPECTED}_t{temperature:g}"] = sum(results, ReplayResult()).expected_acceptance_length
+            sample: dict[Hashable, ReplayResult] = {}
+            for (prompt, _), result in zip(texts, results, strict=True):
+                sample[prompt] = sample.get(prompt, ReplayResult()) + result
+            samples.append(sample)
+        mean = sum(figures.values()) / len(figures)
+        errors = {f"{ERROR}_t{t:g}": standard_error([sample]) for t, sample in zip(held_out, samples, strict=True)}
+        return {**figures, EXPECTED: mean, **errors, ERROR: standard_error(samples)}
 
     return evaluate
 

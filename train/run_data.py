@@ -134,22 +134,27 @@ class RunData:
         if text:
             self.stages.say(f"      {escape(text)}")
 
-    def held_out(self, limit: int = 8) -> dict[float, list[Response]]:
-        """Texts the target wrote to validation prompts at each evaluated temperature, at most `limit` per workload."""
+    def held_out(self, prompts: int | None = None) -> dict[float, list[Response]]:
+        """Texts the target wrote at each evaluated temperature to validation prompts, as many as the recipe says (or
+        `prompts`), workloads in turn. They are sampled as the report samples: with the filters of `evaluation`, under
+        which drafts will be verified, and not those of `regenerate`."""
+        e = self.recipe.evaluation
         if not self.recipe.data.validation:
             return {}
         found = load_sources(self.recipe.data.validation, bad=self.bad.begin("validation"))
-        examples = _per_workload(askable(found, self.tokenizer, self.bad), limit)
+        examples = workloads_in_turn(askable(found, self.tokenizer, self.bad), prompts or self.recipe.held_out_prompts)
         self._account()
-        chosen = [(e, t) for t in self.recipe.evaluation.temperatures for e in examples]
+        chosen = [(example, t) for t in e.temperatures for example in examples]
         responses = self._responses(
             "held-out responses",
-            [e for e, _ in chosen],
+            [example for example, _ in chosen],
             [t for _, t in chosen],
-            max_new_tokens=self.recipe.evaluation.max_tokens,
+            max_new_tokens=e.max_tokens,
+            top_p=e.top_p,
+            top_k=e.top_k,
             turns="last",
         )
-        return {t: [r for r in responses if r.temperature == t] for t in self.recipe.evaluation.temperatures}
+        return {t: [r for r in responses if r.temperature == t] for t in e.temperatures}
 
     def _responses(self, name: str, examples: list[Example], temperatures=None, **changed: Any) -> list[Response]:
         """Written by the main process, read by the others. `changed`: keys of the section."""
@@ -189,11 +194,11 @@ def waits_on_host(recipe: Recipe, accelerator: Accelerator) -> bool:
     return recipe.target.sharding == "fsdp" and accelerator.num_processes > 1 and not writes and not fitted
 
 
-def _per_workload(examples: Sequence[Example], limit: int) -> list[Example]:
+def workloads_in_turn(examples: Sequence[Example], count: int) -> list[Example]:
+    """`count` examples in their order: the first of each workload, then the second of each, and so on."""
     seen: Counter[str] = Counter()
-    chosen = []
-    for example in examples:
+    turns = []
+    for place, example in enumerate(examples):
+        turns.append((seen[example.workload], place))
         seen[example.workload] += 1
-        if seen[example.workload] <= limit:
-            chosen.append(example)
-    return chosen
+    return [examples[place] for place in sorted(place for _, place in sorted(turns)[:count])]

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from inference.llm_loading import load_tokenizer
+from inference.sampler import seeded
 from speculators.config import DrafterConfig, config_for_target
 from speculators.drafter import Drafter, family_class
 from speculators.errors import ConfigError
@@ -77,7 +78,16 @@ def make_drafter(
     recipe: Recipe, config: DrafterConfig, target: FrozenTarget, features: RowFeatures, stages: Stages, folder: Path
 ) -> Drafter:
     """A drafter ready to train: draft vocabulary chosen from the supervised tokens, weights warm or initialised (but
-    not fitted where a checkpoint in `folder` will replace them), on the target's device, as its features are."""
+    not fitted where a checkpoint in `folder` will replace them), on the target's device, as its features are. What is
+    random in them, an adapter of a draft model too, is drawn from the recipe's seed alone."""
+    with seeded(recipe.training.seed, target.device):
+        drafter = _with_first_weights(recipe, config, target, features, stages, folder)
+        return drafter.prepare_training(recipe.drafter)
+
+
+def _with_first_weights(
+    recipe: Recipe, config: DrafterConfig, target: FrozenTarget, features: RowFeatures, stages: Stages, folder: Path
+) -> Drafter:
     drafter = family_class(config.family)(config).attach(target).to(target.device)
     if (start := start_folder(recipe)) is not None:
         load_weights(drafter, start)

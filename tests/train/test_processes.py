@@ -24,11 +24,14 @@ from tests.train.test_loop import make_rows
 from tests.train.test_on_policy import make_recipe as on_policy_recipe
 from tests.train.test_on_policy import make_trainer as on_policy_trainer
 from tests.train.worlds import Scenario, in_worlds
+from train.features import RowFeatures
 from train.joint import JointTarget
 from train.loop import Trainer
 from train.processes import share_out
+from train.progress import Stages
 from train.recipe import make_recipe
 from train.run_data import waits_on_host
+from train.run_drafter import drafter_config, make_drafter
 
 FAMILIES: dict[str, dict[str, Any]] = {  # drafter sections
     "eagle3": {"unroll_steps": 3, "draft_vocab_size": 60, "tap_layers": [1, 2, 3]},
@@ -260,6 +263,29 @@ def test_a_joint_stage_killed_before_its_first_checkpoint_ends_the_same(found):
     one, again = found["medusa-2, 1 whole"], found[scenario("medusa-2", 1, run="medusa-2-cut", draws=7).name]
     for name, tensor in one.items():
         np.testing.assert_array_equal(again[name], tensor, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("eagle3", {}), ("draft_model", {"from_target": {"last": 2}, "peft": {"peft_type": "LORA", "r": 2}})],
+)
+def test_a_head_begins_with_the_same_weights_whatever_was_drawn_before(tmp_path, family, options):
+    """In every process, and in a run that is continued; an adapter of a draft model too."""
+    recipe = make_recipe(
+        {"name": "t", "family": family, "target": {"model": "tiny"}, "data": {"train": [{"demo": {}}]},
+         "drafter": options, "training": {"seed": 3}}
+    )  # fmt: skip
+    made = []
+    for before in (0, 1):
+        model = make_tiny_model("llama")
+        config = drafter_config(recipe, FrozenTarget(model))
+        target = FrozenTarget(model, config.tap_layers)
+        torch.manual_seed(before)
+        made.append(make_drafter(recipe, config, target, RowFeatures(target, make_rows()), Stages(1), tmp_path))
+    one, other = (drafter.state_dict() for drafter in made)
+    assert one.keys() == other.keys() and ("peft" not in options or any("lora_A" in name for name in one))
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
 
 
 @pytest.mark.slow
