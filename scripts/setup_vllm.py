@@ -60,16 +60,19 @@ class SetupError(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / ".venv-vllm")
-    parser.add_argument("--installer", choices=("pip", "uv"), help="default: uv if it is on the path, else pip")
+    parser.add_argument("--installer", choices=("pip", "uv"), help="default: uv if it is on the path, then pip")
     parser.add_argument("--no-suffix", action="store_true", help=f"do not build {SUFFIX}")
     chosen = parser.parse_args(arguments)
-    installer = chosen.installer or ("uv" if shutil.which("uv") else "pip")
-    try:
-        Environment(chosen.folder.absolute(), installer).make(suffix=not chosen.no_suffix)
-    except SetupError as error:
-        print(f"setup_vllm: {error}", file=sys.stderr)
-        return 1
-    return 0
+    installers = [chosen.installer] if chosen.installer else ["uv", "pip"] if shutil.which("uv") else ["pip"]
+    for installer in installers:
+        try:
+            Environment(chosen.folder.absolute(), installer).make(suffix=not chosen.no_suffix)
+            return 0
+        except SetupError as error:
+            print(f"setup_vllm: {error}", file=sys.stderr)
+            if installer != installers[-1]:  # uv does not read pip's configuration, of an index or a proxy for one
+                print(f"setup_vllm: {installer} could not; starting again with {installers[-1]}", file=sys.stderr)
+    return 1
 
 
 class Environment:

@@ -100,11 +100,13 @@ def make_staged(folder: Path, **training) -> Iterator[Trainer]:
     recipe = make_recipe(tree)
     target = FrozenTarget(copy.deepcopy(make_tiny_model("qwen2")))
     drafter = Medusa(config_for_target(target, "medusa", num_heads=2)).attach(target).initialise_from(target)
+    accelerator = Accelerator(cpu=True)
     for name, part in recipe.training_stages():
-        joint = JointTarget(target, part.joint, part.training.seed) if part.joint else None
+        seed = part.training.seed + accelerator.process_index  # the first process's weights are everybody's
+        joint = JointTarget(target, part.joint, seed) if part.joint else None
         yield Trainer(
-            part, target, drafter, make_rows(), accelerator=Accelerator(cpu=True), folder=folder / name,
-            fingerprint=name, joint=joint,
+            part, target, drafter, make_rows(), accelerator=accelerator, folder=folder / name, fingerprint=name,
+            joint=joint,
         )  # fmt: skip
 
 
