@@ -48,11 +48,6 @@ def efficiency(measured_speedup: float, limit: float) -> float:
     return measured_speedup / limit
 
 
-def break_even_acceptance_length(*, step_cost: float, verify_cost: float, draft_cost: float) -> float:
-    """The τ at which the limit is 1: below it, drafting slows decoding down whatever the runtime does."""
-    return 1.0 / speedup_limit(1.0, step_cost=step_cost, verify_cost=verify_cost, draft_cost=draft_cost)
-
-
 def _check(name: str, value: float, *, positive: bool) -> None:
     fine = math.isfinite(value) and (value > 0 if positive else value >= 0)
     if not fine:

@@ -33,8 +33,6 @@ from inference.vllm_options import NGRAM
 from inference.whole_file import check_writable, write_whole
 from speculators.errors import ConfigError
 
-SAVED = "inference_results_with_speculative.json"  # as vLLM guides call it
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 

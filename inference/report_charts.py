@@ -1,203 +1,139 @@
-"""The report's figures: matplotlib panels as inline SVG that takes its colours and fonts from the page.
+"""The report's figures, drawn by matplotlib: each an image inside the page, legend included.
 
-Every colour is drawn as a sentinel hex value and replaced by a CSS variable afterwards, so one file serves
-light and dark; text stays text. Sizes are in CSS pixels (matplotlib's point). Legends belong to the page, not
-to the figures.
-
-It must not know how the page is laid out, nor compute any acceptance number: it draws what the report says.
+One palette serves light and dark pages; the page inverts the images where it is dark. Every number drawn stands in the
+report.
 """
 
 from __future__ import annotations
 
+import base64
 import io
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import matplotlib
+import numpy as np
 from markupsafe import Markup
-from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from inference.report import AcceptanceReport
 from inference.report_cell import ALL_WORKLOADS, PHASES, Cell
 
-NAMES = ("ink", "muted", "grid", "panel", "on", "on-pale", *(f"c{i}" for i in range(8)))
-COLOURS = {name: f"#0{index:x}0{index:x}a{index:x}" for index, name in enumerate(NAMES)}  # sentinels, never shown
-PALE = ("c1", "c4", "c7")  # fills that want dark writing in both themes
-MARKERS = "osD^vPX*"
-PHASE_COLOURS = dict(zip(PHASES, ("c1", "c0", "c4", "c2", "c3", "c6", "muted"), strict=True))
-TEMPERATURE_COLOURS = ("c0", "c5", "c2", "c6")
-WIDTH = 480  # CSS pixels of one panel
+PALETTE = ("#0072b2", "#e69f00", "#00805e", "#b8508f", "#56b4e9", "#c9520a", "#7a5fb5", "#8a7a2c")
+INK, GRID, GREY = "#23272e", "#e3e3de", "#b9bec6"
+STYLE: Any = {
+    "axes.axisbelow": True, "axes.edgecolor": GRID, "axes.grid": True, "axes.labelcolor": INK, "axes.labelsize": 9,
+    "axes.spines.right": False, "axes.spines.top": False, "figure.constrained_layout.use": True,
+    "font.size": 10, "grid.color": GRID, "legend.fontsize": 9, "legend.frameon": False, "svg.fonttype": "none",
+    "svg.hashsalt": "report", "text.color": INK, "text.parse_math": False, "xtick.color": INK, "xtick.major.size": 0,
+    "ytick.color": INK, "ytick.major.size": 0,
+}  # fmt: skip
+FEWEST_ROUNDS = 20  # a stretch of the output with fewer rounds is noise, and left to the JSON
 
 
-def workload_style(report: AcceptanceReport) -> dict[str, tuple[str, str]]:
-    """Colour name and marker of every workload; `all` is drawn in ink."""
-    styles = {}
-    for index, name in enumerate(n for n in report.workloads() if n != ALL_WORKLOADS):
-        styles[name] = (f"c{index % 8}", MARKERS[index % len(MARKERS)])
-    return styles | ({ALL_WORKLOADS: ("ink", "o")} if ALL_WORKLOADS in report.workloads() else {})
+def _image(description: str, height: float, draw: Callable[[Axes], None]) -> Markup:
+    """`draw` on axes of their own -> an <img> of inline SVG. `height`: inches, of a figure 5.4 wide."""
+    with matplotlib.rc_context(STYLE), io.BytesIO() as buffer:
+        figure = Figure(figsize=(5.4, height))
+        axes = figure.subplots()
+        draw(axes)
+        handles, labels = axes.get_legend_handles_labels()
+        if len(labels) > 1:
+            wide = 4 if sum(map(len, labels)) > 36 else 9
+            figure.legend(handles, labels, loc="outside upper left", ncols=wide, handlelength=1.2, columnspacing=1.2)
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        encoded = base64.b64encode(buffer.getvalue()).decode()
+    return Markup('<img alt="{}" src="data:image/svg+xml;base64,{}">').format(description, encoded)
 
 
-def _panel(height: int, left: int, right: int = 16, top: int = 12, bottom: int = 40) -> tuple[Figure, Axes]:
-    """One set of axes with margins in pixels."""
-    figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72)
-    FigureCanvasSVG(figure)
-    figure.patch.set_alpha(0)
-    box = (left / WIDTH, bottom / height, (WIDTH - left - right) / WIDTH, (height - top - bottom) / height)
-    axes = figure.add_axes(box)
-    axes.patch.set_alpha(0)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(COLOURS["grid"])
-    axes.tick_params(colors=COLOURS["muted"], length=0, pad=6, labelsize=12)
-    axes.set_axisbelow(True)
-    return figure, axes
-
-
-def _svg(figure: Figure, name: str, description: str) -> Markup:
-    """The figure as inline SVG: no prolog, metadata or addresses, own ids, the page's colours and font."""
-    buffer = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'\s(?:xmlns(?::\w+)?|version)="[^"]*"', "", text)
-    text = re.sub(
-        r'(<svg)[^>]*?(viewBox="[^"]*")[^>]*>',
-        rf'\1 \2 role="img" aria-label="{description}">',
-        text,
-        count=1,
-    )
-    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
-    text = re.sub(r"font-family: [^;\"]+", "font-family: var(--sans)", text)
-    text = re.sub(r"font: ([^;\"]*?px) [^;\"]+", r"font: \1 var(--sans)", text)
-    for colour, sentinel in COLOURS.items():
-        text = text.replace(sentinel, f"var(--{colour})")
-    return Markup(text)
-
-
-def _categories(axes: Axes, names: Sequence[str]) -> None:
-    """Workload names down the left side, first on top, `all` in bold."""
+def _rows(axes: Axes, names: Sequence[str]) -> None:
+    """Workloads down the left side, the first on top, `all` in bold."""
     axes.set_yticks(range(len(names)), labels=list(names))
     axes.set_ylim(len(names) - 0.45, -0.55)
-    for label in axes.get_yticklabels():
-        label.set_parse_math(False)  # a workload may be called $x$
-        label.set_color(COLOURS["ink"])
-        label.set_fontweight("bold" if label.get_text() == ALL_WORKLOADS else "normal")
-    axes.spines["left"].set_visible(False)
+    axes.yaxis.grid(False)
+    for label, name in zip(axes.get_yticklabels(), names, strict=True):
+        label.set_fontweight("bold" if name == ALL_WORKLOADS else "normal")
 
 
-def _margin(names: Sequence[str]) -> int:
-    return min(190, 18 + int(6.6 * max((len(name) for name in names), default=0)))
+def bars(
+    description: str, names: Sequence[str], series: Sequence[Mapping[str, Any]], unit: str, mark_label: str
+) -> Markup:
+    """Horizontal bars in groups, each value in the margin on the right.
 
-
-def _whisker(axes: Axes, low: float, high: float, y: float) -> None:
-    axes.plot([low, high], [y, y], color=COLOURS["ink"], linewidth=1.4, solid_capstyle="butt")
-    axes.plot([low, high], [y, y], linestyle="", marker="|", markersize=7, color=COLOURS["ink"])
-
-
-def _on(colour: str) -> str:
-    """The colour to write with on a fill."""
-    return "on-pale" if colour in PALE else "on"
-
-
-def _furthest(series: Sequence[dict[str, Any]]) -> float:
-    """The largest value, mark or whisker end; 1 if there is none."""
-    reached = [v for each in series for key in ("values", "marks") for v in each.get(key, ()) if v is not None]
-    reached += [spread[1] for each in series for spread in each.get("spreads", ()) if spread is not None]
-    return max(reached, default=0.0) or 1.0
-
-
-def bars(name: str, description: str, rows: Sequence[str], series: Sequence[dict[str, Any]], unit: str) -> Markup:
-    """Horizontal grouped bars, the value written at the foot of each.
-
-    Each series: colour, values [rows] (None = not measured) and, optionally, spreads [rows] of (low, high)
-    drawn as whiskers and marks [rows] drawn as diamonds.
+    A series has a label, a colour, values [rows] (None: not measured), marks [rows] or none, drawn as diamonds, and,
+    optionally, spreads [rows] of (low, high), drawn as whiskers.
     """
-    thick = 0.8 / max(len(series), 1)
-    figure, axes = _panel(62 + len(rows) * max(30, 20 * len(series)), _margin(rows), right=24, bottom=42)
-    furthest = _furthest(series)
-    short = 38 / (WIDTH - _margin(rows) - 24) * furthest  # a bar too short to be written in
-    for index, each in enumerate(series):
-        for row, value in enumerate(each["values"]):
-            if value is None:
-                continue
-            y = row + (index - (len(series) - 1) / 2) * thick
-            axes.barh(y, value, height=thick * 0.82, color=COLOURS[each["colour"]], linewidth=0)
-            spread = each.get("spreads", [None] * len(rows))[row]
-            mark = each.get("marks", [None] * len(rows))[row]
-            if spread is not None:
-                _whisker(axes, spread[0], spread[1], y)
-            if mark is not None:
-                axes.plot(
-                    mark, y, marker="D", markersize=6, color=COLOURS["panel"], markeredgecolor=COLOURS["ink"],
-                    markeredgewidth=1.4,
-                )  # fmt: skip
-            inside = value > short
-            place = 0.0 if inside else max(value, mark or 0.0, spread[1] if spread else 0.0)
-            colour = COLOURS[_on(each["colour"]) if inside else "ink"]
-            axes.annotate(
-                f"{value:.2f}", (place, y), xytext=(7, 0), textcoords="offset points", va="center_baseline",
-                fontsize=11, fontweight="bold" if rows[row] == ALL_WORKLOADS else "normal", color=colour,
-            )  # fmt: skip
-    axes.set_xlim(0, furthest * 1.04)
-    axes.xaxis.grid(True, color=COLOURS["grid"], linewidth=1)
-    axes.axvline(1.0, color=COLOURS["muted"], linewidth=1.2, linestyle=(0, (3, 3)), zorder=0.6)
-    axes.set_xlabel(unit, color=COLOURS["muted"], fontsize=11, labelpad=6)
-    _categories(axes, rows)
-    return _svg(figure, name, description)
+
+    def draw(axes: Axes) -> None:
+        thick = 0.8 / len(series)
+        for index, one in enumerate(series):
+            places = [row + (index - (len(series) - 1) / 2) * thick for row in range(len(names))]
+            values = np.array(one["values"], dtype=float)  # None becomes NaN, of which nothing is drawn
+            axes.barh(places, values, height=0.85 * thick, color=one["colour"], label=one["label"])
+            for place, spread in zip(places, one.get("spreads", ()), strict=False):
+                if spread:
+                    axes.plot(spread, [place, place], color=INK, linewidth=1.2, marker="|")
+            for place, value in zip(places, values, strict=True):
+                told = "" if np.isnan(value) else f"{value:.2f}"
+                axes.text(1.02, place, told, transform=axes.get_yaxis_transform(), va="center", color=one["colour"])
+            if any(one["marks"]):
+                label = mark_label if one is series[0] else None
+                marks = np.array(one["marks"], dtype=float)
+                axes.plot(marks, places, "D", markersize=5, color="white", markeredgecolor=INK, label=label)
+        axes.axvline(1.0, color=INK, linewidth=0.8, linestyle=":")
+        axes.set_xlabel(unit)
+        _rows(axes, names)
+
+    return _image(description, 0.9 + len(names) * max(0.36, 0.24 * len(series)), draw)
 
 
 def stacked(
-    name: str,
-    description: str,
-    rows: Sequence[str],
-    shares: Sequence[Sequence[float]],
-    fills: Sequence[tuple[str, float]],
+    description: str, names: Sequence[str], shares: Sequence[Sequence[float]], parts: Sequence[tuple[str, Any]]
 ) -> Markup:
-    """Horizontal bars of 100 %: shares [rows][parts], fills [parts] of (colour, opacity)."""
-    figure, axes = _panel(36 + 30 * len(rows), _margin(rows), right=22, top=4, bottom=28)
-    for row, parts in enumerate(shares):
-        start = 0.0
-        for share, (colour, opacity) in zip(parts, fills, strict=True):
-            axes.barh(row, share, left=start, height=0.7, color=COLOURS[colour], alpha=opacity, linewidth=0)
-            if share >= 0.07:
-                ink = _on(colour) if opacity > 0.6 and colour != "muted" else "ink"
-                axes.text(
-                    start + share / 2, row, f"{100 * share:.0f}", ha="center", va="center_baseline",
-                    fontsize=11, color=COLOURS[ink],
-                )  # fmt: skip
-            start += share
-    axes.set_xlim(0, 1)
-    axes.set_xticks([0, 0.25, 0.5, 0.75, 1], labels=["0", "25", "50", "75", "100 %"])
-    _categories(axes, rows)
-    return _svg(figure, name, description)
+    """Horizontal bars of 100 %: shares [rows][parts] (a row may end early), parts of (label, colour)."""
+
+    def draw(axes: Axes) -> None:
+        starts = [0.0] * len(names)
+        for index, (label, colour) in enumerate(parts):
+            widths = [row[index] if index < len(row) else 0.0 for row in shares]
+            drawn = axes.barh(range(len(names)), widths, left=starts, height=0.7, color=colour, label=label)
+            red, green, blue = to_rgb(colour)
+            writing = INK if 0.3 * red + 0.6 * green + 0.1 * blue > 0.5 else "white"
+            told = [f"{100 * width:.0f}" if width >= 0.07 else "" for width in widths]
+            axes.bar_label(drawn, told, label_type="center", color=writing, fontsize=9)
+            starts = [start + width for start, width in zip(starts, widths, strict=True)]
+        axes.set_xlim(0, 1)
+        axes.set_xticks([0, 0.25, 0.5, 0.75, 1], labels=["0", "25", "50", "75", "100 %"])
+        _rows(axes, names)
+
+    return _image(description, 0.9 + 0.36 * len(names), draw)
 
 
 def lines(
-    name: str, description: str, curves: Sequence[dict[str, Any]], *, x_label: str, y_limits: tuple[float |
-    None, float | None], integer_x: bool = False, height: int = 270,
-) -> Markup:  # fmt: skip
-    """Curves {x, y, colour, marker, bold}: markers tell them apart without colour."""
-    figure, axes = _panel(height, 36, bottom=42)
-    for curve in curves:
-        bold = curve.get("bold", False)
-        axes.plot(
-            curve["x"], curve["y"], color=COLOURS[curve["colour"]], linewidth=2.8 if bold else 1.6,
-            marker=curve.get("marker"), markersize=6.5 if bold else 5.5, markeredgewidth=0, zorder=3 if bold
-            else 2, linestyle=curve.get("linestyle", "-"), clip_on=False,
-        )  # fmt: skip
-    axes.set_ylim(*y_limits)
-    if integer_x:
-        axes.set_xticks(sorted({x for curve in curves for x in curve["x"]}))
-    axes.yaxis.grid(True, color=COLOURS["grid"], linewidth=1)
-    axes.spines["left"].set_visible(False)
-    axes.set_xlabel(x_label, color=COLOURS["muted"], fontsize=11, labelpad=6)
-    return _svg(figure, name, description)
+    description: str,
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    x_label: str,
+    limits: tuple[float | None, float | None],
+) -> Markup:
+    """Curves by name, (x, y) each; markers tell them apart without colour, and `all` is drawn in ink."""
+
+    def draw(axes: Axes) -> None:
+        for index, (name, (x, y)) in enumerate(curves.items()):
+            bold = name == ALL_WORKLOADS
+            marker = "osD^vPX*"[index % 8] if len(x) < 40 else None
+            colour = INK if bold else PALETTE[index % len(PALETTE)]
+            axes.plot(x, y, label=name, color=colour, marker=marker, markersize=4, linewidth=2.4 if bold else 1.4)
+        axes.set_ylim(*limits)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel(x_label)
+
+    return _image(description, 3.0, draw)
+
+
+# ------------------------------------------------------------------ the report's own
 
 
 def cells_at(report: AcceptanceReport, temperature: float) -> list[Cell]:
@@ -208,98 +144,75 @@ def cells_at(report: AcceptanceReport, temperature: float) -> list[Cell]:
 
 def acceptance_bars(report: AcceptanceReport) -> Markup:
     """τ by workload, one bar per temperature, the expected τ as a diamond on it."""
-    rows = report.workloads()
-    series = []
+    rows, series = report.workloads(), []
     for index, temperature in enumerate(report.temperatures()):
         cells = [report.cell(row, temperature) for row in rows]
         series.append(
             {
-                "colour": TEMPERATURE_COLOURS[index % len(TEMPERATURE_COLOURS)],
+                "label": f"measured, T={temperature:g}",
+                "colour": PALETTE[(0, 5, 2, 6)[index % 4]],
                 "values": [cell.acceptance_length if cell else None for cell in cells],
                 "marks": [cell.expected.acceptance_length if cell and cell.expected else None for cell in cells],
             }
         )
-    return bars("tau", "Acceptance length by workload", rows, series, "tokens per verification round")
+    return bars("Acceptance length by workload", rows, series, "tokens per verification round", "expected by replay")
 
 
 def speed_bars(report: AcceptanceReport, temperature: float) -> Markup | None:
     """Speedups at one temperature with quartile whiskers, the cost model's limit as a diamond."""
     cells = cells_at(report, temperature)
-    series = []
-    for name, colour in (("speedup_vs_autoregressive", "c0"), ("speedup_vs_transformers", "c2")):
+    limits = [cell.cost_model.limit_speedup if cell.cost_model else None for cell in cells]
+    series: list[dict[str, Any]] = []
+    for name, label, colour, marks in (
+        ("speedup_vs_autoregressive", "vs drafting off", PALETTE[0], limits),
+        ("speedup_vs_transformers", "vs transformers.generate", PALETTE[2], []),
+    ):
         spreads = [getattr(cell, name) for cell in cells]
-        if not any(spreads):
-            continue
-        each = {
-            "colour": colour,
-            "values": [spread.median if spread else None for spread in spreads],
-            "spreads": [(spread.low, spread.high) if spread else None for spread in spreads],
-        }
-        if name == "speedup_vs_autoregressive":
-            each["marks"] = [cell.cost_model.limit_speedup if cell.cost_model else None for cell in cells]
-        series.append(each)
-    if not series:
-        return None
-    rows = [cell.workload for cell in cells]
-    return bars(f"speed{temperature:g}", f"Speedup by workload at T={temperature:g}", rows, series, "× faster")
+        if any(spreads):
+            medians = [spread.median if spread else None for spread in spreads]
+            quartiles = [(spread.low, spread.high) if spread else None for spread in spreads]
+            series.append(dict(label=label, colour=colour, values=medians, spreads=quartiles, marks=marks))
+    names, title = [cell.workload for cell in cells], f"Speedup by workload at T={temperature:g}"
+    return bars(title, names, series, "× faster", "limit vs drafting off") if series else None
 
 
 def position_lines(report: AcceptanceReport, temperature: float, kind: str) -> Markup:
     """Acceptance rate by draft position, `kind` joint or conditional, one curve per workload."""
-    styles = workload_style(report)
-    curves = []
-    for cell in cells_at(report, temperature):
-        rates = getattr(cell, f"{kind}_acceptance_per_position")
-        colour, marker = styles[cell.workload]
-        curves.append(
-            {"x": list(range(1, len(rates) + 1)), "y": rates, "colour": colour, "marker": marker}
-            | {"bold": cell.workload == ALL_WORKLOADS}
-        )
+    rates = {c.workload: getattr(c, f"{kind}_acceptance_per_position") for c in cells_at(report, temperature)}
+    curves = {name: (range(1, len(values) + 1), values) for name, values in rates.items()}
     return lines(
-        f"{kind}{temperature:g}", f"{kind} acceptance rate by draft position at T={temperature:g}", curves,
-        x_label="draft position k", y_limits=(0, 1), integer_x=True,
-    )  # fmt: skip
-
-
-def accepted_fills(positions: int) -> list[tuple[str, float]]:
-    """Fill of 0…K accepted drafts: grey for none, then ever deeper."""
-    return [("muted", 0.35), *(("c0", 0.2 + 0.8 * (j / positions) ** 1.3) for j in range(1, positions + 1))]
+        f"{kind} acceptance rate by draft position at T={temperature:g}", curves, "draft position k", (0, 1.02)
+    )
 
 
 def accepted_bars(report: AcceptanceReport, temperature: float) -> Markup:
-    """Share of the rounds by number of accepted drafts."""
+    """Share of the rounds by number of accepted drafts: grey for none, then ever deeper."""
     cells = cells_at(report, temperature)
     shares = [[count / max(cell.num_drafts, 1) for count in cell.histogram] for cell in cells]
-    fills = accepted_fills(max(len(cell.histogram) for cell in cells) - 1)
-    title = f"Accepted drafts per round at T={temperature:g}"
-    return stacked(f"hist{temperature:g}", title, [cell.workload for cell in cells], shares, fills)
+    most = max(len(cell.histogram) for cell in cells) - 1
+    shades = matplotlib.colormaps["Blues"]
+    parts = [("0", GREY), *((str(j), shades(0.2 + 0.75 * j / most)) for j in range(1, most + 1))]
+    return stacked(f"Accepted drafts per round at T={temperature:g}", [c.workload for c in cells], shares, parts)
 
 
 def phase_bars(report: AcceptanceReport, temperature: float) -> Markup | None:
     """Share of the wall time by phase."""
     cells = [cell for cell in cells_at(report, temperature) if cell.time_shares]
-    if not cells:
-        return None
     shares = [[getattr(cell.time_shares, phase) for phase in PHASES] for cell in cells]
-    fills = [(PHASE_COLOURS[phase], 0.55 if phase == "other" else 1.0) for phase in PHASES]
-    title = f"Time by phase at T={temperature:g}"
-    return stacked(f"time{temperature:g}", title, [cell.workload for cell in cells], shares, fills)
+    colours = {"other": GREY} | dict(zip((p for p in PHASES if p != "other"), PALETTE, strict=False))
+    parts = [(phase, colours[phase]) for phase in PHASES]
+    names = [cell.workload for cell in cells]
+    return stacked(f"Time by phase at T={temperature:g}", names, shares, parts) if cells else None
 
 
-def output_lines(report: AcceptanceReport, temperature: float, fewest_rounds: int = 20) -> Markup | None:
-    """τ along the output. Bins with fewer than `fewest_rounds` rounds are noise and left to the JSON."""
-    styles = workload_style(report)
-    curves = []
+def output_lines(report: AcceptanceReport, temperature: float) -> Markup | None:
+    """τ along the output, of stretches with enough rounds."""
+    curves = {}
     for cell in cells_at(report, temperature):
-        bins = [each for each in cell.acceptance_by_output_position if each.rounds >= fewest_rounds]
+        bins = [each for each in cell.acceptance_by_output_position if each.rounds >= FEWEST_ROUNDS]
         if len(bins) > 1:
-            colour, marker = styles[cell.workload]
-            middle = [(each.start + each.stop) / 2 for each in bins]
-            tau = [each.acceptance_length for each in bins]
-            bold = cell.workload == ALL_WORKLOADS
-            curves.append({"x": middle, "y": tau, "colour": colour, "marker": marker, "bold": bold})
-    if not curves:
-        return None
-    best = report.provenance.num_speculative_tokens + 1
+            middles = [(each.start + each.stop) / 2 for each in bins]
+            curves[cell.workload] = (middles, [each.acceptance_length for each in bins])
     title = f"Acceptance length by output position at T={temperature:g}"
-    return lines(f"output{temperature:g}", title, curves, x_label="output token index", y_limits=(1, best))
+    best = report.provenance.num_speculative_tokens + 1
+    return lines(title, curves, "output token index", (1, best)) if curves else None

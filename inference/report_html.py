@@ -1,10 +1,8 @@
 """report.html: the acceptance report as one self-contained page, for a person rather than a program.
 
-Everything is inside the file (style, figures, numbers); nothing is fetched, so it opens anywhere, offline,
-and in ten years. The layout is `templates/report.html.j2`; the figures are made by report_charts.py.
-
-It must not compute any figure of its own: what it shows stands in the report (or in the training history it
-is given).
+Style, figures and numbers are inside the file, so it opens offline. The layout is `templates/report.html.j2`; the
+figures are made by report_charts.py.
+It computes no figure of its own: what it shows stands in the report or in the training history.
 """
 
 from __future__ import annotations
@@ -19,10 +17,8 @@ from pydantic import BaseModel, ConfigDict
 
 from inference import report_charts as charts
 from inference.report import AcceptanceReport
-from inference.report_cell import ALL_WORKLOADS, PHASES, Cell
+from inference.report_cell import ALL_WORKLOADS, Cell
 from speculators.export.serving import draftsmith_snippet, vllm_command
-
-PHASE_NAMES = {phase: phase for phase in PHASES} | {"other": "other (no phase claimed it)"}
 
 
 class TrainingPoint(BaseModel):
@@ -68,19 +64,11 @@ def render_html(report: AcceptanceReport, history: Sequence[TrainingPoint | Mapp
         cells=[cell for temperature in report.temperatures() for cell in charts.cells_at(report, temperature)],
         sections=[_section(report, t) for t in report.temperatures() if charts.cells_at(report, t)],
         acceptance_bars=charts.acceptance_bars(report) if report.results else None,
-        styles=charts.workload_style(report),
-        temperature_colours=charts.TEMPERATURE_COLOURS,
-        markers=MARKER_GLYPHS,
-        phases=[(PHASE_NAMES[phase], charts.PHASE_COLOURS[phase], phase == "other") for phase in PHASES],
-        accepted_fills=charts.accepted_fills(report.provenance.num_speculative_tokens),
         training=training_charts(points),
         other_methods=[cell for cell in report.results if _is_rival(report, cell)],
         lossless=_lossless_rows(report),
         serving=serving_snippets(report),
     )
-
-
-MARKER_GLYPHS = dict(zip(charts.MARKERS, "●■◆▲▼✚✖★", strict=True))
 
 
 def _number(value: float | None, digits: int = 2) -> str:
@@ -119,18 +107,14 @@ def headline_cards(report: AcceptanceReport) -> list[dict[str, Any]]:
     return cards
 
 
-def _card(label: str, value: str, unit: str, note: str) -> dict[str, Any]:
+def _card(label: str, value: str = "—", unit: str = "", note: str = "not measured") -> dict[str, Any]:
     return {"label": label, "value": value, "unit": unit, "note": note, "state": "plain", "fill": None}
 
 
 def _speedup_card(temperature: float, cell: Cell) -> dict[str, Any]:
-    label, speedup, rates = (
-        f"Speedup, T={temperature:g}",
-        cell.speedup_vs_autoregressive,
-        cell.tokens_per_second,
-    )
+    label, speedup, rates = f"Speedup, T={temperature:g}", cell.speedup_vs_autoregressive, cell.tokens_per_second
     if speedup is None or rates is None or rates.autoregressive is None:
-        return _card(label, "—", "", "not timed")
+        return _card(label, note="not timed")
     note = f"{rates.speculative.median:,.0f} against {rates.autoregressive.median:,.0f} tokens/s, same engine"
     return _card(label, f"{speedup.median:.2f}", "×", note)
 
@@ -138,7 +122,7 @@ def _speedup_card(temperature: float, cell: Cell) -> dict[str, Any]:
 def _efficiency_card(temperature: float, cell: Cell) -> dict[str, Any]:
     label, cost = f"Efficiency, T={temperature:g}", cell.cost_model
     if cost is None or cost.efficiency is None:
-        return _card(label, "—", "", "not measured")
+        return _card(label)
     note = f"of the {cost.limit_speedup:.2f}× that forwards alone allow"
     return _card(label, f"{100 * cost.efficiency:.0f}", "%", note) | {"fill": min(cost.efficiency, 1.0)}
 
@@ -146,7 +130,7 @@ def _efficiency_card(temperature: float, cell: Cell) -> dict[str, Any]:
 def _lossless_card(report: AcceptanceReport) -> dict[str, Any]:
     mismatches = report.summary.get("lossless_mismatches")
     if mismatches is None:
-        return _card("Lossless", "—", "", "not checked")
+        return _card("Lossless", note="not checked")
     checked = sum(row["check"].checked_prompts for row in _lossless_rows(report))
     ties = int(report.summary.get("lossless_ties", 0))
     note = f"{int(mismatches)} mismatches in {checked} comparisons" + (f", {ties} ties" if ties else "")
@@ -158,7 +142,7 @@ def _gap_card(report: AcceptanceReport) -> dict[str, Any]:
     cells = [report.cell(ALL_WORKLOADS, temperature) for temperature in report.temperatures()]
     errors = [cell.expected.gap[1] for cell in cells if cell and cell.expected]
     if gap is None:
-        return _card(label, "—", "", "not measured")
+        return _card(label)
     note = f"replay of the drafted text against runtime, worst temperature · standard error {_percent(max(errors), 1)}"
     return _card(label, f"{100 * gap:.1f}", "%", note)
 
@@ -187,35 +171,26 @@ def _section(report: AcceptanceReport, temperature: float) -> dict[str, Any]:
     }
 
 
-def training_charts(points: Sequence[TrainingPoint]) -> list[dict[str, Any]]:
-    """{title, figure, legend} of the loss, the expected acceptance length and the acceptance per depth."""
-
-    def curve(values: list[tuple[int, float]], colour: str, bold: bool) -> dict[str, Any]:
-        return {"x": [x for x, _ in values], "y": [y for _, y in values], "colour": colour, "bold": bold}
-
-    made: list[dict[str, Any]] = []
+def training_charts(points: Sequence[TrainingPoint]) -> list[tuple[str, Any]]:
+    """(title, figure) of the loss, the expected acceptance length and the acceptance rate of each depth."""
+    depths = max((len(point.alpha or ()) for point in points), default=0)
     loss = [(p.step, p.loss) for p in points if p.loss is not None]
     tau = [(p.step, p.expected_acceptance_length) for p in points if p.expected_acceptance_length is not None]
-    if len(loss) > 1:
-        figure = charts.lines(
-            "loss", "Training loss by step", [curve(loss, "c0", False)], x_label="step", y_limits=(0, None)
-        )
-        made.append({"title": "Loss", "figure": figure, "legend": []})
-    if len(tau) > 1:
-        title = "Expected acceptance length, held out"
-        figure = charts.lines("expected", title, [curve(tau, "c0", True)], x_label="step", y_limits=(1, None))
-        made.append({"title": title, "figure": figure, "legend": []})
-    depths = max((len(p.alpha) for p in points if p.alpha), default=0)
-    curves: list[dict[str, Any]] = []
-    legend: list[tuple[str, str]] = []
-    for depth in range(depths):
-        values = [(p.step, p.alpha[depth]) for p in points if p.alpha and len(p.alpha) > depth]
-        if len(values) > 1:
-            curves.append(curve(values, f"c{depth % 8}", False))
-            legend.append((f"c{depth % 8}", f"depth {depth + 1}"))
-    if curves:
-        figure = charts.lines("alpha", "Acceptance rate by depth", curves, x_label="step", y_limits=(0, 1))
-        made.append({"title": "Acceptance rate by draft depth", "figure": figure, "legend": legend})
+    rates = {
+        f"depth {depth + 1}": [(p.step, p.alpha[depth]) for p in points if len(p.alpha or ()) > depth]  # type: ignore[index]
+        for depth in range(depths)
+    }
+    made = []
+    for title, measured, limits in (
+        ("Loss", {"loss": loss}, (0, None)),
+        ("Expected acceptance length, held out", {"expected": tau}, (1, None)),
+        ("Acceptance rate by draft depth", rates, (0, 1)),
+    ):
+        curves: dict[str, Any] = {
+            name: tuple(zip(*values, strict=True)) for name, values in measured.items() if len(values) > 1
+        }
+        if curves:
+            made.append((title, charts.lines(f"{title}, by step", curves, "step", limits)))
     return made
 
 

@@ -22,8 +22,8 @@ FILES = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py")
 # What files in train/ could be called by mistake; `accelerate launch` puts train/ first on sys.path.
 LIBRARIES = {
     "accelerate", "datasets", "evaluate", "huggingface_hub", "jinja2", "matplotlib", "numpy", "pandas", "peft",
-    "psutil", "pyarrow", "pydantic", "rich", "safetensors", "scipy", "tensorboard", "tokenizers", "torch", "tqdm",
-    "transformers", "triton", "typer", "vllm", "wandb", "yaml",
+    "psutil", "pyarrow", "pydantic", "rich", "ruamel", "safetensors", "scipy", "tensorboard", "tokenizers", "torch",
+    "tqdm", "transformers", "triton", "typer", "vllm", "wandb", "yaml",
 }  # fmt: skip
 
 

@@ -1,7 +1,6 @@
 """`draftsmith inspect` and `draftsmith export`: an artefact looked at, and written. Registered by train/cli.py.
 
-A few lines over speculators/export and inference/inspect_behaviour.py, and how it is shown; torch is imported when a
-command runs.
+A few lines over speculators/export, and how it is shown; torch is imported when a command runs.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from speculators.errors import ConfigError, DraftsmithError
+from speculators.errors import ConfigError
 
 if TYPE_CHECKING:
     from speculators.export.inspection import Inspection
@@ -65,9 +64,7 @@ def inspect(
     drafter: Annotated[
         str, typer.Argument(metavar="DIR", help="Folder or repository id of a drafter, anybody's; or ngram, suffix.")
     ],
-    model: Annotated[str, typer.Option(help="A target to check it against, and to draft for.")] = "",
-    prompt: Annotated[list[str] | None, typer.Option(help="Text to draft on; repeat it; else: built in.")] = None,
-    behaviour: Annotated[bool, typer.Option(help="With --model: draft for it, or compare sizes only.")] = True,
+    model: Annotated[str, typer.Option(help="A target to check it against.")] = "",
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor as well.")] = False,
     target_layers: Annotated[
         int | None, typer.Option(help="Layers of the target, for heads that do not say which they tap.")
@@ -88,10 +85,7 @@ def inspect(
         return
     if drafter.endswith((".yaml", ".yml")):
         raise ConfigError(f"inspect: {drafter} is a recipe; give a drafter's folder, or look at its data with prepare")
-    if model and behaviour:
-        found = _measured(drafter, model, prompt or [])
-    else:
-        found = inspect_folder(drafter, _sketch(model), num_target_layers=target_layers)
+    found = inspect_folder(drafter, _sketch(model), num_target_layers=target_layers)
     if as_json:
         typer.echo(json.dumps(_as_data(found, drafter, model), indent=2))
     else:
@@ -105,40 +99,6 @@ def _sketch(model: str) -> Any:
     from train.target_sketch import sketch_target
 
     return sketch_target(TargetSection(model=model)) if model else None
-
-
-def _measured(drafter: str, model: str, prompts: list[str]) -> Inspection:
-    """The inspection with what drafting for the target showed."""
-    from inference.inspect_behaviour import measure_readings
-    from inference.llm_loading import load_tokenizer
-    from speculators.export.inspection import build, inspect_folder
-    from speculators.target import FrozenTarget
-
-    target = FrozenTarget.from_pretrained(model)
-    found = inspect_folder(drafter, target)
-    try:
-        built = build(found, target)
-    except DraftsmithError as error:
-        found.add("not_measured", str(error))
-        return found
-    if built is None:
-        found.add("not_measured", "its tensors or its config.json are not whole")
-        return found
-    try:
-        tokenizer = load_tokenizer(None, model)
-    except DraftsmithError:
-        if prompts:
-            raise
-        tokenizer = None
-    measured = measure_readings(built, target, tokenizer=tokenizer, prompts=prompts, d2t=found.tensors.get("d2t"))
-    found.measured = measured
-    if measured.better:
-        read = "; ".join(what for _, what in measured.better)
-        told = f"{read}: acceptance length {measured.best:.2f} instead of {measured.as_is:.2f}"
-        found.add("another_reading", told)
-    if measured.accepts_nothing:
-        found.add("accepts_nothing", f"acceptance length {measured.as_is:.2f} on what the target writes")
-    return found
 
 
 # --------------------------------------------------------------------------------------------- what they print
@@ -183,13 +143,11 @@ def _facts(found: Inspection) -> dict[str, Any]:
 
 
 def _as_data(found: Inspection, drafter: str, model: str) -> dict[str, Any]:
-    measured = found.measured
     return {
         "folder": str(found.folder),
         "sound": found.sound,
         **_facts(found),
         "faults": [vars(each) for each in found.faults],
-        "behaviour": None if measured is None else vars(measured),
         "serving": []
         if found.config is None
         else [vars(way) for way in _ways(found.config, found.fields, drafter, model)],
@@ -218,8 +176,6 @@ def _print(console: Console, found: Inspection, drafter: str, model: str, tensor
             shapes.add_row(Text(name), " x ".join(map(str, header.shape)), header.dtype)
         console.print(shapes)
     _print_faults(console, found)
-    if found.measured is not None:
-        _print_measured(console, found.measured)
     if found.config is not None:
         _print_ways(console, _ways(found.config, found.fields, drafter, model))
     if found.sound:
@@ -235,20 +191,6 @@ def _print_faults(console: Console, found: Inspection) -> None:
         then = WORDS[each.vllm] + (f": {each.then}" if each.then else "")
         table.add_row(told, Text(then), Text(each.todo))
     console.print(table)
-
-
-def _print_measured(console: Console, measured: Any) -> None:
-    source = "random tokens" if measured.synthetic else "prompts"
-    console.print(
-        f"expected acceptance length on {measured.tokens} tokens of the target's after {measured.texts} {source}, "
-        f"{measured.drafts} drafts per round: {measured.as_is:.2f} as the folder says",
-        highlight=False,
-    )
-    table = _table("read otherwise", "acceptance length")
-    for _, what, length in sorted(measured.readings, key=lambda row: -row[2])[:5]:
-        table.add_row(Text(what), f"{length:.2f}")
-    if measured.readings:
-        console.print(table)
 
 
 def _print_ways(console: Console, ways: list[Way]) -> None:

@@ -1,56 +1,34 @@
-"""YAML as recipes mean it: duplicate keys refused, errors with file and line, `1e-4` a number, `no` a word.
+"""YAML 1.2 as recipes mean it: duplicate keys refused, errors with file and line, `1e-4` a number, `no` a word.
 
-Must not know: what the keys of a recipe are.
+It knows no key of a recipe.
 """
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import ConstructorError, SafeConstructor
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from speculators.errors import ConfigError
 
 
-class _Loader(yaml.SafeLoader):
-    """SafeLoader with YAML 1.2's booleans and floats (1.1 reads `no` as false and `1e-4` as a string)."""
+class _Constructor(SafeConstructor):
+    """Builds plain data; a date is a string, as any other name."""
 
-    yaml_implicit_resolvers: ClassVar = {
-        first: [
-            (tag, regex)
-            for tag, regex in resolvers
-            if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp")
-        ]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[Any, int] = {}
-        for key_node, _ in node.value:
-            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
-            if isinstance(key, list | dict):
-                raise yaml.constructor.ConstructorError(
-                    None, None, "a mapping or list cannot be a key", key_node.start_mark
-                )
-            if key in seen and key != "<<":
-                raise yaml.constructor.ConstructorError(
-                    None,
-                    None,
-                    f"duplicate key '{key}' (first on line {seen[key]}); keep one of them",
-                    key_node.start_mark,
-                )
-            seen[key] = line
-        return super().construct_mapping(node, deep)
+    def check_mapping_key(self, node: Any, key_node: Any, mapping: Any, key: Any, value: Any) -> bool:
+        if isinstance(key, tuple):
+            raise ConstructorError(None, None, "a list cannot be a key", key_node.start_mark)
+        if key in mapping:
+            first = next(other.start_mark.line + 1 for other, _ in node.value if other.value == key_node.value)
+            told = f"duplicate key '{key}' (first on line {first}); keep one of them"
+            raise ConstructorError(None, None, told, key_node.start_mark)
+        return True
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), "tTfF")
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN)$"),
-    "-+0123456789.",
-)
+_Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -80,11 +58,13 @@ def parse_override(override: str) -> tuple[list[str], Any]:
 
 
 def _parse(text: str, where: str) -> Any:
+    parser = YAML(typ="safe", pure=True)
+    parser.Constructor = _Constructor
     try:
-        return yaml.load(text, _Loader)  # a SafeLoader
-    except yaml.MarkedYAMLError as error:
+        return parser.load(text)
+    except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f" line {mark.line + 1}, column {mark.column + 1}:" if mark else ""
         raise ConfigError(f"{where}:{line} {error.problem or error.context}") from None
-    except yaml.YAMLError as error:
+    except YAMLError as error:
         raise ConfigError(f"{where}: not valid YAML: {error}") from None

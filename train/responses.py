@@ -59,7 +59,7 @@ class ResponseStore:
     `part`: (i, n) of a process that writes one of n parts."""
 
     def __init__(self, folder: Path, name: str, part: tuple[int, int] = (0, 1)) -> None:
-        self.folder, self.name, self.part, self.duplicates = folder, name, part, 0
+        self.folder, self.name, self.part = folder, name, part
         self.known: dict[str, list[int]] = {}
         self.given_up: dict[str, str] = {}
         self._shard: _Shard | None = None
@@ -128,7 +128,6 @@ class ResponseStore:
             if ids is None:
                 self.given_up[key] = reason
             else:
-                self.duplicates += key in self.known
                 self.known.setdefault(key, ids)
 
 

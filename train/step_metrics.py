@@ -45,20 +45,14 @@ class StepMetrics:
         return [StepMetrics(*part) for part in parts]
 
 
-def expected_acceptance_length_in_loop(alphas: Sequence[Tensor], anchors: Sequence[Tensor]) -> Tensor:
-    """1 + sum_k prod_{j<=k} alpha_j, averaged over the anchors of depth 0: a number to watch, not the
-    runtime's.
-
-    alphas[k] [N_k]: acceptance at depth k (in order); anchors[k] [N_k] long: which anchor each belongs to,
-    unique within a depth. A chain ends at the first depth where its anchor has no row (its document ended).
-    """
-    total, count = in_loop_lengths(alphas, anchors)
-    return (total / count).float() if count else torch.ones(())
-
-
 def in_loop_lengths(alphas: Sequence[Tensor], anchors: Sequence[Tensor], size: int | None = None) -> Tensor:
-    """[2] float64: that length summed over anchors, and their number; both add up over batches. `size`: all anchors
-    are below it; None looks for the largest, which waits for the device."""
+    """[2] float64: 1 + sum_k prod_{j<=k} alpha_j summed over the anchors of depth 0, and their number.
+
+    Both add up over batches; their ratio is a number to watch, not the runtime's. alphas[k] [N_k]: acceptance at depth
+    k; anchors[k] [N_k] long: the anchor of each, unique within a depth. A chain ends at the first depth where its
+    anchor has no row (its document ended). `size`: all anchors are below it; None looks for the largest, which waits
+    for the device.
+    """
     if not alphas or alphas[0].numel() == 0:
         return torch.zeros(2, dtype=torch.float64, device=alphas[0].device if alphas else None)
     size = int(torch.cat(list(anchors)).max()) + 1 if size is None else size

@@ -10,11 +10,13 @@ knows what else holds for it: its V1 runner, and no asynchronous scheduling.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from types import ModuleType
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from inference.vllm_plugin.seams import attempt, logger, member, require_parameters, when_imported, wrap
+logger = logging.getLogger("vllm.draftsmith")
 
 METHOD = "mlp_speculator"
 ARCHITECTURE = "MLPSpeculatorPreTrainedModel"
@@ -33,16 +35,21 @@ PROPOSING = (
 
 
 def register() -> None:
-    """Makes vLLM serve the method, or says why not. A vLLM that does so by itself is left alone."""
-    with attempt(WHAT):
-        from vllm import ModelRegistry
-        from vllm.config import SpeculativeConfig
+    """Makes vLLM know the model. The runner follows in the processes that draft (`extend_runner`)."""
+    from vllm import ModelRegistry
+    from vllm.config import SpeculativeConfig
 
-        if ARCHITECTURE not in ModelRegistry.get_supported_archs():
-            member(SpeculativeConfig, "__post_init__")
-            ModelRegistry.register_model(ARCHITECTURE, MODEL)
-            wrap(SpeculativeConfig, "__post_init__", _with_heads_counted)
-            when_imported("vllm.v1.worker.gpu_model_runner", WHAT, extend_runner)
+    if ARCHITECTURE not in ModelRegistry.get_supported_archs():
+        ModelRegistry.register_model(ARCHITECTURE, MODEL)
+        _wrap(SpeculativeConfig, "__post_init__", (), _with_heads_counted)
+
+
+def _wrap(owner: Any, name: str, parameters: Sequence[str], make: Callable[[Any], Any]) -> None:
+    """Replaces `owner.name` by `make` of it; TypeError unless it takes parameters of these names."""
+    original = getattr(owner, name)
+    if missing := set(parameters) - set(inspect.signature(original).parameters):
+        raise TypeError(f"{original.__qualname__} takes no {', '.join(sorted(missing))} in this version of vLLM")
+    setattr(owner, name, functools.wraps(original)(make(original)))
 
 
 # ------------------------------------------------------------------ the configuration
@@ -78,14 +85,13 @@ def _with_heads_counted(post_init: Any) -> Any:
 # ------------------------------------------------------------------ the runner
 
 
-def extend_runner(module: ModuleType) -> None:
+@functools.cache
+def extend_runner() -> None:
     """Lets `GPUModelRunner`, and with it vLLM's runner on CPUs, draft with MLP speculators."""
-    runner = member(module, "GPUModelRunner")
-    require_parameters(member(runner, "__init__"), ["vllm_config", "device"])
-    require_parameters(member(runner, "propose_draft_token_ids"), PROPOSING)
-    require_parameters(member(member(module, "MedusaProposer"), "__init__"), ["vllm_config", "device"])
-    wrap(runner, "__init__", _with_recurrence)
-    wrap(runner, "propose_draft_token_ids", _with_sampled_tokens)
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    _wrap(GPUModelRunner, "propose_draft_token_ids", PROPOSING, _with_sampled_tokens)
+    _wrap(GPUModelRunner, "__init__", ("vllm_config", "device"), _with_recurrence)
 
 
 def _with_recurrence(original: Any) -> Any:

@@ -73,7 +73,7 @@ KINDS: dict[str, Kind] = {
         "tap ids in eagle_config alone",
         SWALLOWS,
         "it reads them as taps; SGLang, whose section it is, as layer outputs, one more",
-        "write eagle_aux_hidden_state_layer_ids at the top with the taps it was trained on; --model TARGET tries both",
+        "write eagle_aux_hidden_state_layer_ids at the top with the taps it was trained on",
         warning=True,
     ),
     "tap_count": Kind(
@@ -162,7 +162,7 @@ KINDS: dict[str, Kind] = {
         "a norm whose weights are all one, as if it had been left out",
         SWALLOWS,
         "it runs with ones",
-        "compare with the checkpoint that was trained; --model TARGET tries it",
+        "compare with the checkpoint that was trained",
         warning=True,
     ),
     # against a target
@@ -198,22 +198,6 @@ KINDS: dict[str, Kind] = {
     ),
     "other_target": Kind(
         "config.json names another target", HARMLESS, "it serves whatever it is given", "check the name", warning=True
-    ),
-    # by behaviour
-    "another_reading": Kind(
-        "the same tensors read otherwise accept clearly more",
-        SWALLOWS,
-        "it drafts as the folder says, and accepts less",
-        "write the folder as the better reading has it",
-    ),
-    "accepts_nothing": Kind(
-        "next to nothing is accepted, however it is read",
-        SWALLOWS,
-        "it drafts in vain",
-        "is this the target it was trained for, and is it trained?",
-    ),
-    "not_measured": Kind(
-        "its behaviour could not be measured", HARMLESS, "", "mend the faults of its files first", warning=True
     ),
 }
 

@@ -43,9 +43,8 @@ INSPECT = """
 ## What can be wrong
 
 `draftsmith inspect DIR` names these in anybody's folder, or repository on the Hub; exit code 1 if there is a fault.
-`--model TARGET` compares with the target and drafts on text that the target writes, as the folder says and with inputs
-swapped, taps renumbered, d2t read as ids and switches turned: no shape tells of those. *Swallows*: vLLM 0.32 serves the
-folder and says nothing. Warnings are marked °.
+`--model TARGET` compares it with the target's configuration as well. *Swallows*: vLLM 0.32 serves the folder and says
+nothing. Warnings are marked °.
 
 | fault | | vLLM | what comes of it | what to do |
 | --- | --- | --- | --- | --- |

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from speculators.config import DecoderConfig, DrafterConfig, default_tap_layers, rope_of
-from speculators.drafter import Drafter, family_class
+from speculators.drafter import family_class
 from speculators.errors import CheckpointError, DraftsmithError
 from speculators.export import resolve
 from speculators.export.eagle3_layout import ARCHITECTURES, SECTION, TAPS
@@ -25,12 +25,10 @@ from speculators.export.formats import LAYOUTS, layout_of
 from speculators.export.headers import Header, other_dtypes, pickled_files, read_headers
 from speculators.export.layout import Layout, WeightFault, WeightsError, changed_fields
 from speculators.export.sglang_layout import EAGLE
-from speculators.target import FrozenTarget
 from speculators.vocab import from_offsets
 
 PREFIX = "model."
 COUNT = "num_aux_hidden_states"
-STRUCTURE = ("missing", "shape", "not_finite", "other")  # faults of tensors without which there is no drafter to run
 
 
 @dataclass
@@ -44,9 +42,6 @@ class Inspection:
     layout: Layout | None = None
     config: DrafterConfig | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)  # under the table's names
-    draft_ids: Tensor | None = None  # [V_draft] target ids of a reduced vocabulary, where d2t can be read
-    complete: bool = False  # every tensor is there, in its shape, finite
-    measured: Any = None  # what inference/inspect_behaviour.py found
 
     @property
     def family(self) -> str | None:
@@ -96,21 +91,6 @@ def inspect_folder(path_or_id: str | Path, target: Any = None, *, num_target_lay
         if target is not None:
             _compare(found, target)
     return found
-
-
-def build(found: Inspection, target: FrozenTarget) -> Drafter | None:
-    """The drafter of a folder whose tensors are all there, faults of reading or not; None of any other."""
-    if found.config is None or found.layout is None or not found.complete:
-        return None
-    drafter = family_class(found.config.family)(found.config).attach(target)
-    if found.config.family == "draft_model":
-        found.layout.read(drafter, found.folder, [])
-    else:
-        ids = found.draft_ids
-        if ids is None and found.config.reduced_vocabulary:
-            return None
-        drafter.load_state_dict(found.layout.state(found.tensors, found.config, ids), strict=True)
-    return drafter.to(device=target.device, dtype=target.dtype).freeze()
 
 
 # ------------------------------------------------------------------ files
@@ -291,7 +271,6 @@ def _read_tensors(found: Inspection) -> None:
         if config.family in ("eagle", "eagle3"):
             loaded = layout.canonical({name.removeprefix(PREFIX): tensor for name, tensor in loaded.items()}, config)
         found.tensors, faults = loaded, layout.faults(loaded, config)
-    found.complete = not any(each.kind in STRUCTURE for each in faults)
     for each in faults:
         found.add(_kind_of(each, config), each.text)
     _values(found)
@@ -350,12 +329,11 @@ def _check_d2t(found: Inspection, d2t: Tensor) -> None:
     known = None if listed is None or listed.shape != (vocabulary,) else listed.bool().nonzero().flatten()
     as_ids = bool(((d2t >= 0) & (d2t < vocabulary)).all()) and len(d2t.unique()) == len(d2t)
     try:
-        found.draft_ids = from_offsets(d2t, vocabulary, "d2t")
+        ids = from_offsets(d2t, vocabulary, "d2t")
     except CheckpointError as error:
         found.add("d2t_ids" if as_ids else "d2t_invalid", str(error).removeprefix("d2t: "))
-        found.draft_ids = d2t if as_ids else None
         return
-    if known is None or torch.equal(found.draft_ids.sort().values, known):
+    if known is None or torch.equal(ids.sort().values, known):
         return
     if as_ids and torch.equal(d2t.sort().values, known):
         found.add("d2t_ids", "d2t holds the very ids that t2d names, not offsets")

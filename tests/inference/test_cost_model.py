@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from inference.cost_model import break_even_acceptance_length, efficiency, speedup_limit
+from inference.cost_model import efficiency, speedup_limit
 from speculators.errors import DataError
 
 
@@ -22,11 +22,6 @@ def test_a_worked_example() -> None:
 def test_the_unit_of_time_does_not_matter() -> None:
     seconds = speedup_limit(2.7, step_cost=0.004, verify_cost=0.005, draft_cost=0.001)
     assert speedup_limit(2.7, step_cost=4.0, verify_cost=5.0, draft_cost=1.0) == pytest.approx(seconds)
-
-
-def test_at_break_even_the_limit_is_one() -> None:
-    costs = {"step_cost": 3.0, "verify_cost": 4.0, "draft_cost": 1.5}
-    assert speedup_limit(break_even_acceptance_length(**costs), **costs) == pytest.approx(1.0)
 
 
 def test_efficiency_may_pass_one() -> None:

@@ -316,19 +316,7 @@ def test_inspect_names_faults_and_says_whether_vllm_would(drafter_folder, target
     found = json.loads(output[output.index("{") :])
     assert code == 1 and found["sound"] is False and found["taps"] == [0, 1, 2]
     assert {each["kind"] for each in found["faults"] if not each["warning"]} == {"missing_norm"}
-    assert "not_measured" in {each["kind"] for each in found["faults"]}
     assert {way["engine"] for way in found["serving"]} == {"vLLM", "SGLang", "Draftsmith"}
-
-
-def test_inspect_drafts_for_a_target(drafter_folder, target_folder):
-    """An untrained head accepts nothing, which is a fault of its own."""
-    code, output = call("inspect", drafter_folder, "--model", target_folder, "--prompt", "Say", "--json")
-    found = json.loads(output[output.index("{") :])
-    assert code == 1, output
-    assert [each["kind"] for each in found["faults"] if not each["warning"]] == ["accepts_nothing"]
-    assert found["behaviour"]["texts"] == 1
-    code, output = call("inspect", drafter_folder, "--model", target_folder, "--no-behaviour")
-    assert code == 0, output
 
 
 def test_inspect_of_methods_without_a_folder(recipe_file):

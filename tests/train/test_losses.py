@@ -16,7 +16,7 @@ from speculators.errors import ConfigError
 from train.closed_form import CLOSED_FORM
 from train.divergences import DIVERGENCES, ON_STATES, Mix, overlap
 from train.losses import chunked_objective, default_chunk_size, plain_objective
-from train.step_metrics import expected_acceptance_length_in_loop
+from train.step_metrics import in_loop_lengths
 
 D, V, VD, N = 12, 40, 17, 23
 MIXES = [{name: 0.7} for name in DIVERGENCES] + [
@@ -450,8 +450,7 @@ def test_expected_length_from_joint_prefixes() -> None:
     alphas = [torch.tensor([0.5, 0.8, 1.0]), torch.tensor([0.5, 0.25]), torch.tensor([1.0])]
     anchors = [torch.tensor([0, 3, 7]), torch.tensor([3, 0]), torch.tensor([3])]
     chains = [1 + 0.5 + 0.5 * 0.25, 1 + 0.8 + 0.8 * 0.5 + 0.8 * 0.5 * 1.0, 1 + 1.0]
-    expected = torch.tensor(sum(chains) / 3)
-    torch.testing.assert_close(expected_acceptance_length_in_loop(alphas, anchors), expected)
+    torch.testing.assert_close(in_loop_lengths(alphas, anchors), torch.tensor([sum(chains), 3.0]).double())
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0])

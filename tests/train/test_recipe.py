@@ -76,6 +76,12 @@ def test_resolved_recipe_is_the_same_recipe(recipe_file, tmp_path):
     assert set(yaml.safe_load(recipe.resolved_yaml())) == set(Recipe.model_fields)
 
 
+@pytest.mark.parametrize("name", ["no", "on", "2026-01-02", "1:30"])
+def test_plain_words_stay_words(recipe_file, name):
+    """YAML 1.1 has other ideas of them."""
+    assert load_recipe(recipe_file(MINIMAL.replace("some/target", name))).target.model == name
+
+
 def test_hash_follows_values_not_spelling(recipe_file):
     recipe = load_recipe(recipe_file(MINIMAL))
     spelt_out = load_recipe(recipe_file("training: {learning_rate: 0.0001}  # as is\n" + MINIMAL))
@@ -289,6 +295,7 @@ def test_all_mistakes_are_reported_at_once(recipe_file):
             "training:\n  seed: 1\n  seed: 2\n",
             "recipes/x.yaml: line 3, column 3: duplicate key 'seed' (first on line 2)",
         ),
+        ("[a]: 1\n", "recipes/x.yaml: line 1, column 1: a list cannot be a key"),
         ("", "recipes/x.yaml: expected a mapping of sections at the top, got nothing"),
         ("- a\n", "recipes/x.yaml: expected a mapping of sections at the top, got a list"),
         (

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from inference.vllm_plugin.cpu_repairs import SWITCH
 from speculators.config import config_for_target
 from speculators.errors import DraftsmithError
 from speculators.export import export_drafter, load_drafter
@@ -27,7 +26,7 @@ from speculators.target import FrozenTarget
 from tests.vllm.conftest import PROMPTS
 from tests.vllm.process import VLLMError
 
-REPAIRS = "inference/vllm_plugin"
+REPAIRS = "inference/vllm_plugin/cpu_repairs.py"
 HEAD, LAYERS = 32, 2  # of the DFlash drafter
 
 
@@ -78,7 +77,7 @@ def test_fault_1_temperatures_of_drafted_tokens_are_not_written(serve) -> None:
     """Two calls, since a right answer may happen to lie in the memory that is handed out."""
     values, counts = [[0.8125, 0.4375], [0.3125, 0.6875]], [2, 1]
     found = serve({"probe": "expand_floats", "values": values, "counts": counts})["expanded"]
-    assert found != [[v[0], v[0], v[1]] for v in values], gone("1", f"{REPAIRS} (expand_batch_to_tokens)")
+    assert found != [[v[0], v[0], v[1]] for v in values], gone("1", f"{REPAIRS} (repair_expansion)")
 
 
 def test_fault_2_dflash_norms_all_context_keys_by_its_first_layer(dflash, serve, job) -> None:
@@ -86,18 +85,18 @@ def test_fault_2_dflash_norms_all_context_keys_by_its_first_layer(dflash, serve,
     first, second = (torch.tensor(row) for row in answer["normed"])
     weights = [torch.tensor(row) for row in answer["weights"]]
     torch.testing.assert_close(first, weights[0])
-    assert not torch.allclose(second, weights[1]), gone("2", f"{REPAIRS} (normalize_context_k)")
+    assert not torch.allclose(second, weights[1]), gone("2", "docs/vllm-faults.md")
 
 
 def test_fault_3_no_engine_in_a_process_that_has_numba(serve, job) -> None:
     said = refusal(serve, job | {"probe": "engine_beside_numba"}, alone=True)
-    assert said, gone("3", f"{REPAIRS} (repair_attribute_scan), and serve(alone=True) of tests/vllm")
+    assert said, gone("3", "tests/vllm: serve(alone=True)")
     assert "_lib_fn_wrapper" in said
 
 
 def test_fault_4_the_command_does_not_know_its_own_version(vllm_python: str) -> None:
     command = [Path(vllm_python).with_name("vllm"), "serve", "--help"]
-    done = subprocess.run(command, env=os.environ | {SWITCH: "0"}, capture_output=True, text=True)
+    done = subprocess.run(command, env=os.environ | {"VLLM_PLUGINS": ""}, capture_output=True, text=True)
     assert done.returncode != 0, gone("4", f"{REPAIRS} (repair_version)")
     assert "PackageNotFoundError" in done.stderr, f"another error than fault 4's: {done.stderr[-2000:]}"
 
@@ -106,7 +105,7 @@ def test_fault_5_block_verification_is_the_standard_rule(serve, job, student) ->
     """The same seeds give the same texts under both; under another rule for sampled drafts they would not."""
     sampled = {"sampling": {"temperature": 1.0, "seed": 3}, "speculative_config": student}
     texts = serve(job | sampled | {"probe": "by_rule"})
-    assert texts["standard"] == texts["block"], gone("5", f"{REPAIRS} (_saying_what_block_is)")
+    assert texts["standard"] == texts["block"], gone("5", "docs/vllm-faults.md")
 
 
 def test_fault_5_synthetic_acceptance_is_refused(serve, job, student) -> None:
