@@ -14,6 +14,7 @@ happened by calls into the event loop. Knows no HTTP but the errors that a clien
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -23,7 +24,7 @@ from functools import partial
 from time import perf_counter
 from typing import TypeVar
 
-from inference.isolation import guarded_step
+from inference.isolation import DeviceLost, guarded_step
 from inference.llm import LLM
 from inference.llm_prompts import Prompt
 from inference.outputs import RequestOutput
@@ -34,6 +35,8 @@ from inference.sampling_params import SamplingParams
 from inference.server_errors import APIError, log_fault
 from inference.server_metrics import ServerMetrics
 from speculators.errors import DraftsmithError
+
+logger = logging.getLogger(__name__)
 
 LONGEST_RETRY_S = 60
 HEALTH_S = 0.5  # how often it is looked whether an answer can still come
@@ -120,6 +123,7 @@ class AsyncEngine:
         self._wake = threading.Condition()
         self._calls: list[Callable[[], None]] = []
         self._stopping = False
+        self._warm = threading.Event()
         self._tracer = RoundTracer(llm.engine)
         self._active: dict[str, Generation] = {}  # by request id; the thread's own
         self._news: list[tuple[Generation, RequestOutput | APIError]] = []  # of this round; the thread's own
@@ -131,6 +135,13 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+
+    async def ready(self) -> None:
+        """Waits until every shape of a round is compiled, which takes minutes where rounds are compiled, and none where
+        they are not. DraftsmithError if that failed."""
+        await asyncio.to_thread(self._warm.wait)
+        if self.failure is not None:
+            raise DraftsmithError(f"the engine could not be started: {self.failure}") from self.failure
 
     async def stop(self) -> None:
         """Ends whatever is unfinished, and the thread."""
@@ -145,9 +156,15 @@ class AsyncEngine:
     def healthy(self) -> bool:
         return self.failure is None and self._thread is not None and self._thread.is_alive()
 
+    @property
+    def told_failure(self) -> str:
+        """What a client is told of an engine that has stopped."""
+        why = self.failure if isinstance(self.failure, DeviceLost) else None
+        return f"the engine has stopped: {why}" if why else "the engine has stopped"
+
     def require_health(self) -> None:
         if self.draining or not self.healthy:
-            raise APIError(503, "the server is shutting down" if self.draining else "the engine has stopped")
+            raise APIError(503, "the server is shutting down" if self.draining else self.told_failure)
 
     def admit(self, responses: int) -> Ticket:
         """A place for so many responses. APIError: 429 if too many wait already, 503 if the server is going."""
@@ -214,6 +231,10 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
+            graphs = self.llm.warm_up()  # in this thread, whose own CUDA graphs are
+            if graphs:
+                logger.info("%d graphs are compiled", graphs)
+            self._warm.set()
             while True:
                 with self._wake:
                     while not (self._calls or self.llm.engine.has_unfinished or self._stopping):
@@ -231,6 +252,7 @@ class AsyncEngine:
             self.failure = error
             log_fault("the engine's thread has died", error)
             self._in_loop(lambda: self._tell_all(APIError(500, "the engine has failed")))
+            self._warm.set()
 
     def begin(self, generations: Sequence[Generation]) -> None:
         for generation in generations:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,6 +120,7 @@ class CachedStep:
     ) -> None:
         self.compiled = Compiled(what, compilation)
         self._function, self._cache, self.buckets = function, cache, buckets
+        self._like: tuple[Tensor, ...] | None = None  # one token of one row of each input, once it was called
 
     def __call__(self, rows: int, *inputs: Tensor) -> tuple[Tensor, ...] | None:
         """None: not compiled, for the keys and values have no memory yet, or for the reason that was warned of."""
@@ -132,9 +134,20 @@ class CachedStep:
         shape = self.buckets.shape(rows, width, max(cache.lengths[:rows]))
         cache.reserve(0, shape.rows, shape.width)
         lengths = on_device(cache.lengths[: shape.rows], cache.device)
+        self._like = self._like or tuple(each[:1, :1].clone() for each in inputs)
         full = [padded(each, shape.rows, shape.width) for each in inputs]
         found = self.compiled.run(shape, lambda: self._at(shape), lengths, keys, values, *full)
         return None if found is None else tuple(None if x is None else x[:rows, :width] for x in found)
+
+    def warm_up(self) -> None:
+        """Compiles every shape, on inputs like those of the first call, while no row holds anything: keys and values
+        are written over. Nothing if it was never called, or cannot be compiled."""
+        for shape in self.buckets.shapes if self._like else ():
+            keys, values = self._cache.memory()
+            last = on_device([shape.keys - shape.width] * shape.rows, self._cache.device)
+            full = [padded(each, shape.rows, shape.width) for each in self._like or ()]
+            if self.compiled.run(shape, partial(self._at, shape), last, keys, values, *full) is None:
+                return
 
     def _at(self, shape: Shape) -> Callable[..., Any]:
         function = self._function
@@ -181,6 +194,12 @@ class CompiledRounds:
             proposer.run_drafter(self.drafter)
         self._told = False
 
+    def warm_up(self) -> None:
+        """Compiles every shape that a round can have. Before any request, and after one round with drafting and one
+        without, which show what each step is given."""
+        for each in (self.target, *self.drafter.warm):
+            each.warm_up()
+
     @property
     def num_graphs(self) -> int:
         """Steps compiled so far."""
@@ -210,6 +229,7 @@ class CompiledDrafter:
     def __init__(self, compilation: Compilation) -> None:
         self._compilation = compilation
         self.steps: list[Compiled] = []
+        self.warm: list[CachedStep | RowStep] = []
         self.most_graphs = 0
 
     def __call__(self, drafter: Drafter, cache: RaggedCache, depth: int) -> Drafter:
@@ -239,6 +259,7 @@ class CompiledDrafter:
 
         step = CachedStep(name, once, cache, buckets, self._compilation)
         self.steps.append(step.compiled)
+        self.warm.append(step)
 
         def extend(cache: RaggedCache, start: int, stop: int, token_ids: Tensor, *given: Any, **placed: Any) -> Tensor:
             """As the drafter's own; some of `given` may be None."""
@@ -249,27 +270,45 @@ class CompiledDrafter:
 
         return extend
 
-    def _by_rows(self, name: str, function: Callable[..., Any], buckets: Buckets) -> Callable[..., Any]:
-        """A function of tensors [b, …] and then numbers."""
-        compiled = Compiled(name, self._compilation)
-        self.steps.append(compiled)
+    def _by_rows(self, name: str, function: Callable[..., Any], buckets: Buckets) -> RowStep:
+        step = RowStep(name, function, buckets, self._compilation)
+        self.steps.append(step.compiled)
+        self.warm.append(step)
+        return step
 
-        def call(*given: Any) -> Any:
-            tensors = [each for each in given if isinstance(each, Tensor)]
-            numbers, (b, *_) = given[len(tensors) :], tensors[0].shape
-            rows = at_least(buckets.rows, b)
 
-            def make() -> Callable[..., Any]:
-                def step(*inputs: Tensor) -> tuple[Tensor, ...]:
-                    outputs = function(*inputs, *numbers)
-                    return outputs if isinstance(outputs, tuple) else (outputs,)
+class RowStep:
+    """A function of tensors [b, …] and then numbers, compiled once per number of rows and for these numbers."""
 
-                return step
+    def __init__(self, what: str, function: Callable[..., Any], buckets: Buckets, compilation: Compilation) -> None:
+        self.compiled = Compiled(what, compilation)
+        self._function, self._buckets = function, buckets
+        self._like: dict[tuple, list[Tensor]] = {}  # one row of each input, by the numbers it was called with
 
-            found = compiled.run((rows, *numbers), make, *(padded(each, rows) for each in tensors))
-            if found is None:
-                return function(*given)
-            cut = tuple(each[:b] for each in found)
-            return cut if len(cut) > 1 else cut[0]
+    def __call__(self, *given: Any) -> Any:
+        tensors = [each for each in given if isinstance(each, Tensor)]
+        numbers, (b, *_) = given[len(tensors) :], tensors[0].shape
+        self._like.setdefault(numbers, [each[:1].clone() for each in tensors])
+        found = self._run(at_least(self._buckets.rows, b), numbers, tensors)
+        if found is None:
+            return self._function(*given)
+        cut = tuple(each[:b] for each in found)
+        return cut if len(cut) > 1 else cut[0]
 
-        return call
+    def warm_up(self) -> None:
+        """For every number of rows, with the numbers that it was called with so far."""
+        for numbers, like in self._like.items():
+            for rows in self._buckets.rows:
+                self._run(rows, numbers, like)
+
+    def _run(self, rows: int, numbers: tuple, tensors: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+        def make() -> Callable[..., Any]:
+            function = self._function
+
+            def step(*inputs: Tensor) -> tuple[Tensor, ...]:
+                outputs = function(*inputs, *numbers)
+                return outputs if isinstance(outputs, tuple) else (outputs,)
+
+            return step
+
+        return self.compiled.run((rows, *numbers), make, *(padded(each, rows) for each in tensors))

@@ -12,6 +12,7 @@ import torch
 
 from inference.engine import Engine
 from inference.request import Request
+from speculators.errors import DraftsmithError
 
 
 @dataclass
@@ -22,12 +23,29 @@ class Step:
     failed: list[tuple[Request, Exception]] = field(default_factory=list)
 
 
+class DeviceLost(DraftsmithError):
+    """The device answers nothing any more, as after a failed assertion in one of its kernels: no step can be done again
+    in this process."""
+
+
+def require_answer(device: torch.device, error: Exception) -> None:
+    """DeviceLost, from `error`, if the device has stopped answering: such an error is met by whatever asks next."""
+    try:
+        torch.ones(1, device=device).add_(1).item()
+    except RuntimeError:
+        reason = str(error).strip().partition("\n")[0]
+        raise DeviceLost(f"{device} answers no more ({reason}); start the server again") from error
+
+
 def guarded_step(engine: Engine) -> Step:
-    """One step of the engine; if it fails, one for each request alone, with the random numbers it would have had."""
+    """One step of the engine; if it fails, one for each request alone, with the random numbers it would have had.
+
+    Raises DeviceLost where that would be in vain."""
     dice = _Dice([*engine.scheduler.running, *engine.scheduler.candidates()])
     try:
         return Step(engine.step())
-    except Exception:
+    except Exception as error:
+        require_answer(engine.target.device, error)
         dice.put_back()
         return _apart(engine)
 

@@ -252,6 +252,22 @@ class LLM:
         """Ends a request between two outputs of its stream; its last output says finish_reason "abort"."""
         self.engine.abort(request_id)
 
+    def warm_up(self) -> int:
+        """Compiles every shape that rounds can have, so that none stalls a request later; nothing where rounds run
+        eager. Returns how many graphs there are. From the thread that will run the rounds, before any request."""
+        compiled = self.engine.compiled
+        if compiled is None:
+            return 0
+        few = SamplingParams(temperature=0, max_tokens=min(4, self.engine.max_model_len - 1), ignore_eos=True)
+        drafted = (True,) if isinstance(self.engine.proposer, HeadProposer) else ()  # others have nothing to compile
+        for speculate in (*drafted, False):  # what each step is given
+            self.generate({"prompt_token_ids": [0]}, few, use_tqdm=False, speculate=speculate)
+        with torch.inference_mode():
+            compiled.warm_up()
+        self.engine.reset_prefix_cache()  # rows were written over
+        self.reset_metrics()
+        return compiled.num_graphs
+
     def get_tokenizer(self) -> Any:
         return self._tokenizer
 

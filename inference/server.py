@@ -173,6 +173,7 @@ def make_app(llm: LLM, options: ServerOptions) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         server.engine.start()
         try:
+            await server.engine.ready()  # no port is open before
             yield
         finally:
             await server.engine.stop()
@@ -261,7 +262,7 @@ def _add_state(app: FastAPI, server: Server) -> None:
     @app.get("/health", responses=_errors(503), response_class=Response)
     async def health() -> Response:
         if not server.engine.healthy:
-            raise APIError(503, "the engine has stopped")
+            raise APIError(503, server.engine.told_failure)
         return Response()
 
     @app.get("/version", responses=_errors(401))

@@ -7,7 +7,7 @@ that fits its shape. Knows no model and does not compile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +56,14 @@ class Buckets:
     def most(self) -> int:
         """How many shapes there are."""
         return len(self.rows) * len(self.widths) * len(self.keys)
+
+    @property
+    def shapes(self) -> Iterator[Shape]:
+        """All of them, the smallest first."""
+        for keys in self.keys:
+            for rows in self.rows:
+                for width in self.widths:
+                    yield Shape(rows, width, keys)
 
     def shape(self, rows: int, width: int, longest: int) -> Shape:
         """For so many rows of at most `longest` tokens, to which `width` are added."""

@@ -12,7 +12,7 @@ import torch
 import torch._inductor.config
 from torch._dynamo.utils import counters
 
-from inference import LLM, SamplingParams
+from inference import LLM, SamplingParams, static_shapes
 from inference.compilation_config import Compilation, read_compilation
 from inference.kv_memory import KVMemory
 from inference.proposers.ngram import NgramProposer
@@ -254,3 +254,22 @@ def test_the_drafter_alone_may_run_eager(model_of):
     write(llm, PROMPTS[:1])
     assert len(llm.engine.compiled.target.compiled) == llm.engine.compiled.num_graphs > 0
     assert read_compilation(False, None, CPU, eager_drafter=True) == Compilation(drafter=False)
+
+
+# ---------------------------------------------------------------------- compiled before it is needed
+
+
+@pytest.mark.parametrize("kind", ["off", "ngram", "draft_model", "eagle3", "medusa"])
+def test_after_a_warm_up_no_request_meets_a_new_shape(kind, model_of, monkeypatch):
+    """Batches of every size, texts of every length, drafts or none; and texts are what they were."""
+    monkeypatch.setattr(static_shapes, "FEWEST_KEYS", 40)  # keys of three sizes
+    llm = llm_of(kind, model_of(kind), 3, TRACED)
+    graphs = llm.warm_up()
+    assert graphs == llm.engine.compiled.num_graphs == llm.engine.compiled.most_graphs
+    assert llm.get_metrics().num_drafts == llm.get_metrics().prefix_cache_queries == 0
+    plain = llm_of(kind, model_of(kind), 3, None)
+    asked = [[3 + i % 80 for i in range(70)], *PROMPTS[1:]]
+    for prompts in (asked[:1], asked[:3], asked, PROMPTS):
+        assert write(llm, prompts) == write(plain, prompts)
+    assert llm.engine.compiled.num_graphs == graphs
+    assert plain.warm_up() == 0

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 import pytest
+import torch
 
 CLIENT = httpx2.Client(timeout=120)
 PATH = "/v1/completions"
@@ -195,3 +197,51 @@ def test_two_swaps_at_once(serving, drafting_llm, model):
         assert [each.result().json()["choices"] for each in answers] == [expected] * 4
     assert [each.result().status_code for each in swaps] == [200, 200, 200, 200, 400]
     assert CLIENT.post(url + PATH, json=asked).json()["choices"] == expected
+
+
+class _Lost:
+    """A device after a failed assertion: the step fails, and so does whatever is asked next."""
+
+    def __init__(self, monkeypatch):
+        self.gone, ones = False, torch.ones
+        monkeypatch.setattr(torch, "ones", lambda *a, **k: self.fail() if self.gone else ones(*a, **k))
+
+    def fail(self, *_, **__):
+        self.gone = True
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+
+def test_a_lost_device_ends_the_engine_and_says_so(serving, drafting_llm, model, monkeypatch):
+    """No request is done again alone on a device that answers nothing; whoever watches /health is told why."""
+    llm = drafting_llm("ngram", model)
+    url, lost = serving(llm), _Lost(monkeypatch)
+    fine(url)
+    assert CLIENT.get(url + "/health").status_code == 200
+    monkeypatch.setattr(llm.engine, "_forward", lost.fail)
+    answer = CLIENT.post(url + PATH, json=GOOD)
+    assert answer.status_code == 500, answer.text
+    for refused in (CLIENT.get(url + "/health"), CLIENT.post(url + PATH, json=GOOD)):
+        assert refused.status_code == 503
+        assert "answers no more (CUDA error: device-side assert triggered)" in refused.json()["error"]["message"]
+
+
+def test_a_step_that_fails_on_a_sound_device_ends_nobody_else(serving, drafting_llm, model, monkeypatch):
+    llm = drafting_llm("ngram", model)
+    url, forward, left = serving(llm), llm.engine._forward, [1]
+
+    def once(*given):
+        if left:
+            left.pop()
+            raise torch.AcceleratorError("CUDA error: an error that passes")
+        return forward(*given)
+
+    monkeypatch.setattr(llm.engine, "_forward", once)
+    assert fine(url) and not left
+    assert CLIENT.get(url + "/health").status_code == 200
+
+
+def test_no_port_is_open_before_every_shape_is_compiled(serving, drafting_llm, model, monkeypatch):
+    llm, done = drafting_llm("ngram", model), []
+    monkeypatch.setattr(llm, "warm_up", lambda: time.sleep(0.3) or done.append(threading.current_thread().name) or 3)
+    url = serving(llm)
+    assert done == ["engine"] and fine(url)  # in the thread that runs the rounds
