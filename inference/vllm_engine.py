@@ -36,6 +36,14 @@ EACH_OF_TWO = 0.45  # of a GPU's memory; vLLM's own 0.9 is for one engine
 LOG_LINES, MESSAGE = 15, 500  # of its own words: lines, and characters of one
 
 
+LAUNCHER = (  # what torchrun, accelerate and the like tell each process of its place; vLLM would take it for its own
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
+    "ROLE_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_", "PET_")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
 class VllmError(DraftsmithError):
     """vLLM refused, or its process ended."""
 
@@ -82,15 +90,30 @@ class VllmOptions:
         return VllmEngine(drafting, self)
 
 
-class Worker:
-    """A process of vllm_worker.py: one question, one answer."""
+def child_environment(devices: Sequence[int] | None = None) -> dict[str, str]:
+    """This process's environment without its place among others. `devices`: numbers of those that vLLM may use, among
+    the ones that this process sees; None: all of them."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in LAUNCHER and not name.startswith(LAUNCHER_PREFIXES)
+    }
+    if devices is not None:
+        seen = [each for each in kept.get(VISIBLE, "").split(",") if each]
+        kept[VISIBLE] = ",".join(seen[device] if seen else str(device) for device in devices)
+    return kept
 
-    def __init__(self, python: str, question: Mapping[str, Any]) -> None:
+
+class Worker:
+    """A process of vllm_worker.py: one question, one answer. `devices`: see `child_environment`."""
+
+    def __init__(self, python: str, question: Mapping[str, Any], devices: Sequence[int] | None = None) -> None:
         self.log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed by `stop`)
         script = Path(__file__).with_name("vllm_worker.py")
         self.process = subprocess.Popen(
-            [python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
-        )
+            [python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
+            env=child_environment(devices),
+        )  # fmt: skip
         try:
             self.facts = self.ask(question)
         except BaseException:

@@ -32,7 +32,7 @@ def write(recipe, part: tuple[int, int] = (0, 1)) -> None:
     """Of every stage of the training. DraftsmithError for what the user can mend; run again, it continues."""
     from inference.llm_loading import load_tokenizer
     from speculators.target import FrozenTarget
-    from train.feature_stage import fill, open_cache
+    from train.feature_stage import Writer, fill, open_cache
     from train.progress import Stages
     from train.run import load_target, make_accelerator
     from train.run_data import RunData
@@ -49,4 +49,4 @@ def write(recipe, part: tuple[int, int] = (0, 1)) -> None:
         data = RunData(stage, target, tokenizer, accelerator, stages, stage=name)
         rows = data.training_rows()
         del data.llm
-        fill(stage, data, rows, open_cache(stage, data, stages).scan(), stages, part)
+        fill(stage, data, rows, open_cache(stage, data, stages).scan(), stages, Writer(part))

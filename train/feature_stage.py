@@ -6,11 +6,17 @@ not have them is refused. Knows recipes and where features come from; not how th
 
 from __future__ import annotations
 
+import math
+import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
 from accelerate import Accelerator
 from torch import Tensor
 
@@ -28,6 +34,7 @@ from train.run_data import RunData
 
 Text = tuple[bytes, Tensor | None, Tensor]  # its name, taps [L, n·H], last hidden states [L, H]
 TOGETHER = 1 << 16  # tokens that vLLM is given at once, whose states it leaves in files
+ENGINE_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")  # devices are their product
 SPARE = 1.02  # of the disk: names, headers, other writers
 
 
@@ -42,11 +49,48 @@ def training_features(
                 cache = open_cache(recipe, data, stages).scan()
             accelerator.wait_for_everyone()
         assert cache is not None
-        fill(recipe, data, rows, cache, stages, (accelerator.process_index, accelerator.num_processes))
+        writer = Writer((accelerator.process_index, accelerator.num_processes))
+        if recipe.features.engine == "vllm":
+            writer = vllm_writer(accelerator, recipe.features.vllm_options)
+        fill(recipe, data, rows, cache, stages, writer)
         accelerator.wait_for_everyone()
         cache.scan()
     keep_bytes = recipe.training.keep_features_gb * 2**30
     return RowFeatures(data.target, rows, pad_token_id=data.pad_token_id, keep_bytes=keep_bytes, cache=cache)
+
+
+@dataclass(frozen=True)
+class Writer:
+    """What one process writes: of the rows those of `part` (number from 0, how many), or nothing (None). `devices`:
+    numbers of those that vLLM may use; None: all that this process sees."""
+
+    part: tuple[int, int] | None = (0, 1)
+    devices: tuple[int, ...] | None = None
+
+
+def vllm_writer(accelerator: Accelerator, options: Mapping[str, Any], count: int | None = None) -> Writer:
+    """Of this process: one engine for every set of devices that it takes, started by the first process of the set.
+
+    `count`: accelerators of this machine; None: as many as torch finds. Without any, one engine a machine. ConfigError
+    if one engine takes more than there are."""
+    each = math.prod(int(options.get(size, 1)) for size in ENGINE_SIZES)
+    if count is None:
+        count = torch.accelerator.device_count() if accelerator.device.type != "cpu" else 0
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+    machine, machines = accelerator.process_index // here, max(accelerator.num_processes // here, 1)
+    if count == 0:
+        return Writer((machine, machines) if accelerator.local_process_index == 0 else None)
+    if each > count:
+        sizes = ", ".join(f"{size}={options[size]}" for size in ENGINE_SIZES if size in options)
+        raise ConfigError(
+            f"features.vllm_options: an engine with {sizes} takes {each} devices, and this machine has {count}; "
+            "lower the sizes"
+        )
+    engines = max(min(here, count) // each, 1)
+    engine, first = divmod(accelerator.local_process_index, each)
+    if first or engine >= engines:
+        return Writer(None)
+    return Writer((machine * engines + engine, machines * engines), tuple(range(engine * each, (engine + 1) * each)))
 
 
 def _root(recipe: Recipe) -> Path:
@@ -101,10 +145,10 @@ def fill(
     rows: Sequence[PackedRow],
     cache: FeatureCache,
     stages: Stages,
-    part: tuple[int, int] = (0, 1),
+    who: Writer = Writer(),  # noqa: B008 (frozen)
 ) -> None:
-    """Writes what is missing of the rows of this part: (number from 0, how many). ConfigError if the disk is too
-    small for what is missing of all."""
+    """Writes what is missing of the rows that are this writer's. ConfigError if the disk is too small for what is
+    missing of all."""
     wanted = missing(cache, rows)
     tokens, section = sum(wanted.values()), recipe.features
     whole = cache.bytes_per_token * sum(map(len, rows))
@@ -115,13 +159,15 @@ def fill(
     if not wanted:
         return
     refuse_small_disk(cache, tokens)
-    number, of = part
+    if who.part is None:
+        return
+    number, of = who.part
     mine = [row for row in rows[number::of] if any(text in wanted for text, _ in texts_of(row))]
     texts = {text: wanted[text] for row in mine for text, _ in texts_of(row) if text in wanted}
     with ExitStack() as stack:
         advance = stack.enter_context(stages.stage("write features", sum(texts.values())))
         writer = stack.enter_context(ShardWriter(cache, section.shard_mb * 1e6))
-        source = _from_vllm if section.engine == "vllm" else _from_target
+        source = partial(_from_vllm, devices=who.devices) if section.engine == "vllm" else _from_target
         done = 0
         for text, taps, last_hidden in source(recipe, data, mine, set(texts), stack):
             writer.add(text, taps, last_hidden)
@@ -158,7 +204,12 @@ def _from_target(
 
 
 def _from_vllm(
-    recipe: Recipe, data: RunData, rows: Sequence[PackedRow], wanted: set[bytes], stack: ExitStack
+    recipe: Recipe,
+    data: RunData,
+    rows: Sequence[PackedRow],
+    wanted: set[bytes],
+    stack: ExitStack,
+    devices: Sequence[int] | None,
 ) -> Iterator[Text]:
     """Every text a prompt of its own; the states before the final norm are normed here, as the target does it."""
     target, texts = data.target, []
@@ -175,6 +226,7 @@ def _from_vllm(
             dtype=str(target.dtype).removeprefix("torch."),
             options={"trust_remote_code": recipe.target.trust_remote_code, **recipe.features.vllm_options},
             folder=_root(recipe),
+            devices=devices,
         )
     )
     for members in best_fit([min(len(ids), TOGETHER) for _, ids in texts], TOGETHER):
