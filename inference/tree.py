@@ -178,10 +178,11 @@ class TreeGrowth:
         return _Level(chosen, source, parent, before * chance, alive, q)
 
     def _path_scores(self, q: Tensor) -> Tensor:
-        """[b, w] of the frontier."""
+        """[b, w] of the frontier; 0 below a node that was not drafted, where no child would be verified either."""
         if self._frontier is None:
             return q.new_ones(q.shape[:2])
-        return self._levels[-1].score.gather(1, self._frontier)
+        level = self._levels[-1]
+        return level.score.masked_fill(~level.alive, 0.0).gather(1, self._frontier)
 
     def _draw(self, q: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """Children [b, w, m] in turn, without replacement, and whether there was one to draw. A row takes one number
