@@ -84,12 +84,14 @@ class Proposal:
         if width == 0:
             return cls.empty(len(drafts), device)
         padded = [row + [0] * (width - len(row)) for row in drafts]
-        return cls(
+        proposal = cls(
             on_device(padded, torch.device(device)),
             [len(row) - extra for row, extra in zip(drafts, scaffold or [0] * len(drafts), strict=True)],
             parents=None if parents is None else list(parents),
             scaffold=scaffold,
         )
+        proposal.drafted = padded
+        return proposal
 
     @property
     def num_rows(self) -> int:
@@ -103,7 +105,7 @@ class Proposal:
     @cached_property
     def drafted(self) -> list[list[int]]:
         """token_ids on the host: the device is waited for once, however many ask."""
-        return self.token_ids.tolist()
+        return self.token_ids.tolist() if self.width else [[] for _ in self.counts]
 
     def paths(self, row: int) -> list[list[int]]:
         """The drafted tokens that lead to each judged place of the row: entry j to that of logits [row, j], counts[row]
