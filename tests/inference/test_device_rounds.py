@@ -67,7 +67,7 @@ WAYS = {
     **{f"{family}, greedy": Way(family, 2, COLD) for family in FAMILIES},
     # whether every draft could be drawn, how many are kept, what follows them, and the drafts
     **{f"{family}, block": Way(family, 4, HOT) for family in FAMILIES},
-    "draft_model, another tokenizer": Way("other_tokens", 4 + 3 * K, HOT),  # how long drafts are in its tokens
+    "draft_model, another tokenizer": Way("other_tokens", 4 + 2 * K, HOT),  # how long drafts are in its tokens
     "eagle3, token": Way("eagle3", 4, FILTERED, {"rule": "token"}),
     "eagle3, typical": Way("eagle3", 4, HOT, {"rule": "lossy:typical"}),
     "eagle3, matched": Way("eagle3", 2, HOT, MATCHED),
@@ -76,15 +76,15 @@ WAYS = {
     "eagle3, grown tree, greedy": Way("eagle3", 3, COLD, {"tree": DYNAMIC}),
     "eagle3, tree, greedy": Way("eagle3", 3, COLD, {"tree": STATIC}),
     "eagle3, tree, traversal": Way("eagle3", 4 + STATIC.budget, FILTERED, {"tree": STATIC}),
-    "eagle3, tree, recursive": Way("eagle3", 4 + STATIC.budget, HOT, {"tree": STATIC, "rule": "recursive"}),
+    "eagle3, tree, recursive": Way("eagle3", 4 + 2, HOT, {"tree": STATIC, "rule": "recursive"}),
     "eagle3, tree, matched": Way("eagle3", 3, HOT, {"tree": STATIC, **MATCHED}),
     "split": Way("split", 2, COLD),
-    "split, block": Way("split", 5, HOT, {"rule": "block"}),
+    "split, block": Way("split", 4, HOT, {"rule": "block"}),
     "adaptive": Way("adaptive", 3, COLD),
     # the drafts so far, depth by depth, and where nothing is left
     "off, processors": Way("off", 2, {**HOT, **PROCESSORS}),
     "eagle3, processors": Way("eagle3", 5 + K, {**FILTERED, **PROCESSORS}),
-    "eagle3, processors, tree": Way("eagle3", 5 + 3 + DYNAMIC.budget, {**HOT, **PROCESSORS}, {"tree": DYNAMIC}),
+    "eagle3, processors, tree": Way("eagle3", 5 + 2 + DYNAMIC.budget, {**HOT, **PROCESSORS}, {"tree": DYNAMIC}),
     "ngram, grammar": Way("ngram", 2, {**HOT, "structured_outputs": JSON}),
     "mlp, grammar": Way("mlp", 3 + K, {**COLD, "structured_outputs": JSON}),
     "eagle3, logprobs": Way("eagle3", 3, {**COLD, "logprobs": 2}),
