@@ -118,12 +118,8 @@ def _sampled(
         hot = [row_params.temperature for row_params in params]
         raise ConfigError(f"rule 'greedy' keeps p at temperature 0 only, and rows ask for {hot}; use rule {AUTO!r}")
     p = batch_probabilities(logits, params)  # [B, 1+K, V]
-    if rule == "sample_match":
-        return _walked(proposal, _matched(p, proposal, generators))
     if rule in TREE_RULES:
-        dice, walk = [_Thrown(generator) for generator in generators], TREE_RULES[rule]
-        walks = [walk(*row) for row in zip(p, trees_of(proposal, p), dice, strict=True)]
-        return _walked(proposal, walk_together(walks, partial(_draw, dice)))
+        return _walked(proposal, _walks(p, proposal, generators, rule))
     verdict = verify(p, proposal, rule)
     # one call per row: counts[b] numbers to accept with, and one to draw the bonus
     noise = [uniforms(generator, count + 1) for generator, count in zip(generators, proposal.counts, strict=True)]
@@ -135,45 +131,58 @@ def _sampled(
     return _chains(proposal, accepted, bonus)
 
 
-class _Thrown:
-    """Dice of one row: a number of its generator per throw."""
+class _Numbers:
+    """Dice of one row: as many numbers of its generator as it may need, taken at once; `give_back` leaves the generator
+    as if those it has not used had never been taken."""
 
-    def __init__(self, generator: torch.Generator | None) -> None:
-        self._generator = generator
+    def __init__(self, generator: torch.Generator | None, most: int) -> None:
+        self._generator = torch.default_generator if generator is None else generator
+        self._before = self._generator.get_state() if most > 1 else None
+        self.taken = uniforms(generator, most)
+        self.used = 0
 
     def number(self) -> float:
-        return uniforms(self._generator, 1)[0]
+        self.used += 1
+        return self.taken[self.used - 1]
 
     def flip(self, probability: float) -> bool:
         return self.number() < probability
 
+    def give_back(self) -> None:
+        if self._before is not None and self.used < len(self.taken):
+            self._generator.set_state(self._before)
+            uniforms(self._generator, self.used)
 
-def _draw(dice: Sequence[_Thrown], rows: Sequence[int], weights: Tensor) -> list[int]:
+
+def _walks(
+    p: Tensor, proposal: Proposal, generators: Sequence[torch.Generator | None], rule: str
+) -> list[tuple[list[int], int]]:
+    """p [B, 1+K, V] and the proposal of every row -> places kept, and the target's own token."""
+    most = [1 + count for count in proposal.counts]  # every draft is tried once
+    if rule == "sample_match":  # a number per token
+        depths = zip(proposal.depths(), proposal.counts, strict=True)
+        most = [1 + max(row[:count], default=0) for row, count in depths]
+    dice = [_Numbers(generator, count) for generator, count in zip(generators, most, strict=True)]
+    if rule == "sample_match":
+        noise = [each.taken + [0.0] * (max(most) - len(each.taken)) for each in dice]
+        walks = match_together(p, proposal, on_device(noise, p.device, torch.float64))
+        check_drawn([token for _, token in walks], p.shape[-1])
+        for each, (path, _) in zip(dice, walks, strict=True):
+            each.used = 1 + len(path)
+    else:
+        rows = zip(p, trees_of(proposal, p), dice, strict=True)
+        walks = walk_together([TREE_RULES[rule](*row) for row in rows], partial(_draw, dice))
+    for each in dice:
+        each.give_back()
+    return walks
+
+
+def _draw(dice: Sequence[_Numbers], rows: Sequence[int], weights: Tensor) -> list[int]:
     """A token of each of some rows, weights [n, V]: a number of the row's generator each."""
     numbers = on_device([dice[row].number() for row in rows], weights.device, torch.float64)
     tokens = inverse_cdf(weights, numbers).tolist()
     check_drawn(tokens, weights.shape[-1])
     return tokens
-
-
-def _matched(
-    p: Tensor, proposal: Proposal, generators: Sequence[torch.Generator | None]
-) -> list[tuple[list[int], int]]:
-    """sample_match of all rows. Each is given as many numbers as it may need, and then takes those it has used."""
-    depths = zip(proposal.depths(), proposal.counts, strict=True)
-    most = [1 + max(row[:count], default=0) for row, count in depths]
-    sources = [torch.default_generator if generator is None else generator for generator in generators]
-    before, numbers = [], []
-    for source, count in zip(sources, most, strict=True):
-        before.append(source.get_state() if count > 1 else None)
-        numbers.append(uniforms(source, count) + [0.0] * (max(most) - count))
-    walks = match_together(p, proposal, on_device(numbers, p.device, torch.float64))
-    check_drawn([token for _, token in walks], p.shape[-1])
-    for source, state, count, (path, _) in zip(sources, before, most, walks, strict=True):
-        if state is not None and 1 + len(path) < count:
-            source.set_state(state)
-            uniforms(source, 1 + len(path))
-    return walks
 
 
 def _chains(proposal: Proposal, accepted: list[int], bonus: list[int]) -> list[Kept]:
