@@ -87,7 +87,7 @@ class RaggedCache:
         T, N = visible.shape[1:]
         longest = max(self.lengths[start:stop]) + T
         self._reserve(longest)
-        first = torch.tensor(base, device=self.device)[:, None]  # [b, 1]
+        first = on_device(base, self.device)[:, None]  # [b, 1]
         index = self._arange[:longest] - first  # [b, S]
         inside = index.clamp(0, N - 1)[:, None].expand(-1, T, -1)  # [b, T, S]
         seen = visible.gather(2, inside) & (index < N)[:, None]
@@ -112,15 +112,21 @@ class RaggedCache:
             )
         self.lengths[row] += count
 
-    def keep(self, row: int, places: Sequence[int]) -> None:
-        """Of the tokens written to `row` behind its length, keeps those at `places` (ascending), closed up; the row
-        grows by their number."""
-        length = self.lengths[row]
-        if list(places) != list(range(len(places))):
-            source = torch.tensor(places, device=self.device) + length
+    def keep(self, places: Sequence[Sequence[int]]) -> None:
+        """Of the tokens written to rows 0, 1, … behind their lengths, keeps those at places[row] (ascending), closed
+        up; each row grows by their number."""
+        moved = [
+            (row, self.lengths[row] + place, self.lengths[row] + to)
+            for row, kept in enumerate(places)
+            for to, place in enumerate(kept)
+            if place != to
+        ]
+        if moved:
+            rows, source, target = on_device(moved, self.device).unbind(1)
             for tensor in self._tensors():
-                tensor[row, :, length : length + len(places)] = tensor[row].index_select(1, source)
-        self.advance(row, len(places))
+                tensor[rows, :, target] = tensor[rows, :, source]
+        for row, kept in enumerate(places):
+            self.advance(row, len(kept))
 
     def truncate(self, row: int, length: int) -> None:
         """Rolls `row` back to its first `length` tokens."""

@@ -27,6 +27,7 @@ from inference.request import Request
 from inference.sampling_params import SamplingParams
 from inference.tree import ancestors
 from speculators.errors import ConfigError
+from speculators.host_copy import on_device
 from speculators.target import FrozenTarget
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class Engine(EngineRows):
             t0 = planned
             proposal = self.draft_length.settle(proposer.propose(rows, limits))
         t1 = clock()
-        anchors = torch.tensor([[request.token_ids[-1]] for request in rows], device=self.target.device)  # [B, 1]
+        anchors = on_device([[request.token_ids[-1]] for request in rows], self.target.device)  # [B, 1]
         inputs = torch.cat([anchors, proposal.token_ids], dim=1) if proposal.width else anchors  # [B, K+1]
         t2 = clock()
         taps, last_hidden = self._forward(0, len(rows), inputs, proposal)
@@ -140,9 +141,9 @@ class Engine(EngineRows):
         t4 = clock()
         if self.on_round is not None:
             self.on_round(rows, proposal, [each.tokens for each in kept])
-        depths = proposal.depths()
+        depths, kept_places = proposal.depths(), [[0, *(1 + place for place in each.places)] for each in kept]
+        self._cache.keep(kept_places)  # the anchor and the accepted drafts
         for row, (request, each, drafted) in enumerate(zip(rows, kept, proposal.counts, strict=True)):
-            self._cache.keep(row, [0, *(1 + place for place in each.places)])  # the anchor and the accepted drafts
             accepted = min(len(each.places), request.commit(each.tokens))  # what follows the end was not accepted
             request.count_round(drafted, accepted, depth := max(depths[row][:drafted], default=0))
             self.counters.add(drafted, accepted, depth)
@@ -153,7 +154,7 @@ class Engine(EngineRows):
             self.draft_length.learn(proposal.counts, [len(each.places) for each in kept], t1 - t0, t4 - t1)
         if proposer is not None and proposer.reads_features:
             if proposal.parents is not None:
-                taps, last_hidden = (_along(kept, features) for features in (taps, last_hidden))
+                taps, last_hidden = (_along(kept_places, features) for features in (taps, last_hidden))
             proposer.observe(rows, [len(each.tokens) for each in kept], taps, last_hidden)
         finished = self._release_finished()
         t5 = clock()
@@ -180,7 +181,7 @@ class Engine(EngineRows):
             pieces = [text[done : done + width] for text, done in zip(texts, lengths[start:stop], strict=True)]
             counts = [len(piece) for piece in pieces]
             padded = [piece + [0] * (width - len(piece)) for piece in pieces]
-            taps, last_hidden = self._forward(start, stop, torch.tensor(padded, device=self.target.device))
+            taps, last_hidden = self._forward(start, stop, on_device(padded, self.target.device))
             for i, (row, count) in enumerate(zip(range(start, stop), counts, strict=True)):
                 record_prompt_logprobs(self.target.logits, rows[row], lengths[row], last_hidden[i, :count])
                 self._cache.advance(row, count)
@@ -232,7 +233,7 @@ class Engine(EngineRows):
         else:
             lengths = cache.lengths[start:stop]
             depths, visible = ancestors(proposal, T - 1, cache.device)
-            first = torch.tensor(lengths, device=cache.device)[:, None]  # [b, 1]
+            first = on_device(lengths, cache.device)[:, None]  # [b, 1]
             position_ids = first + depths
             mask, index = cache.tree_mask(start, stop, lengths, visible)
             key_position_ids = first + torch.where(index < 0, index, depths.gather(1, index.clamp(0, T - 1)))
@@ -268,11 +269,10 @@ class Engine(EngineRows):
                 self._proposer.reset(0)
 
 
-def _along(kept: Sequence[Kept], features: Tensor | None) -> Tensor | None:
-    """Features [b, 1+K, ·] of the last committed token and of every place -> [b, T, ·] of it and the kept places."""
+def _along(places: Sequence[Sequence[int]], features: Tensor | None) -> Tensor | None:
+    """Features [b, 1+K, ·] of the last committed token and of every place -> [b, T, ·] at the places kept."""
     if features is None:
         return None
-    width = max(len(each.tokens) for each in kept)
-    places = [[0, *(1 + place for place in each.places)] for each in kept]
-    index = torch.tensor([row + [0] * (width - len(row)) for row in places], device=features.device)
+    width = max(map(len, places))
+    index = on_device([[*row, *[0] * (width - len(row))] for row in places], features.device)
     return features.gather(1, index.unsqueeze(-1).expand(-1, -1, features.shape[-1]))

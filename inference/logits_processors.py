@@ -8,9 +8,10 @@ A drafter's logits go through the same functions, to keep q near p; nothing depe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from inference.sampling_params import SamplingParams
 from inference.structured_outputs import GrammarMatcher
 from inference.token_counts import TokenCounts
 from speculators.errors import DraftsmithError
+from speculators.host_copy import on_device
 from speculators.vocab import scatter_to_target
 
 if TYPE_CHECKING:
@@ -51,8 +53,8 @@ class RequestProcessors:
         self._penalised = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0)
         self._prompt_token_ids = prompt_token_ids if params.repetition_penalty != 1 else []
         self._counted = self._start  # tokens of the text that are in the counts
-        self._masked = bool(grammar is not None or params.allowed_token_ids or bad_words)
-        self._always = bool(self._masked or params.logit_bias or self._penalised)
+        self.forbids = bool(grammar is not None or params.allowed_token_ids or bad_words)  # perhaps every token
+        self._always = bool(self.forbids or params.logit_bias or self._penalised)
         self._tensors: _Tensors | None = None
         self.dead_ends: set[tuple[int, ...]] = set()  # paths of the last proposal after which no token is left
 
@@ -60,11 +62,8 @@ class RequestProcessors:
         """Whether logits after a text of so many tokens are changed at all."""
         return self._always or (bool(self._stop_ids) and length < self._start + self._params.min_tokens)
 
-    def apply(self, logits: Tensor, token_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> list[int]:
-        """Changes logits [P, V] in place: place j follows the committed text and paths[j].
-
-        Returns the places at which every token is forbidden.
-        """
+    def apply(self, logits: Tensor, token_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Changes logits [P, V] in place: place j follows the committed text and paths[j]. Waits for no device."""
         if self._tensors is None:
             self._tensors = _Tensors(self._params, self._prompt_token_ids, logits.shape[-1], logits.device)
         self._mask(logits, token_ids, paths, self._tensors.not_allowed)
@@ -72,37 +71,39 @@ class RequestProcessors:
             logits[:, self._tensors.biased] += self._tensors.biases
         if self._penalised:
             self._penalise(logits, token_ids, paths, self._tensors.counts)
-        return (logits.amax(-1) == FORBIDDEN).nonzero().flatten().tolist() if self._masked else []
 
     def _mask(
         self, logits: Tensor, token_ids: Sequence[int], paths: Sequence[Sequence[int]], not_allowed: Tensor | None
     ) -> None:
         """Whatever forbids a token writes the same value, so that order does not matter among these."""
         if self._grammar is not None:
-            for place, allowed in enumerate(self._grammar.masks(token_ids, paths)):
-                if allowed is not None:
-                    logits[place].masked_fill_(~allowed.to(logits.device), FORBIDDEN)
+            masks = enumerate(self._grammar.masks(token_ids, paths))
+            masked = {place: allowed for place, allowed in masks if allowed is not None}
+            if masked:
+                allowed = on_device(np.stack([each.numpy() for each in masked.values()]), logits.device, torch.bool)
+                places = on_device([*masked], logits.device)
+                logits[places] = logits[places].masked_fill_(~allowed, FORBIDDEN)
         if not_allowed is not None:
             logits.masked_fill_(not_allowed, FORBIDDEN)
-        if self._bad_tokens:
-            logits[:, self._bad_tokens] = FORBIDDEN
+        one_by_one = [(place, token) for place in range(len(paths)) for token in self._bad_tokens]
         if self._bad_sequences:
-            self._forbid_last_tokens(logits, token_ids, paths)
+            one_by_one += self._last_tokens(token_ids, paths)
         if self._stop_ids:
             still = self._start + self._params.min_tokens - len(token_ids)
-            for place, path in enumerate(paths):
-                if len(path) < still:
-                    logits[place, self._stop_ids] = FORBIDDEN
+            early = [place for place, path in enumerate(paths) if len(path) < still]
+            one_by_one += [(place, token) for place in early for token in self._stop_ids]
+        if one_by_one:
+            logits[on_device(one_by_one, logits.device).unbind(1)] = FORBIDDEN
 
-    def _forbid_last_tokens(self, logits: Tensor, token_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Of each bad sequence whose beginning ends the output."""
+    def _last_tokens(self, token_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
+        """(place, token) of each bad sequence whose beginning ends the output."""
         longest = max(len(word) for word in self._bad_sequences) - 1
         written = list(token_ids[max(self._start, len(token_ids) - longest) :])
         for place, path in enumerate(paths):
             tail = written + list(path)
             for *beginning, last in self._bad_sequences:
                 if tail[-len(beginning) :] == beginning:
-                    logits[place, last] = FORBIDDEN
+                    yield place, last
 
     def _penalise(
         self, logits: Tensor, token_ids: Sequence[int], paths: Sequence[Sequence[int]], counts: TokenCounts
@@ -130,9 +131,9 @@ class _Tensors:
         self.not_allowed: Tensor | None = None  # [V]
         if params.allowed_token_ids:
             self.not_allowed = torch.ones(vocab_size, dtype=torch.bool, device=device)
-            self.not_allowed[list(params.allowed_token_ids)] = False
-        self.biased = torch.tensor(list(bias), dtype=torch.long, device=device)
-        self.biases = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
+            self.not_allowed[on_device(list(params.allowed_token_ids), device)] = False
+        self.biased = on_device(list(bias), device)
+        self.biases = on_device(list(bias.values()), device, torch.float32)
         self.counts = TokenCounts(prompt_token_ids, device)
 
 
@@ -150,16 +151,25 @@ def process_logits(logits: Tensor, proposal: Proposal, requests: Sequence[Reques
         return logits
     keep = any(request.params.logprobs is not None for request in requests)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=keep)
+    paths = {row: proposal.paths(row) for row in active}
     for row in active:
-        request, paths = requests[row], proposal.paths(row)
-        places = logits[row, : len(paths)]
-        empty = request.processors.apply(places, request.token_ids, paths)
-        request.processors.dead_ends = {tuple(paths[place]) for place in empty}
-        if () in request.processors.dead_ends:
-            raise DraftsmithError(_nothing_left(request))
-        if empty:
-            places[empty] = 0.0  # anything finite: what is drawn there is cut off by `cut_at_dead_ends`
+        requests[row].processors.apply(logits[row, : len(paths[row])], requests[row].token_ids, paths[row])
+    forbidding = [row for row in active if requests[row].processors.forbids]
+    if forbidding:  # the device is waited for once, for all of them
+        nothing_left = torch.stack([logits[row].amax(-1) == FORBIDDEN for row in forbidding]).tolist()
+        for row, empty in zip(forbidding, nothing_left, strict=True):
+            _note_dead_ends(requests[row], logits[row], paths[row], empty)
     return logits
+
+
+def _note_dead_ends(request: Request, logits: Tensor, paths: Sequence[Sequence[int]], empty: Sequence[bool]) -> None:
+    """Of one row, logits [T, V]: at which places every token is forbidden."""
+    places = [place for place in range(len(paths)) if empty[place]]
+    request.processors.dead_ends = {tuple(paths[place]) for place in places}
+    if () in request.processors.dead_ends:
+        raise DraftsmithError(_nothing_left(request))
+    for place in places:
+        logits[place] = 0.0  # anything finite: what is drawn there is cut off by `cut_at_dead_ends`
 
 
 def cut_at_dead_ends(requests: Sequence[Request], kept: Sequence[Kept]) -> None:
@@ -209,10 +219,9 @@ def process_draft_logits(
             places = scatter_to_target(processed[row], draft_to_target, vocab_size)
             request.processors.apply(places, request.token_ids, paths[row])
             if draft_to_target is not None:
-                processed[row] = places[:, draft_to_target]
-            empty = processed[row].amax(-1) == FORBIDDEN
-            if empty.any():
-                processed[row, empty] = logits[row, empty].to(processed.dtype)
+                places = places[:, draft_to_target]
+            empty = places.amax(-1, keepdim=True) == FORBIDDEN
+            processed[row] = torch.where(empty, logits[row].to(processed.dtype), places)
     return processed
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from inference.outputs import Logprob, SampleLogprobs
 from inference.proposal import Proposal
+from speculators.host_copy import on_device
 
 if TYPE_CHECKING:
     from inference.request import Request
@@ -36,11 +38,19 @@ def record_logprobs(
     logits: Tensor, proposal: Proposal, requests: Sequence[Request], new_tokens: Sequence[Sequence[int]]
 ) -> None:
     """Logits [B, T, V] as the model gave them -> `request.logprobs`, for the rows that ask."""
-    for row, (request, new) in enumerate(zip(requests, new_tokens, strict=True)):
+    by_count: dict[int, list[int]] = {}  # rows that ask for as many are read together
+    for row, request in enumerate(requests):
         if request.params.logprobs is not None:
+            by_count.setdefault(request.params.logprobs, []).append(row)
+    for count, rows in by_count.items():
+        where = []
+        for row in rows:
             place_of = {tuple(path): place for place, path in enumerate(proposal.paths(row))}
-            places = [place_of[tuple(new[:i])] for i in range(len(new))]
-            request.logprobs += _logprobs(logits[row, places], new, request.params.logprobs)
+            where += [(row, place_of[tuple(new_tokens[row][:i])]) for i in range(len(new_tokens[row]))]
+        written = [token for row in rows for token in new_tokens[row]]
+        entries = iter(_logprobs(logits[on_device(where, logits.device).unbind(1)], written, count))
+        for row in rows:
+            requests[row].logprobs += islice(entries, len(new_tokens[row]))
 
 
 def record_prompt_logprobs(
@@ -74,9 +84,13 @@ def _named(entry: TokenLogprobs, tokenizer: Any) -> Iterator[tuple[int, Logprob]
 def _logprobs(logits: Tensor, token_ids: Sequence[int], count: int | None) -> list[TokenLogprobs]:
     """Logits [N, V], the token that stands at each place, and how many more (-1: all) -> one entry per place."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
-    chosen = logprobs.gather(-1, torch.tensor(token_ids, device=logits.device).unsqueeze(-1))  # [N, 1]
-    ranks = (logprobs >= chosen).sum(-1).tolist()
+    chosen = logprobs.gather(-1, on_device(token_ids, logits.device).unsqueeze(-1))  # [N, 1]
+    ranks = (logprobs >= chosen).sum(-1, keepdim=True)
     best = logprobs.topk(logprobs.shape[-1] if count == -1 else count or 0, dim=-1)
-    values = torch.cat([chosen, best.values], dim=-1).tolist()
-    ids = [[token, *others] for token, others in zip(token_ids, best.indices.tolist(), strict=True)]
-    return [TokenLogprobs(*entry) for entry in zip(ids, values, ranks, strict=True)]
+    # one copy from the device: float64 holds all of it exactly
+    told = torch.cat([ranks.double(), best.indices.double(), chosen.double(), best.values.double()], dim=-1).tolist()
+    more = best.indices.shape[-1]
+    return [
+        TokenLogprobs([token, *map(int, row[1 : 1 + more])], row[1 + more :], int(row[0]))
+        for token, row in zip(token_ids, told, strict=True)
+    ]

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from speculators.host_copy import on_device
 
 
 @dataclass
@@ -81,12 +84,14 @@ class Proposal:
         if width == 0:
             return cls.empty(len(drafts), device)
         padded = [row + [0] * (width - len(row)) for row in drafts]
-        return cls(
-            torch.tensor(padded, dtype=torch.long, device=device),
+        proposal = cls(
+            on_device(padded, torch.device(device)),
             [len(row) - extra for row, extra in zip(drafts, scaffold or [0] * len(drafts), strict=True)],
             parents=None if parents is None else list(parents),
             scaffold=scaffold,
         )
+        proposal.drafted = padded
+        return proposal
 
     @property
     def num_rows(self) -> int:
@@ -97,18 +102,23 @@ class Proposal:
         """K, the longest draft there is room for."""
         return self.token_ids.shape[1]
 
+    @cached_property
+    def drafted(self) -> list[list[int]]:
+        """token_ids on the host: the device is waited for once, however many ask."""
+        return self.token_ids.tolist() if self.width else [[] for _ in self.counts]
+
     def paths(self, row: int) -> list[list[int]]:
         """The drafted tokens that lead to each judged place of the row: entry j to that of logits [row, j], counts[row]
         + 1 of them. The first is [], the place after the committed text."""
         found: list[list[int]] = [[]]
-        for place, token in enumerate(self.token_ids[row, : self.counts[row]].tolist()):
+        for place, token in enumerate(self.drafted[row][: self.counts[row]]):
             parent = place - 1 if self.parents is None else self.parents[row][place]
             found.append([*found[parent + 1], token])
         return found
 
     def select(self, rows: Sequence[int]) -> Proposal:
         """The proposal of some rows only, in the order given."""
-        index = torch.tensor(rows, dtype=torch.long, device=self.token_ids.device)
+        index = on_device(rows, self.token_ids.device)
         return Proposal(
             self.token_ids[index],
             [self.counts[row] for row in rows],

@@ -7,6 +7,7 @@ strings and length limits are cut off later, by whoever commits the tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,9 +16,10 @@ from torch import Tensor
 from inference.proposal import Proposal
 from inference.sampler import argmax, batch_probabilities, check_drawn, inverse_cdf, uniforms
 from inference.sampling_params import SamplingParams
-from inference.tree_verification import TREE_RULES, Tree, follow
+from inference.tree_verification import TREE_RULES, follow, match_together, trees_of, walk_together
 from inference.verification import LOSSY, RULES, decide, verify, verify_greedy
 from speculators.errors import ConfigError
+from speculators.host_copy import on_device
 
 AUTO = "auto"
 METHODS = (AUTO, *(name for name in {**RULES, **TREE_RULES} if name != "greedy"))  # temperature 0 is greedy under any
@@ -100,7 +102,7 @@ def _greedy(logits: Tensor, proposal: Proposal) -> list[Kept]:
     best = argmax(logits)
     if proposal.parents is None:
         return _chains(proposal, *verify_greedy(best, proposal))
-    walks = [follow(wanted, tree) for wanted, tree in zip(best.tolist(), _trees(proposal), strict=True)]
+    walks = [follow(wanted, tree) for wanted, tree in zip(best.tolist(), trees_of(proposal), strict=True)]
     return _walked(proposal, walks)
 
 
@@ -117,49 +119,81 @@ def _sampled(
         raise ConfigError(f"rule 'greedy' keeps p at temperature 0 only, and rows ask for {hot}; use rule {AUTO!r}")
     p = batch_probabilities(logits, params)  # [B, 1+K, V]
     if rule in TREE_RULES:
-        walk = TREE_RULES[rule]
-        trees = zip(p, _trees(proposal), generators, strict=True)
-        return _walked(proposal, [walk(row, tree, _Thrown(generator)) for row, tree, generator in trees])
+        return _walked(proposal, _walks(p, proposal, generators, rule))
     verdict = verify(p, proposal, rule)
     # one call per row: counts[b] numbers to accept with, and one to draw the bonus
     noise = [uniforms(generator, count + 1) for generator, count in zip(generators, proposal.counts, strict=True)]
     throws = [row[:-1] + [0.0] * (proposal.width + 1 - len(row)) for row in noise]
-    accepted = decide(verdict, torch.tensor(throws, dtype=torch.float64, device=p.device))
-    last = torch.tensor([row[-1] for row in noise], dtype=torch.float64, device=p.device)
+    accepted = decide(verdict, on_device(throws, p.device, torch.float64).view(len(throws), proposal.width))
+    last = on_device([row[-1] for row in noise], p.device, torch.float64)
     bonus = inverse_cdf(verdict.residual_at(accepted), last).tolist()
     check_drawn(bonus, p.shape[-1])
     return _chains(proposal, accepted, bonus)
 
 
-class _Thrown:
-    """Dice of one row: a number of its generator per throw."""
+class _Numbers:
+    """Dice of one row: as many numbers of its generator as it may need, taken at once; `give_back` leaves the generator
+    as if those it has not used had never been taken."""
 
-    def __init__(self, generator: torch.Generator | None) -> None:
-        self._generator = generator
+    def __init__(self, generator: torch.Generator | None, most: int) -> None:
+        self._generator = torch.default_generator if generator is None else generator
+        self._before = self._generator.get_state() if most > 1 else None
+        self.taken = uniforms(generator, most)
+        self.used = 0
+
+    def number(self) -> float:
+        self.used += 1
+        return self.taken[self.used - 1]
 
     def flip(self, probability: float) -> bool:
-        return uniforms(self._generator, 1)[0] < probability
+        return self.number() < probability
 
-    def draw(self, weights: Tensor) -> int:
-        number = torch.tensor(uniforms(self._generator, 1), dtype=torch.float64, device=weights.device)
-        (token,) = inverse_cdf(weights.unsqueeze(0), number).tolist()
-        check_drawn([token], weights.shape[-1])
-        return token
+    def give_back(self) -> None:
+        if self._before is not None and self.used < len(self.taken):
+            self._generator.set_state(self._before)
+            uniforms(self._generator, self.used)
 
 
-def _trees(proposal: Proposal) -> list[Tree]:
-    return [Tree.of(proposal, row, tokens) for row, tokens in enumerate(proposal.token_ids.tolist())]
+def _walks(
+    p: Tensor, proposal: Proposal, generators: Sequence[torch.Generator | None], rule: str
+) -> list[tuple[list[int], int]]:
+    """p [B, 1+K, V] and the proposal of every row -> places kept, and the target's own token."""
+    most = [1 + count for count in proposal.counts]  # every draft is tried once
+    if rule == "sample_match":  # a number per token
+        depths = zip(proposal.depths(), proposal.counts, strict=True)
+        most = [1 + max(row[:count], default=0) for row, count in depths]
+    dice = [_Numbers(generator, count) for generator, count in zip(generators, most, strict=True)]
+    if rule == "sample_match":
+        noise = [each.taken + [0.0] * (max(most) - len(each.taken)) for each in dice]
+        walks = match_together(p, proposal, on_device(noise, p.device, torch.float64))
+        check_drawn([token for _, token in walks], p.shape[-1])
+        for each, (path, _) in zip(dice, walks, strict=True):
+            each.used = 1 + len(path)
+    else:
+        rows = zip(p, trees_of(proposal, p), dice, strict=True)
+        walks = walk_together([TREE_RULES[rule](*row) for row in rows], partial(_draw, dice))
+    for each in dice:
+        each.give_back()
+    return walks
+
+
+def _draw(dice: Sequence[_Numbers], rows: Sequence[int], weights: Tensor) -> list[int]:
+    """A token of each of some rows, weights [n, V]: a number of the row's generator each."""
+    numbers = on_device([dice[row].number() for row in rows], weights.device, torch.float64)
+    tokens = inverse_cdf(weights, numbers).tolist()
+    check_drawn(tokens, weights.shape[-1])
+    return tokens
 
 
 def _chains(proposal: Proposal, accepted: list[int], bonus: list[int]) -> list[Kept]:
-    drafted = proposal.token_ids.tolist()
     return [
-        Kept(list(range(kept)), [*row[:kept], token]) for row, kept, token in zip(drafted, accepted, bonus, strict=True)
+        Kept(list(range(kept)), [*row[:kept], token])
+        for row, kept, token in zip(proposal.drafted, accepted, bonus, strict=True)
     ]
 
 
 def _walked(proposal: Proposal, walks: list[tuple[list[int], int]]) -> list[Kept]:
-    drafted = proposal.token_ids.tolist()
     return [
-        Kept(path, [*(row[place] for place in path), token]) for row, (path, token) in zip(drafted, walks, strict=True)
+        Kept(path, [*(row[place] for place in path), token])
+        for row, (path, token) in zip(proposal.drafted, walks, strict=True)
     ]

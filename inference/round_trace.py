@@ -84,7 +84,7 @@ class RoundTracer:
 def _judged(proposal: Proposal, row: int, new_tokens: Sequence[int]) -> JudgedRound:
     """All of `new_tokens` but the last are drafts. The last is the target's own even where it equals a rejected one."""
     count = proposal.counts[row]
-    drafts, depths = proposal.token_ids[row, :count].tolist(), proposal.depths()[row]
+    drafts, depths = proposal.drafted[row][:count], proposal.depths()[row]
     children, place, accepted = proposal.children(row), -1, []
     for token in new_tokens[:-1]:
         place = next(each for each in children[place] if drafts[each] == token)

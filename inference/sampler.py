@@ -80,8 +80,8 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 def draw(p: Tensor, generators: Sequence[torch.Generator | None]) -> Tensor:
     """One token per row: p [B, V] -> token ids [B] long. Takes one number from each row's generator."""
-    noise = torch.tensor([uniforms(generator, 1)[0] for generator in generators], dtype=torch.float64)
-    token_ids = inverse_cdf(p, noise.to(p.device))
+    noise = on_device([uniforms(generator, 1)[0] for generator in generators], p.device, torch.float64)
+    token_ids = inverse_cdf(p, noise)
     check_drawn(token_ids.tolist(), p.shape[-1])
     return token_ids
 

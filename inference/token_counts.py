@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from speculators.host_copy import on_device
+
 
 class TokenCounts:
     """Distinct tokens of prompt and output, and how often each is in the output. The prompt's tokens come first."""
@@ -22,7 +24,7 @@ class TokenCounts:
     def add(self, token_ids: Sequence[int]) -> None:
         """More of the output."""
         self._make_slots(token_ids)
-        slots = torch.tensor([self._slot[token] for token in token_ids], device=self._counts.device)
+        slots = on_device([self._slot[token] for token in token_ids], self._counts.device)
         self._counts.index_add_(0, slots, torch.ones_like(slots, dtype=torch.float32))
 
     def along(self, paths: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,13 +38,12 @@ class TokenCounts:
                 slot = self._slot.get(token)
                 slots.append(extra.setdefault(token, known + len(extra)) if slot is None else slot)
                 places.append(place)
-        token_ids = torch.cat([self._token_ids, torch.tensor(list(extra), dtype=torch.long, device=device)])
+        token_ids = torch.cat([self._token_ids, on_device(list(extra), device)])
         counts = torch.zeros(len(paths), known + len(extra), device=device)
         counts[:, :known] = self._counts
         if slots:
             ones = torch.ones(len(slots), device=device)
-            where = torch.tensor(places, device=device), torch.tensor(slots, device=device)
-            counts.index_put_(where, ones, accumulate=True)
+            counts.index_put_((on_device(places, device), on_device(slots, device)), ones, accumulate=True)
         seen = counts > 0
         seen[:, : self._num_prompt] = True
         return token_ids, counts, seen
@@ -51,5 +52,5 @@ class TokenCounts:
         fresh = [token for token in dict.fromkeys(token_ids) if token not in self._slot]
         if fresh:
             self._slot.update(zip(fresh, range(len(self._slot), len(self._slot) + len(fresh)), strict=True))
-            self._token_ids = torch.cat([self._token_ids, self._token_ids.new_tensor(fresh)])
+            self._token_ids = torch.cat([self._token_ids, on_device(fresh, self._token_ids.device)])
             self._counts = torch.cat([self._counts, self._counts.new_zeros(len(fresh))])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,9 @@ from inference.request import Request
 from inference.sampler import batch_probabilities, inverse_cdf, uniforms
 from inference.sampling_params import SamplingParams
 from inference.tree_shape import StaticTree, TreeShape, best_first
+from inference.tree_verification import ROOT
 from speculators.drafter import TreeLevel
+from speculators.host_copy import on_device
 from speculators.vocab import scatter_to_target, to_target_ids
 
 
@@ -29,14 +32,20 @@ def ancestors(proposal: Proposal, width: int, device: torch.device | str) -> tup
     itself.
     """
     B, T = proposal.num_rows, 1 + width
-    depths, visible = torch.zeros(B, T, dtype=torch.long), torch.eye(T, dtype=torch.bool).repeat(B, 1, 1)
-    visible[:, :, 0] = True
     assert proposal.parents is not None
-    for row, parents in enumerate(proposal.parents):
-        for place, parent in enumerate(parents, 1):
-            depths[row, place] = depths[row, parent + 1] + 1
-            visible[row, place, : parent + 2] |= visible[row, parent + 1, : parent + 2]
-    return depths.to(device), visible.to(device)
+    parents = np.array([row + [ROOT] * (width - len(row)) for row in proposal.parents], dtype=np.int64).reshape(
+        B, width
+    )
+    used = np.array([[len(row)] for row in proposal.parents]) > np.arange(width)  # [B, K]
+    rows, depths = np.arange(B), np.zeros((B, T), dtype=np.int64)
+    visible = np.eye(T, dtype=bool)[None].repeat(B, axis=0)
+    visible[:, :, 0] = True
+    for place in range(1, T):
+        above = parents[:, place - 1] + 1
+        depths[:, place] = np.where(used[:, place - 1], depths[rows, above] + 1, 0)
+        visible[:, place] |= visible[rows, above]
+    device = torch.device(device)
+    return on_device(depths, device), on_device(visible, device, torch.bool)
 
 
 @dataclass
@@ -101,7 +110,7 @@ class TreeGrowth:
         if depth == max(self._limits):
             return None
         if isinstance(self._shape, StaticTree):
-            places = torch.tensor(self._shape.frontiers[depth - 1], device=q.device)
+            places = on_device(self._shape.frontiers[depth - 1], q.device)
             frontier = places.expand(len(self._requests), -1)
         else:
             wide = min(self._shape.topk, level.tokens.shape[1])
@@ -112,7 +121,7 @@ class TreeGrowth:
         if self._paths is not None:
             self._paths = [
                 [[*before[parent], token] for parent, token in zip(*row, strict=True)]
-                for before, *row in zip(self._paths, parents.tolist(), tokens.tolist(), strict=True)
+                for before, row in zip(self._paths, torch.stack([parents, tokens], 1).tolist(), strict=True)
             ]
         return TreeLevel(tokens, parents, self._visible)
 
@@ -130,8 +139,8 @@ class TreeGrowth:
     def _static(self, q: Tensor) -> _Level:
         assert isinstance(self._shape, StaticTree)
         nodes = self._shape.levels[len(self._levels)]
-        source = torch.tensor([parent for parent, _ in nodes], device=q.device).expand(len(q), -1)
-        rank = torch.tensor([rank for _, rank in nodes], device=q.device).expand(len(q), -1)
+        source = on_device([parent for parent, _ in nodes], q.device).expand(len(q), -1)
+        rank = on_device([rank for _, rank in nodes], q.device).expand(len(q), -1)
         wanted = torch.zeros(q.shape[1], 1 + max(rank for _, rank in nodes), dtype=torch.bool, device=q.device)
         wanted[source[0], rank[0]] = True
         return self._level(q, wanted.expand(len(q), -1, -1), source, rank)
@@ -152,7 +161,7 @@ class TreeGrowth:
             chances[:, :, 0] = path
             best = chances.flatten(1).topk(min(self._shape.draws(len(self._levels)), w * ranks), dim=1).indices
             drawn = torch.zeros(b, w * ranks, dtype=torch.bool, device=q.device).scatter_(1, best, True)
-            hot = torch.tensor(self._hot, device=q.device)[:, None, None]
+            hot = on_device(self._hot, q.device, torch.bool)[:, None, None]
             wanted = torch.where(hot, drawn.unflatten(1, (w, ranks)), wanted)
         return self._level(q, wanted, source, rank)
 
@@ -162,7 +171,7 @@ class TreeGrowth:
         likeliest = q.topk(min(m, q.shape[-1]), dim=-1)
         tokens, real = likeliest.indices, likeliest.values > 0  # [b, w, m]
         if any(self._hot):
-            hot = torch.tensor(self._hot, device=q.device)[:, None, None]
+            hot = on_device(self._hot, q.device, torch.bool)[:, None, None]
             drawn, found = self._draw(q, wanted)
             tokens, real = torch.where(hot, drawn, tokens), torch.where(hot, found, real)
         place = source * m + rank  # [b, n] in [w·m]
@@ -178,10 +187,11 @@ class TreeGrowth:
         return _Level(chosen, source, parent, before * chance, alive, q)
 
     def _path_scores(self, q: Tensor) -> Tensor:
-        """[b, w] of the frontier."""
+        """[b, w] of the frontier; 0 below a node that was not drafted, where no child would be verified either."""
         if self._frontier is None:
             return q.new_ones(q.shape[:2])
-        return self._levels[-1].score.gather(1, self._frontier)
+        level = self._levels[-1]
+        return level.score.masked_fill(~level.alive, 0.0).gather(1, self._frontier)
 
     def _draw(self, q: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """Children [b, w, m] in turn, without replacement, and whether there was one to draw. A row takes one number
@@ -192,7 +202,7 @@ class TreeGrowth:
             uniforms(request.generator, w * m) if hot and depth < limit else [0.0] * (w * m)
             for request, hot, limit in zip(self._requests, self._hot, self._limits, strict=True)
         ]
-        noise = torch.tensor(numbers, dtype=torch.float64, device=q.device).view(b * w, m)
+        noise = on_device(numbers, q.device, torch.float64).view(b * w, m)
         left, tokens, found = q.flatten(0, 1).clone(), [], []
         for j in range(m):
             token = inverse_cdf(left, noise[:, j])
@@ -206,12 +216,12 @@ class TreeGrowth:
     def proposal(self) -> Proposal:
         """The trees as grown."""
         levels, device = self._levels, self._levels[0].q.device
-        rows = [_Grown.of(levels, row) for row in range(len(self._requests))]
+        rows = _Grown.all_of(levels)
         chosen = [self._chosen(grown, row) for row, grown in enumerate(rows)]
         counts = [len(nodes) for nodes in chosen]
         width = max(counts)
-        tokens = torch.zeros(len(rows), width, dtype=torch.long)
-        frontier = torch.zeros(len(rows), width, dtype=torch.long)  # which of all distributions each was drawn from
+        tokens = [[0] * width for _ in rows]
+        frontier = [[0] * width for _ in rows]  # which of all distributions each was drawn from
         offsets = [0]
         for level in levels:
             offsets.append(offsets[-1] + level.q.shape[1])
@@ -220,13 +230,14 @@ class TreeGrowth:
             places = {node: place for place, node in enumerate(nodes)}
             parents.append([places[(d - 1, grown.parent[d][i])] if d else -1 for d, i in nodes])
             for place, (d, i) in enumerate(nodes):
-                tokens[row, place] = grown.tokens[d][i]
-                frontier[row, place] = offsets[d] + grown.source[d][i]
-        token_ids = to_target_ids(tokens.to(device), self._ids)
+                tokens[row][place] = grown.tokens[d][i]
+                frontier[row][place] = offsets[d] + grown.source[d][i]
+        token_ids = to_target_ids(on_device(tokens, device), self._ids)
         if not any(self._hot):
             return Proposal(token_ids, counts, None, parents)
         every = torch.cat([level.q for level in levels], dim=1)  # [b, all w, V_draft]
-        q = every.gather(1, frontier.to(device).unsqueeze(-1).expand(-1, -1, every.shape[-1]))
+        index = on_device(frontier, device).unsqueeze(-1).expand(-1, -1, every.shape[-1])
+        q = every.gather(1, index)
         return Proposal(token_ids, counts, scatter_to_target(q, self._ids, self._vocab_size), parents)
 
     def _chosen(self, grown: _Grown, row: int) -> list[tuple[int, int]]:
@@ -255,12 +266,20 @@ class _Grown:
     children: dict[tuple[int, int], list[tuple[int, int]]]
 
     @classmethod
-    def of(cls, levels: list[_Level], row: int) -> _Grown:
+    def all_of(cls, levels: list[_Level]) -> list[_Grown]:
+        """Of every row, in one copy from the device: float64 holds all of it exactly."""
         names = ("tokens", "source", "parent", "score", "alive")
-        grown = cls(*([getattr(level, name)[row].tolist() for level in levels] for name in names), {})
-        for d, i in grown.nodes():
-            grown.children.setdefault((d - 1, grown.parent[d][i] if d else 0), []).append((d, i))
-        return grown
+        every = torch.stack([torch.cat([getattr(level, name).double() for level in levels], 1) for name in names], 1)
+        ends = np.cumsum([level.tokens.shape[1] for level in levels])[:-1]
+        types = (np.int64, np.int64, np.int64, np.float64, np.bool_)
+        rows = []
+        for told in every.cpu().numpy():  # [5, nodes of all levels]
+            fields = zip(told, types, strict=True)
+            grown = cls(*([part.tolist() for part in np.split(field.astype(kind), ends)] for field, kind in fields), {})
+            for d, i in grown.nodes():
+                grown.children.setdefault((d - 1, grown.parent[d][i] if d else 0), []).append((d, i))
+            rows.append(grown)
+        return rows
 
     def nodes(self) -> list[tuple[int, int]]:
         """Those that were drafted, by depth."""

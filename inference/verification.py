@@ -21,6 +21,7 @@ from torch import Tensor
 from inference.proposal import Proposal
 from inference.sampler import argmax
 from speculators.errors import ConfigError
+from speculators.host_copy import on_device
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Verdict:
         """Drafts accepted per row -> [B, V], the one distribution each row needs; p from counts[b] on."""
         proposal, width = self.proposal, self.proposal.width
         rows = torch.arange(len(accepted), device=self.p.device)
-        kept = torch.tensor(accepted, dtype=torch.long, device=self.p.device)
+        kept = on_device(accepted, self.p.device)
         p = self.p[rows, kept]  # [B, V]
         rejecting = [j < count for j, count in zip(accepted, proposal.counts, strict=True)]
         if not (self.subtract and any(rejecting)):
@@ -67,7 +68,7 @@ class Verdict:
         # p = q to the last bit leaves no residual, and nothing that could be rejected but by rounding
         usable = total > 0
         if not all(rejecting):
-            usable &= torch.tensor(rejecting, device=p.device).unsqueeze(-1)
+            usable &= on_device(rejecting, p.device, torch.bool).unsqueeze(-1)
         return torch.where(usable, weights / total, p)
 
 
@@ -119,7 +120,7 @@ def block_rule(p: Tensor, proposal: Proposal) -> Verdict:
     Sun et al. 2403.10444, algorithm 2. s_j = min(1, s_{j-1} p(x_j) / q(x_j)); draft j < γ is the last one kept with
     probability S / (S + 1 - s_j), S = Σ max(s_j p_j - q_j, 0), and draft γ with s_γ. Of one-hot q as token_rule.
     """
-    width, counts = proposal.width, torch.tensor(proposal.counts, device=p.device).unsqueeze(-1)
+    width, counts = proposal.width, on_device(proposal.counts, p.device).unsqueeze(-1)
     if width == 0:
         return Verdict(p.new_zeros(p.shape[0], 0), p, proposal)
     chosen = proposal.token_ids.unsqueeze(-1)  # [B, K, 1]
@@ -168,7 +169,7 @@ def verify_greedy(target_argmax: Tensor, proposal: Proposal) -> tuple[list[int],
     What `verify` and `decide` answer for one-hot p under either rule, at a fraction of the cost.
     """
     accepted, bonus = [], []
-    for best, drafted, count in zip(target_argmax.tolist(), proposal.token_ids.tolist(), proposal.counts, strict=True):
+    for best, drafted, count in zip(target_argmax.tolist(), proposal.drafted, proposal.counts, strict=True):
         kept = 0
         while kept < count and drafted[kept] == best[kept]:
             kept += 1
@@ -191,5 +192,5 @@ def _only_drafted(accept: Tensor, proposal: Proposal) -> Tensor:
     width = proposal.width
     if all(count == width for count in proposal.counts):
         return accept
-    counts = torch.tensor(proposal.counts, device=accept.device).unsqueeze(-1)
+    counts = on_device(proposal.counts, accept.device).unsqueeze(-1)
     return torch.where(torch.arange(width, device=accept.device) < counts, accept, 0.0)

@@ -174,7 +174,7 @@ class ChainDrafter(Drafter):
         base, depth = cache.lengths[start:stop], 0
         while (level := grow(self.head(states))) is not None:
             mask = cache.tree_mask(start, stop, base, level.visible)[0]
-            position_ids = torch.tensor(base, device=states.device)[:, None] + depth
+            position_ids = on_device(base, states.device)[:, None] + depth
             position_ids = position_ids.expand_as(level.token_ids)
             states = self._extend(
                 cache, start, stop, level.token_ids, level.of_parents(states), placed=(position_ids, mask)

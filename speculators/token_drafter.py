@@ -96,7 +96,7 @@ class TokenDrafter(Drafter):
             raise ConfigError("a draft model with another tokenizer than its target's drafts chains only; ask for none")
         states = self._true_slots(cache, start, stop, token_ids, counts)[:, None]
         base, depth = cache.lengths[start:stop], 0
-        first = torch.tensor(base, device=states.device)[:, None]
+        first = on_device(base, states.device)[:, None]
         while (level := grow(self.head(states))) is not None:
             mask, index = cache.tree_mask(start, stop, base, level.visible)
             width, spread = level.token_ids.shape[1], level.visible.shape[2]
@@ -124,7 +124,8 @@ class TokenDrafter(Drafter):
         """counts [b] target tokens of rows that hold `before` [b] of its own -> its own ids [b, M'] and counts."""
         if self.token_map is None:
             return self._known(token_ids), counts
-        given, empty = (torch.tensor(x, device=token_ids.device) for x in (list(counts), [n == 0 for n in before]))
+        given = on_device(list(counts), token_ids.device)
+        empty = on_device([n == 0 for n in before], token_ids.device, torch.bool)
         ids, found = self.token_map.spell_rows(token_ids, given, empty)
         return ids, found.tolist()
 
@@ -144,5 +145,5 @@ class TokenDrafter(Drafter):
         if self.token_map is None:
             return states[rows, on_device(counts, states.device) - 1]
         kept = cache.keys_of(self.runner.num_layers, start, stop)[:, 0]  # [b, capacity, D]
-        lengths = torch.tensor(cache.lengths[start:stop], device=states.device)
+        lengths = on_device(cache.lengths[start:stop], states.device)
         return torch.where(lengths[:, None] > 0, kept[rows, (lengths - 1).clamp(min=0)], 0.0)

@@ -22,6 +22,7 @@ from inference.request import Request
 from inference.sampler import argmax, batch_probabilities, check_drawn, inverse_cdf, uniforms
 from inference.tree import TreeGrowth
 from inference.tree_shape import TreeShape
+from speculators.host_copy import on_device
 from speculators.vocab import scatter_to_target, to_target_ids
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class HeadProposer(Proposer):
             if new is None:
                 continue
             if any(held):
-                first = torch.tensor(held, device=new.device)[:, None]  # [b, 1]
+                first = on_device(held, new.device)[:, None]  # [b, 1]
                 rows = torch.arange(start, stop, device=new.device)[:, None]
                 buffer[rows, first + torch.arange(new.shape[1], device=new.device)] = new
             else:
@@ -208,7 +209,7 @@ class HeadProposer(Proposer):
             start = self._seen[first_row + i] + self._drafter.first_token
             tokens.append(request.token_ids[start : start + count] + [0] * (width - count))
             self._seen[first_row + i] += count
-        return torch.tensor(tokens, dtype=torch.long, device=self._device)
+        return on_device(tokens, self._device)
 
     def _best(self, logits: Tensor) -> Tensor:
         """[b, V_draft] -> [b] target ids."""
@@ -303,7 +304,7 @@ class _SampledChain:
             ([] if request.params.greedy else uniforms(request.generator, count)) + [0.0] * depth
             for request, count in zip(requests, counts, strict=True)
         ]
-        noise = torch.tensor([row[:depth] for row in numbers], dtype=torch.float64, device=device)  # [b, depth]
+        noise = on_device([row[:depth] for row in numbers], device, torch.float64)  # [b, depth]
         self._noise = noise.unbind(1)
         self._q: list[Tensor] = []
         self._drawn: list[Tensor] = []

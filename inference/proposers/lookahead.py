@@ -22,6 +22,7 @@ from inference.proposers.base import Proposer
 from inference.request import Request
 from inference.sampler import argmax
 from speculators.errors import ConfigError
+from speculators.host_copy import on_device
 
 
 class NgramPool:
@@ -157,8 +158,8 @@ class LookaheadProposer(Proposer):
             return
         entries = [self._rows[row].window.read_at(proposal.counts[row]) for row in rows]
         width = max(map(len, entries))
-        padded = torch.tensor([each + [0] * (width - len(each)) for each in entries], device=logits.device)
-        index = torch.tensor(rows, device=logits.device).unsqueeze(-1)
+        padded = on_device([each + [0] * (width - len(each)) for each in entries], logits.device)
+        index = on_device(rows, logits.device).unsqueeze(-1)
         best = argmax(logits[index, padded]).tolist()  # [rows, width]
         for row, each, written in zip(rows, entries, best, strict=True):
             state, last_token = self._rows[row], requests[row].token_ids[-1]

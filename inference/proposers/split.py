@@ -18,6 +18,7 @@ from inference.cache import RaggedCache
 from inference.proposal import Proposal
 from inference.proposers.base import Proposer
 from inference.request import Request
+from speculators.host_copy import on_device
 
 
 @dataclass
@@ -70,15 +71,15 @@ class SplitProposer(Proposer):
             q = sampled.new_zeros(len(requests), widest.width, self._vocab_size)
         for arm, proposal in zip(self._drafting, proposals):
             width = proposal.width
-            rows = [row for row, owner in enumerate(owners) if owner is arm and proposal.counts[row]]
-            if not rows:
+            own = [row for row, owner in enumerate(owners) if owner is arm and proposal.counts[row]]
+            if not own:
                 continue
-            token_ids[rows, :width] = proposal.token_ids[rows]
-            for row in rows:
+            rows = on_device(own, token_ids.device)
+            token_ids[rows, :width] = drafts = proposal.token_ids[rows]
+            for row in own:
                 counts[row] = proposal.counts[row]
             if q is not None:
                 one_hot = proposal.q is None  # what was not drawn is drawn with certainty
-                drafts = proposal.token_ids[rows]
                 q[rows, :width] = (
                     torch.zeros_like(q[rows, :width]).scatter_(-1, drafts[..., None], 1.0)
                     if one_hot else proposal.q[rows]  # type: ignore[index]

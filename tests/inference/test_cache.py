@@ -213,8 +213,7 @@ def test_keep_closes_up_what_was_accepted():
         if start == 0:
             for row in range(2):
                 cache.advance(row, 3)
-    cache.keep(0, [0, 2, 4])
-    cache.keep(1, [0])
+    cache.keep([[0, 2, 4], [0]])
     assert cache.lengths == [6, 4]
     assert cache.keys_of(0, 0, 2)[0, 0, :6, 0].tolist() == [0, 1, 2, 3, 5, 7]
     assert cache._values[0][1, 0, :4, 1].tolist() == [-100, -101, -102, -103]

@@ -7,6 +7,7 @@ A Markov target and drafter; text is written in rounds of draft and verify until
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 import pytest
@@ -18,6 +19,7 @@ from inference.proposal import Proposal
 from inference.rejection_sampler import verify_and_sample as judge
 from inference.sampler import draw, make_generator, probabilities, uniforms
 from inference.sampling_params import SamplingParams
+from inference.tree_verification import TREE_RULES, trees_of, walk_together
 from speculators.errors import ConfigError, DraftsmithError
 
 CLASSES = 4  # the next token depends on the last one modulo this
@@ -333,6 +335,68 @@ def test_a_row_writes_the_same_in_a_mixed_batch_and_alone(dense, rule):
         if not params[b].greedy:
             uniforms(taken, len(tokens) if rule == "sample_match" else count + 1)
         assert torch.equal(taken.get_state(), generator.get_state())
+
+
+def drafted_batch(seed: int, rows=6, width=7, vocab=12, *, chains: bool, sampled: bool):
+    """Chains or trees of all sizes, scaffold behind those that were not sampled, rows of many parameters."""
+    source, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(rows, width + 1, vocab, generator=generator)
+    counts = [source.randint(0, width) for _ in range(rows)]
+    scaffold = [0 if chains or sampled else source.randint(0, width - count) for count in counts]
+    parents = [[source.randint(-1, k // 2 - 1) for k in range(width)] for _ in range(rows)]
+    tokens, q = torch.randint(vocab, (rows, width), generator=generator), torch.zeros(rows, width, vocab)
+    for b, count in enumerate(counts):
+        left: dict[int, Tensor] = {}  # by parent, what the next sibling is drawn from
+        for k in range(count):
+            above = k - 1 if chains else parents[b][k]
+            fresh = torch.softmax(logits[b, above + 1] + 0.7 * torch.randn(vocab, generator=generator), -1)
+            first = above not in left
+            weights = left.setdefault(above, fresh)
+            q[b, k] = fresh if first else q[b, next(j for j in range(k) if parents[b][j] == above)]
+            tokens[b, k] = token = int(draw(weights[None], [generator]))
+            weights = left[above] = weights.clone()
+            weights[token] = 0
+    of_rows = [row[: count + more] for row, count, more in zip(parents, counts, scaffold, strict=True)]
+    proposal = Proposal(tokens, counts, q if sampled else None, *(() if chains else (of_rows, scaffold)))
+    params = [
+        SamplingParams(
+            temperature=source.choice((0, 0.7, 1.0)), top_p=source.choice((0.9, 1)), top_k=source.choice((-1, 5))
+        )
+        for _ in range(rows)
+    ]
+    return logits, proposal, params
+
+
+class Alone:
+    """Dice of one row, one number at a time."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def flip(self, probability: float) -> bool:
+        return uniforms(self._generator, 1)[0] < probability
+
+    def draw(self, rows: list[int], weights: Tensor) -> list[int]:
+        return [int(draw(each[None], [self._generator])) for each in weights]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("chains", [True, False], ids=["chains", "trees"])
+@pytest.mark.parametrize("rule", ["recursive", "traversal", "sample_match", "sample_match of a list"])
+def test_all_rows_at_once_is_one_row_after_the_other(rule, chains, seed):
+    """The rule as it is proved, walked by each row alone: the same drafts, the same token, the same numbers taken."""
+    rule, _, listed = rule.partition(" ")
+    logits, proposal, params = drafted_batch(seed, chains=chains, sampled=not listed)
+    generators = [make_generator(b) for b in range(len(params))]
+    together = judge(logits, proposal, params, generators, rule)
+    for b, each in enumerate(params):
+        generator = make_generator(b)
+        p = probabilities(logits[b : b + 1], each)
+        tree = trees_of(proposal.select([b]), p)[0]
+        walk = TREE_RULES["greedy" if each.greedy else rule]
+        ((path, token),) = walk_together([walk(p[0], tree, Alone(generator))], Alone(generator).draw)
+        assert together[b] == (path, [*(proposal.drafted[b][place] for place in path), token])
+        assert torch.equal(generator.get_state(), generators[b].get_state())
 
 
 def test_greedy_rows_need_no_generator_and_no_q_and_write_the_argmax():

@@ -5,10 +5,15 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inference.request import Request
+from inference.sampler import make_generator
+from inference.sampling_params import SamplingParams
 from inference.speculative_config import parse_speculative_config
+from inference.tree import TreeGrowth
 from inference.tree_shape import DynamicTree, StaticTree, best_first
 from speculators.errors import ConfigError
 
@@ -48,6 +53,22 @@ def test_draws_of_a_sampled_tree_keep_to_the_budget(topk, depth, budget):
     assert sum(dealt) <= budget
     if budget >= topk + (depth - 1) * topk**2:
         assert dealt == [topk] + [topk**2] * (depth - 1)
+
+
+@pytest.mark.parametrize("shape", [(4, 5, 10), (8, 4, 16), (3, 6, 14)], ids=str)
+def test_a_sampled_tree_spends_its_whole_budget_on_what_is_verified(shape):
+    """No number is drawn below a node that was not drafted: such a child would not be verified, and the budget that
+    is dealt out before anything is drawn would be lost with it."""
+    shape = DynamicTree(*shape)
+    requests = [
+        Request(str(b), b, [1], SamplingParams(seed=b), generator=make_generator(b), max_model_len=64)
+        for b in range(20)
+    ]
+    grow = TreeGrowth(shape, requests, [shape.depth] * len(requests), None, 60)
+    generator, width = torch.Generator().manual_seed(0), 1
+    while (level := grow(2 * torch.randn(len(requests), width, 60, generator=generator))) is not None:
+        width = level.token_ids.shape[1]
+    assert grow.proposal().counts == [sum(map(shape.draws, range(shape.depth)))] * len(requests)
 
 
 @given(st.lists(st.floats(0.01, 1), min_size=1, max_size=4), st.integers(1, 12))

@@ -13,7 +13,7 @@ from torch import Tensor
 import inference.tree_verification
 from inference.proposal import Proposal
 from inference.rejection_sampler import rule_for
-from inference.tree_verification import TREE_RULES, Tree
+from inference.tree_verification import TREE_RULES, Walk, trees_of, walk_together
 from speculators.errors import ConfigError
 
 VOCAB = 3
@@ -54,6 +54,10 @@ class EveryThrow:
         if probability >= 1 or probability <= 0:
             return probability > 0
         return self._choose([probability, 1 - probability]) == 0
+
+    def one(self, walk: Walk) -> tuple[list[int], int]:
+        (found,) = walk_together([walk], lambda rows, weights: [self.draw(weights[0])])
+        return found
 
     def draw(self, weights: Tensor) -> int:
         tokens = weights.nonzero().flatten().tolist()
@@ -124,8 +128,10 @@ def enumerate_rule(models: Models, rule: str, tokens: tuple | None = None) -> tu
             None if tokens is not None else models.q_of(drafted)[None],
             torch.tensor([models.parents]),
         )
-        dice, tree = EveryThrow(), Tree.of(proposal, 0, list(drafted))
-        for path, token, chance in dice.walks(lambda p=p, tree=tree, dice=dice: TREE_RULES[rule](p, tree, dice)):
+        dice, (tree,) = EveryThrow(), trees_of(proposal, p[None])
+        for path, token, chance in dice.walks(
+            lambda p=p, tree=tree, dice=dice: dice.one(TREE_RULES[rule](p, tree, dice))
+        ):
             text = (*(drafted[place] for place in path), token)
             written[text] = written.get(text, 0.0) + mass * chance
             accepted += mass * chance * len(path)
@@ -193,13 +199,17 @@ def test_a_perfect_drafter_is_kept_to_the_leaf():
 # each known bug, put in, fails
 
 
-def put_back(q: Tensor, token: int) -> Tensor:
+def put_back(q: Tensor, tokens: Tensor) -> Tensor:
     return q
 
 
-def not_renormalised(q: Tensor, token: int) -> Tensor:
-    q[token] = 0
-    return q
+def not_renormalised(q: Tensor, tokens: Tensor) -> Tensor:
+    return q.scatter(1, tokens, 0.0)
+
+
+def not_clamped(p: Tensor, q: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
+    rest = (rates * p - q).abs()
+    return rest / rest.sum(), rest.sum(-1, keepdim=True)
 
 
 @pytest.mark.parametrize("rule", ["recursive", "traversal"])
@@ -211,9 +221,9 @@ def test_the_check_fails_for_a_sibling_left_in(rule, bug, monkeypatch):
 
 
 BUGS: dict[str, tuple[str, Callable]] = {
-    "the token residual inside the walk": ("_left_over", lambda p, q: p),
-    "nothing left over is not clamped": ("_left_over", lambda p, q: (p - q).abs() / (p - q).abs().sum()),
-    "acceptance without q": ("_ratio", lambda p, q: float(p)),
+    "the token residual inside the walk": ("_left_over", lambda p, q, rates: (p, rates)),
+    "nothing left over is not clamped": ("_left_over", not_clamped),
+    "acceptance without q": ("_ratio", lambda p, q: p),
 }
 
 
