@@ -145,7 +145,7 @@ def fill(
     rows: Sequence[PackedRow],
     cache: FeatureCache,
     stages: Stages,
-    who: Writer = Writer(),  # noqa: B008 (frozen)
+    who: Writer = Writer(),
 ) -> None:
     """Writes what is missing of the rows that are this writer's. ConfigError if the disk is too small for what is
     missing of all."""
