@@ -176,7 +176,7 @@ class SpeculativeConfig(BaseModel):
         for owner, prefix in OPTION_PREFIXES.items():
             given = [name for name in sorted(self.model_fields_set) if name.startswith(prefix)]
             if self.method != owner and any(getattr(self, name) is not None for name in given):
-                raise ValueError(f"{' and '.join(given)}: only of {owner}, not to {self.method!r}")
+                raise ValueError(f"{' and '.join(given)} belong to {owner}, not to {self.method!r}")
         return self
 
     def _check_schedule(self) -> None:
