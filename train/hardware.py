@@ -7,6 +7,7 @@ are fitted to measured runs (scripts/bench_plan.py). Knows no model and no recip
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -94,6 +95,16 @@ def find_device(name: str) -> Device:
     return DEVICES[key]
 
 
+def recognised(name: str, memory: float) -> Device | None:
+    """The row of the table for a GPU by the name that its driver gives it and its bytes of memory, within a tenth; None
+    if there is none, as for a part of a GPU."""
+    spelt = name.lower().replace("rtx ", "rtx")
+    named = [key for key in DEVICES if re.search(rf"\b{key.split('-')[0]}\b", spelt)]
+    named = [key for key in named if key.endswith("pcie") == ("pcie" in spelt)] or named
+    fitting = [DEVICES[key] for key in named if abs(DEVICES[key].memory - memory) <= 0.1 * memory]
+    return min(fitting, key=lambda each: abs(each.memory - memory), default=None)
+
+
 def total_memory(device: torch.device) -> int | None:
     """Bytes of an accelerator of this machine; None for a CPU, whose memory others use too."""
     if device.type == CPU:
@@ -109,10 +120,8 @@ def measure_cpu(clock: Clock = time.perf_counter) -> Device:
     calls. `clock`: seconds, for one thread `time.process_time` where others use the machine."""
     import psutil
 
-    rates = {
-        str(dtype).removeprefix("torch."): _product_rate(dtype, clock) for dtype in (torch.float32, torch.bfloat16)
-    }
-    bandwidth = _copy_rate(clock)
+    rates = {str(dtype).removeprefix("torch."): product_rate(dtype, clock) for dtype in (torch.float32, torch.bfloat16)}
+    bandwidth = copy_rate(clock)
     return Device(
         name=f"this machine's CPU, {torch.get_num_threads()} threads",
         flops=rates,
@@ -127,16 +136,18 @@ def measure_cpu(clock: Clock = time.perf_counter) -> Device:
     )
 
 
-def _product_rate(dtype: torch.dtype, clock: Clock, width: int = 1024) -> float:
+def product_rate(
+    dtype: torch.dtype, clock: Clock = time.perf_counter, width: int = 1024, device: torch.device | str = "cpu"
+) -> float:
     """FLOP/s of [width, width] products."""
-    a, b = (torch.randn(width, width).to(dtype) for _ in range(2))
-    return 2 * width**3 / _fastest(lambda: a @ b, clock)
+    a, b = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
+    return 2 * width**3 / _fastest(lambda: a @ b, clock, device)
 
 
-def _copy_rate(clock: Clock, count: int = 1 << 25) -> float:
+def copy_rate(clock: Clock = time.perf_counter, count: int = 1 << 25, device: torch.device | str = "cpu") -> float:
     """Bytes per second, read and written."""
-    source, target = torch.zeros(count), torch.zeros(count)
-    return 2 * 4 * count / _fastest(lambda: target.copy_(source), clock)
+    source, target = (torch.zeros(count, device=device) for _ in range(2))
+    return 2 * 4 * count / _fastest(lambda: target.copy_(source), clock, device)
 
 
 def _call_seconds(clock: Clock, calls: int = 300) -> float:
@@ -149,12 +160,18 @@ def _call_seconds(clock: Clock, calls: int = 300) -> float:
     return _fastest(many, clock) / calls
 
 
-def _fastest(work: Callable[[], object], clock: Clock, seconds: float = 0.35) -> float:
-    """Of some repetitions: a machine has other work at times, and never less than none."""
+def _fastest(
+    work: Callable[[], object], clock: Clock, device: torch.device | str = "cpu", seconds: float = 0.35
+) -> float:
+    """Of some repetitions, each until the device has done it: a machine has other work at times, and never less than
+    none."""
+    wait = torch.get_device_module(device).synchronize
     work()
+    wait()
     best, ends = float("inf"), clock() + seconds
     while clock() < ends:
         began = clock()
         work()
+        wait()
         best = min(best, clock() - began)
     return best
