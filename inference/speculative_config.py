@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from inference.rejection_sampler import AUTO, METHODS
 from inference.tree_shape import DynamicTree, StaticTree, TreeShape
-from speculators.drafter import FAMILIES
 from speculators.errors import ConfigError
+from speculators.registry import FAMILIES
 
 TRAINING_FREE = ("ngram", "suffix", "lookahead")
 OPTION_PREFIXES = {"ngram": "prompt_lookup_", "suffix": "suffix_decoding_", "lookahead": "lookahead_"}

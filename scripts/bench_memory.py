@@ -36,8 +36,7 @@ def one_step(length: int, way: str, hidden_size: int, texts: int) -> tuple[float
 
     from speculators import attention
     from speculators import target as target_module
-    from speculators.config import config_for_target
-    from speculators.drafter import family_class
+    from speculators.registry import config_for_target, family_class
     from speculators.target import FrozenTarget
     from train.data import pack
     from train.loop import Trainer

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from speculators.sizes import QUERIES, chunk_queries
+
 KEPT_SCORES = 1 << 25  # of one layer and depth, in numbers: what may wait for the backward pass (128 MiB in float32)
-SCORES = {"cpu": 1 << 24, "cuda": 1 << 26}  # of a chunk, in numbers
-QUERIES = 256  # of a chunk, where that many fit
 
 
 def unrolled_attention(
@@ -62,11 +62,6 @@ def recomputes_scores(rows: int, heads: int, queries: int, keys: int) -> bool:
     """Whether the scores of a layer over `rows` rows are computed again in the backward pass, being too many to keep
     once per depth of an unroll."""
     return rows * heads * queries * keys > KEPT_SCORES
-
-
-def chunk_queries(scores: int, device: str) -> int:
-    """How many queries may have their scores at once, each `scores` of them, on a device of that kind."""
-    return max(16, SCORES.get(device, SCORES["cuda"]) // scores)
 
 
 def _attend(

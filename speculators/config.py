@@ -7,15 +7,12 @@ options (learning rates, unroll steps, losses).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Any, Protocol, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from speculators.attention import QUERIES, chunk_queries
-from speculators.errors import ConfigError
-from speculators.sizes import NO_ATTENTION, AttentionSizes
-from speculators.target import FrozenTarget
+from speculators.sizes import NO_ATTENTION, QUERIES, AttentionSizes, chunk_queries
 
 
 def default_tap_layers(num_layers: int) -> list[int]:
@@ -25,6 +22,21 @@ def default_tap_layers(num_layers: int) -> list[int]:
     while len(taps) < 3 and candidates:
         taps.append(candidates.pop(0))
     return sorted(taps)
+
+
+class TargetShape(Protocol):
+    """What a drafter's config is made from: a loaded target has it, and so has a sketch of one without weights."""
+
+    @property
+    def name_or_path(self) -> str: ...
+    @property
+    def config(self) -> Any: ...  # of the text model, transformers'
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
 
 
 class DrafterConfig(BaseModel):
@@ -57,7 +69,7 @@ class DrafterConfig(BaseModel):
         return self.draft_vocab_size < self.vocab_size
 
     @classmethod
-    def for_target(cls, target: FrozenTarget, family: str) -> dict[str, Any]:
+    def for_target(cls, target: TargetShape, family: str) -> dict[str, Any]:
         """The fields that are the target's, where nothing else is asked for."""
         return dict(
             family=family,
@@ -126,7 +138,7 @@ class DecoderConfig(DrafterConfig):
         return self
 
     @classmethod
-    def for_target(cls, target: FrozenTarget, family: str) -> dict[str, Any]:
+    def for_target(cls, target: TargetShape, family: str) -> dict[str, Any]:
         c = target.config
         heads = c.num_attention_heads
         return super().for_target(target, family) | dict(
@@ -204,31 +216,6 @@ def decoder_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         rope_parameters=rope,
         max_position_embeddings=fields.get("max_position_embeddings", 2048),
     )
-
-
-def build_config(where: str, family: str, **fields: Any) -> DrafterConfig:
-    """The family's config, or a ConfigError that names `where` and every field that is wrong."""
-    from speculators.drafter import family_class  # here: a family's file imports this one
-
-    try:
-        return family_class(family).config_class(family=family, **fields)
-    except ValidationError as error:
-        lines = [f"{'.'.join(str(p) for p in e['loc']) or 'drafter'}: {e['msg']}" for e in error.errors()]
-        raise ConfigError(f"{where}: " + "; ".join(lines)) from error
-
-
-def config_for_target(
-    target: FrozenTarget, family: str, *, tap_layers: Sequence[int] | None = None, **overrides: Any
-) -> DrafterConfig:
-    """The default drafter of `family` for a target: sizes, rope, eps are the target's; `overrides` win."""
-    from speculators.drafter import family_class
-
-    cls = family_class(family)
-    fields = cls.config_class.for_target(target, family)
-    if cls.reads_taps:
-        fields["tap_layers"] = tuple(sorted(tap_layers or default_tap_layers(target.num_layers)))
-    fields.update({k: v for k, v in overrides.items() if v is not None})
-    return build_config(f"drafter for {target.name_or_path}", **fields)
 
 
 def rope_of(config: Any) -> dict[str, Any]:

@@ -1,13 +1,12 @@
 """What every trained head is: the contract between a family, the training loop and the runtime.
 
-A family is one file in `speculators/families/` with one class that derives from `Drafter` and one registry line below.
-Knows nothing of losses, optimizers, verification rules or engines.
+A family is one file in `speculators/families/`, with one class that derives from `Drafter`, and one line in
+`registry.py`. Knows nothing of losses, optimizers, verification rules or engines.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,24 +20,6 @@ from speculators.errors import ConfigError
 from speculators.frozen_linear import freeze_linears, thaw_linears
 from speculators.options import DrafterOptions
 from speculators.target import FrozenTarget, TargetFeatures
-
-# family name -> "module:class". Adding a family adds a line here.
-FAMILIES: dict[str, str] = {
-    "draft_model": "speculators.families.draft_model:DraftModel",
-    "eagle": "speculators.families.eagle:Eagle",
-    "eagle3": "speculators.families.eagle3:Eagle3",
-    "medusa": "speculators.families.medusa:Medusa",
-    "mlp": "speculators.families.mlp:MLPSpeculator",
-    "mtp": "speculators.families.mtp:Mtp",
-}
-
-
-def family_class(name: str) -> type[Drafter]:
-    """The class of a family; ConfigError names the families there are."""
-    if name not in FAMILIES:
-        raise ConfigError(f"unknown drafter family {name!r}; expected one of {', '.join(sorted(FAMILIES))}")
-    module, _, attribute = FAMILIES[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 @dataclass

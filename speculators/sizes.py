@@ -11,6 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+SCORES = {"cpu": 1 << 24, "cuda": 1 << 26}  # numbers of attention scores that a chunk of queries may have
+QUERIES = 256  # of a chunk, where that many fit
+
 
 @dataclass(frozen=True)
 class AttentionSizes:
@@ -89,3 +92,8 @@ def decoder_products(model: nn.Module, config: Any) -> Products:
     head = model.get_output_embeddings()  # type: ignore[operator]
     apart |= {id(p) for p in head.parameters()} if head is not None else set()
     return products(((n, p) for n, p in model.named_parameters() if id(p) not in apart), config)
+
+
+def chunk_queries(scores: int, device: str) -> int:
+    """How many queries may have their scores at once, each `scores` of them, on a device of that kind."""
+    return max(16, SCORES.get(device, SCORES["cuda"]) // scores)

@@ -17,10 +17,10 @@ from inference.metrics import SpecDecodeCounters
 from inference.sampling_params import SamplingParams
 from inference.side_by_side import Measured, SideBySide
 from scripts.bench_runtime import ROUND, CostTrials, app, limit_of, parse_methods
-from speculators.config import config_for_target
 from speculators.errors import ConfigError
 from speculators.export import export_drafter
 from speculators.families.eagle import Eagle
+from speculators.registry import config_for_target
 from speculators.target import FrozenTarget
 
 

@@ -21,11 +21,11 @@ from inference.provenance import weights_sha256
 from inference.report import AcceptanceReport, load_report, save_report
 from inference.speculative_defaults import NUM_SPECULATIVE_TOKENS
 from speculators.config import DrafterConfig
-from speculators.drafter import family_class
 from speculators.errors import CheckpointError, ConfigError, DraftsmithError
 from speculators.export import load_weights, read_drafter_config, read_fields
 from speculators.export.upload import Destination, Pushed, upload
 from speculators.hub import is_repository_id, repository_id
+from speculators.registry import family_class
 from speculators.token_map import FILE as TOKEN_MAP
 from train.acceptance import EXPORT, PAGE, REPORT
 from train.push_files import Renaming, link_files, local_paths, renamed, renamed_in_page

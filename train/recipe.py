@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Literal
 import yaml
 from pydantic import Field, ValidationError, create_model, field_validator, model_validator
 
-from speculators.drafter import FAMILIES, family_class
 from speculators.errors import ConfigError
 from speculators.options import DrafterOptions, Section, Text
+from speculators.registry import FAMILIES, family_class
 from train.divergences import Mix
 from train.recipe_data import DataSection, RegenerateSection
 from train.recipe_errors import explain
@@ -49,7 +49,7 @@ class Recipe(Section):
         description="name of the run; its folder is runs/<name>",
     )
     output_dir: Text = Field("runs/<name>", description="where everything the run writes goes")
-    family: Text = Field(DEFAULT_FAMILY, description="kind of drafter, as registered in speculators.drafter.FAMILIES")
+    family: Text = Field(DEFAULT_FAMILY, description="kind of drafter, as registered in speculators.registry.FAMILIES")
     target: TargetSection = Field(description="the frozen model to draft for")
     drafter: DrafterOptions = Field(
         default_factory=lambda: DrafterOptions.model_validate({}),

@@ -12,10 +12,10 @@ from typing import cast
 from safetensors.torch import load_file
 
 from inference.llm_loading import load_tokenizer
-from speculators.drafter import family_class
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export import describe_target, export_drafter
 from speculators.precision import as_dtype
+from speculators.registry import family_class
 from speculators.target import FrozenTarget
 from train import checkpoint
 from train.data import conversation_tokenizer

@@ -13,10 +13,11 @@ import torch
 
 from inference.llm_loading import load_tokenizer
 from inference.sampler import seeded
-from speculators.config import DrafterConfig, config_for_target
-from speculators.drafter import Drafter, family_class
+from speculators.config import DrafterConfig
+from speculators.drafter import Drafter
 from speculators.errors import ConfigError
 from speculators.export import load_weights, read_drafter_config, resolve
+from speculators.registry import config_for_target, family_class
 from speculators.target import FrozenTarget, TargetFeatures
 from speculators.vocab import choose_draft_vocabulary, coverage
 from train import checkpoint

@@ -1,6 +1,6 @@
 """What a target is, from its config.json alone: sizes and counts for planning, before any weight is there.
 
-It stands in for a FrozenTarget where only sizes are read (`speculators.config.config_for_target`). Knows nothing of
+It stands in for a FrozenTarget where only sizes are read (`speculators.registry.config_for_target`). Knows nothing of
 recipes' budgets; can compute no feature.
 """
 

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 
 from speculators.config import DrafterConfig
-from speculators.drafter import Drafter, family_class
+from speculators.drafter import Drafter
 from speculators.errors import CheckpointError
 from speculators.export.formats import NATIVE, layout_for, layout_of
 from speculators.export.headers import Header, other_dtypes, pickled_files, read_headers
 from speculators.export.layout import changed_fields
 from speculators.hub import hub_trouble, split_revision
+from speculators.registry import family_class
 from speculators.target import FrozenTarget
 
 

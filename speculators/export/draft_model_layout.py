@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from speculators.adapter import CONFIG, merge_saved_adapter
-from speculators.config import DrafterConfig, build_config
+from speculators.config import DrafterConfig
 from speculators.drafter import Drafter
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export.layout import (
@@ -33,6 +33,7 @@ from speculators.export.layout import (
 from speculators.families.draft_model import DraftModel, DraftModelConfig, sizes_of
 from speculators.hub import hub_trouble, split_revision
 from speculators.precision import in_dtype
+from speculators.registry import build_config
 from speculators.student import plain_fields
 from speculators.target_probe import needs_eager
 from speculators.token_map import TokenMap

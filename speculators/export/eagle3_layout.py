@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from speculators.config import DrafterConfig, build_config, decoder_fields, default_tap_layers
+from speculators.config import DrafterConfig, decoder_fields, default_tap_layers
 from speculators.errors import CheckpointError
 from speculators.export.layout import (
     COMMON_MEANINGS,
@@ -21,6 +21,7 @@ from speculators.export.layout import (
     require,
     target_layers,
 )
+from speculators.registry import build_config
 
 ARCHITECTURES = (
     "LlamaForCausalLMEagle3",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from speculators.config import DrafterConfig, build_config, decoder_fields
+from speculators.config import DrafterConfig, decoder_fields
 from speculators.errors import CheckpointError
 from speculators.export.layout import (
     COMMON_MEANINGS,
@@ -18,6 +18,7 @@ from speculators.export.layout import (
     require,
     target_layers,
 )
+from speculators.registry import build_config
 
 ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLM", "LlamaForCausalLMEagle")
 # What only the names of the tensors say in a published head. Our own folders say it as well, so that one of these that

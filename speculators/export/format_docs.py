@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from speculators.config import build_config
 from speculators.export.faults import KINDS
 from speculators.export.formats import FORMATS, LAYOUTS, NATIVE, formats_of
 from speculators.export.layout import Layout
+from speculators.registry import build_config
 
 INTRODUCTION = f"""# Formats
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from speculators.config import DecoderConfig, DrafterConfig, default_tap_layers, rope_of
-from speculators.drafter import family_class
 from speculators.errors import CheckpointError, DraftsmithError
 from speculators.export import resolve
 from speculators.export.eagle3_layout import ARCHITECTURES, SECTION, TAPS
@@ -25,6 +24,7 @@ from speculators.export.formats import LAYOUTS, layout_of
 from speculators.export.headers import Header, other_dtypes, pickled_files, read_headers
 from speculators.export.layout import Layout, WeightFault, WeightsError, changed_fields
 from speculators.export.sglang_layout import EAGLE
+from speculators.registry import family_class
 from speculators.vocab import from_offsets
 
 PREFIX = "model."

@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from speculators.config import DrafterConfig, build_config
+from speculators.config import DrafterConfig
 from speculators.errors import CheckpointError
 from speculators.export.layout import COMMON_MEANINGS, Layout, Table, dtype_of, own_fields, target_layers
+from speculators.registry import build_config
 
 _PUBLISHED_BLOCK = re.compile(r"^(?:medusa_head\.)?(\d+)\.(\d+)\.linear\.(weight|bias)$")
 _PUBLISHED_HEAD = re.compile(r"^(?:medusa_head\.)?(\d+)\.(\d+)\.weight$")

@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from speculators.config import DrafterConfig, build_config
+from speculators.config import DrafterConfig
 from speculators.errors import CheckpointError
 from speculators.export.layout import COMMON_MEANINGS, Layout, Table, dtype_of, own_fields, require, target_layers
+from speculators.registry import build_config
 
 ARCHITECTURE = "MLPSpeculatorPreTrainedModel"
 SWITCHES = ("tie_weights", "scale_input")

@@ -10,14 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig
 
 from speculators.borrowed_layer import BorrowedLayer, layer_fields, pack_experts, unpack_experts
-from speculators.config import DrafterConfig, build_config, decoder_fields
+from speculators.config import DrafterConfig, decoder_fields
 from speculators.errors import CheckpointError
 from speculators.export.layout import (
     COMMON_MEANINGS,
@@ -31,7 +31,7 @@ from speculators.export.layout import (
     target_layers,
 )
 from speculators.families.mtp import BORROWED, MtpConfig
-from speculators.target import FrozenTarget
+from speculators.registry import build_config
 
 
 class Names(NamedTuple):
@@ -172,10 +172,10 @@ class MtpLayout(Layout):
                 f"found in model.layers.{', '.join(modules)}"
             )
         config = AutoConfig.for_model(**layer_fields(fields))
-        target = SimpleNamespace(
+        target: Any = SimpleNamespace(
             config=config, vocab_size=config.vocab_size, hidden_size=config.hidden_size, num_layers=layers
         )
-        return build_config(where, **MtpConfig.for_target(cast(FrozenTarget, target), "mtp") | read)
+        return build_config(where, **MtpConfig.for_target(target, "mtp") | read)
 
 
 def _prefix(config: Any) -> str:

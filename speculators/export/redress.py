@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from speculators.adapter import CONFIG
-from speculators.drafter import family_class
 from speculators.errors import ConfigError
 from speculators.export import export_drafter, load_weights, read_drafter_config, read_fields, resolve
 from speculators.export.formats import NATIVE
 from speculators.export.headers import PICKLES
 from speculators.precision import as_dtype
+from speculators.registry import family_class
 
 NOT_COPIED = ("config.json", "*.safetensors", "*.index.json", ".*", CONFIG, *PICKLES)
 

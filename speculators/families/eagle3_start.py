@@ -22,7 +22,7 @@ from speculators.least_squares import ridge, terms_for
 from speculators.target import FrozenTarget, TargetFeatures
 
 if TYPE_CHECKING:
-    from speculators.families.eagle3 import Eagle3
+    from speculators.chain import DecoderChain
 
 DEPTHS = 4  # over which the recursion is fitted, on its own predictions
 ROUNDS = 3  # of refitting it to them
@@ -33,13 +33,13 @@ COPY_REACH = 256  # tokens over which a copying key must not turn away
 SHARPNESS = 0.8  # of the first distributions, as a factor on the logits: a linear guess deserves less than the target's
 
 
-def terms_wanted(head: Eagle3) -> int:
+def terms_wanted(head: DecoderChain) -> int:
     """How many terms of features `start_from_least_squares` wants to see."""
     return terms_for(head.fc.in_features)
 
 
 @torch.no_grad()
-def start_from_taps(head: Eagle3, target: FrozenTarget) -> None:
+def start_from_taps(head: DecoderChain, target: FrozenTarget) -> None:
     """The deepest tap passes through `fc`, at unit size; residual writes start small."""
     head.start_small()
     width = head.config.target_hidden_size
@@ -49,7 +49,7 @@ def start_from_taps(head: Eagle3, target: FrozenTarget) -> None:
         head.fc.weight.div_(_tap_scale(head, target).to(head.fc.weight))
 
 
-def _tap_scale(head: Eagle3, target: FrozenTarget) -> Tensor:
+def _tap_scale(head: DecoderChain, target: FrozenTarget) -> Tensor:
     """[n·H] typical size of each tap's values, seen on a few tokens; 1 where a norm comes first.
 
     A residual stream may be of any size (tens, in deep targets). The final norm does not mind, but a layer whose
@@ -70,7 +70,7 @@ def _tap_scale(head: Eagle3, target: FrozenTarget) -> Tensor:
 
 
 @torch.no_grad()
-def start_from_least_squares(head: Eagle3, target: FrozenTarget, features: Sequence[TargetFeatures]) -> None:
+def start_from_least_squares(head: DecoderChain, target: FrozenTarget, features: Sequence[TargetFeatures]) -> None:
     """Fits a linear recursion to `features` and writes it, and a copying head, into the first layer.
 
     With n(x) = x / rms(x), s_t = fc(taps_t) and y_t the target's last state before its norm's weight, the fit is one
@@ -107,7 +107,7 @@ def start_from_least_squares(head: Eagle3, target: FrozenTarget, features: Seque
 
 
 def _terms(
-    head: Eagle3, target: FrozenTarget, features: Sequence[TargetFeatures], scale: Tensor | None
+    head: DecoderChain, target: FrozenTarget, features: Sequence[TargetFeatures], scale: Tensor | None
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Of slots with a term at every depth: what `fc` reads [N, F], and of the DEPTHS + 1 positions from each slot on
     the target's states y [N, H] and normed token embeddings [N, H]."""
@@ -158,7 +158,7 @@ def _recursion(
     return P / (taps @ P).square().mean().sqrt(), step
 
 
-def _own_token(head: Eagle3, features: Sequence[TargetFeatures]) -> Tensor:
+def _own_token(head: DecoderChain, features: Sequence[TargetFeatures]) -> Tensor:
     """[H, H]: reads from a normed state s_t the normed embedding of x_t; fitted to all text, prompts included."""
     states, embeds = [], []
     for f in features:
@@ -168,7 +168,7 @@ def _own_token(head: Eagle3, features: Sequence[TargetFeatures]) -> Tensor:
     return ridge(torch.cat(states), torch.cat(embeds))
 
 
-def _attend_to_own_slot(head: Eagle3, groups: int) -> None:
+def _attend_to_own_slot(head: DecoderChain, groups: int) -> None:
     """Queries and keys of the first `groups` are the same projection of the newest token's embedding."""
     attention, config = head.layers[0].self_attn, head.config
     D, H, repeat = config.head_dim, config.hidden_size, config.num_attention_heads // config.num_key_value_heads
@@ -197,7 +197,7 @@ def _write_linear(attention, matrix: Tensor, groups: int) -> None:
         attention.o_proj.weight[:, group * repeat * D : (group + 1) * repeat * D] = block.repeat(1, repeat)
 
 
-def _copy(head: Eagle3, target: FrozenTarget, identity: Tensor, scale: Tensor | None, group: int) -> None:
+def _copy(head: DecoderChain, target: FrozenTarget, identity: Tensor, scale: Tensor | None, group: int) -> None:
     """Group `group` asks for slots whose own token is the newest token, and writes the token they pair it with.
 
     identity [H, H] reads a slot's own token from its state. Matching uses rotary pairs that hardly turn within

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from speculators.borrowed_layer import BorrowedLayer, layer_fields
 from speculators.chain import ChainDrafter
-from speculators.config import DecoderConfig
+from speculators.config import DecoderConfig, TargetShape
 from speculators.decoder import Attend, DecoderLayer, RMSNorm, Rotary, RotaryTable
 from speculators.errors import ConfigError
 from speculators.options import DrafterOptions, PositiveInt, Text
@@ -89,7 +89,7 @@ class MtpConfig(DecoderConfig):
         return self
 
     @classmethod
-    def for_target(cls, target: FrozenTarget, family: str) -> dict[str, Any]:
+    def for_target(cls, target: TargetShape, family: str) -> dict[str, Any]:
         c = target.config
         own = c.model_type in BORROWED
         turned = (getattr(c, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1
@@ -258,7 +258,7 @@ class Mtp(ChainDrafter):
         return self.target.logits(hidden.to(self.target.dtype))
 
 
-def target_sizes(target: FrozenTarget, layout: str) -> dict[str, Any]:
+def target_sizes(target: TargetShape, layout: str) -> dict[str, Any]:
     """The fields of an MTP module's config that this target settles."""
     fields = MtpConfig.for_target(target, "mtp")
     return {name: fields[name] for name in (("target_fields",) if layout in BORROWED else SIZES)}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from speculators.config import config_for_target
-from speculators.drafter import Drafter, family_class
+from speculators.drafter import Drafter
+from speculators.registry import config_for_target, family_class
 from speculators.target import FrozenTarget
 
 OPT = {

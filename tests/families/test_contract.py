@@ -22,9 +22,10 @@ from inference.cache import RaggedCache
 from inference.expected import expected_acceptance
 from inference.replay import ReplayResult
 from inference.sampler import probabilities
-from speculators.drafter import FAMILIES, Drafter, family_class
+from speculators.drafter import Drafter
 from speculators.errors import CheckpointError
 from speculators.export import export_drafter, load_drafter, read_drafter_config
+from speculators.registry import FAMILIES, family_class
 from speculators.target import FrozenTarget, TargetFeatures
 from train.data import pack
 from train.loop import Trainer

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from inference import LLM, SamplingParams
-from speculators.config import config_for_target
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export import export_drafter, load_drafter, read_drafter_config
 from speculators.families.draft_model import DraftModel, DraftModelOptions
+from speculators.registry import config_for_target
 from speculators.student import cut_fields, cut_layers
 from speculators.target import FrozenTarget
 from tests.families.conftest import OPT

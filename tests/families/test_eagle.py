@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from speculators.config import config_for_target
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export import export_drafter, load_drafter, load_weights, read_drafter_config
 from speculators.families.eagle import Eagle, EagleOptions
+from speculators.registry import config_for_target
 from speculators.target import FrozenTarget, TargetFeatures
 from train.data import conversation_tokenizer, pack, prepare_rows
 from train.features import RowFeatures

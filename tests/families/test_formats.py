@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from speculators.config import config_for_target
-from speculators.drafter import Drafter, family_class
+from speculators.drafter import Drafter
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export import export_drafter, load_drafter, read_drafter_config
 from speculators.export.formats import FORMATS, LAYOUTS, formats_of
 from speculators.export.redress import redress
+from speculators.registry import config_for_target, family_class
 from speculators.target import FrozenTarget
 
 SCALINGS = {

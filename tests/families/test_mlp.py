@@ -17,9 +17,9 @@ from torch.nn.functional import gelu
 
 from inference import LLM
 from inference.cache import RaggedCache
-from speculators.config import config_for_target
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export import export_drafter, load_drafter, read_drafter_config
+from speculators.registry import config_for_target
 from speculators.target import FrozenTarget
 from train.recipe import make_recipe
 from train.run_drafter import drafter_config, sketch_drafter

@@ -21,11 +21,11 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 
 from inference.cache import RaggedCache
 from speculators.borrowed_layer import BorrowedLayer, layer_fields, pack_experts, unpack_experts
-from speculators.config import build_config, config_for_target
 from speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
 from speculators.export import export_drafter, load_drafter, load_weights, read_drafter_config
 from speculators.export.write_back import write_back
 from speculators.families.mtp import Mtp, MtpConfig
+from speculators.registry import build_config, config_for_target
 from speculators.target import FrozenTarget, TargetFeatures
 from train.recipe import recipe_class
 from train.run_drafter import drafter_config, make_drafter

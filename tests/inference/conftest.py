@@ -15,8 +15,8 @@ from inference.proposers.base import Proposer
 from inference.proposers.ngram import NgramProposer
 from inference.sampler import draw
 from inference.tree_shape import DynamicTree, StaticTree
-from speculators.config import config_for_target
 from speculators.families.eagle3 import Eagle3
+from speculators.registry import config_for_target
 from speculators.target import FrozenTarget
 
 

@@ -21,10 +21,10 @@ from inference.report import Bound, load_report, save_report
 from inference.report_build import expected_acceptance as compare_expected
 from inference.sampler import probabilities
 from inference.timing import IsolatedCosts, costs_of, interleaved, transformers_generate
-from speculators.config import config_for_target
 from speculators.errors import CheckpointError, DataError
 from speculators.export import export_drafter, load_drafter
 from speculators.families.eagle3 import Eagle3
+from speculators.registry import config_for_target
 from speculators.target import FrozenTarget
 from speculators.vocab import scatter_to_target
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from inference import LLM, SamplingParams
-from speculators.config import config_for_target
-from speculators.drafter import family_class
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export import export_drafter
+from speculators.registry import config_for_target, family_class
 from speculators.student import build_model
 from speculators.target import FrozenTarget
 

@@ -11,8 +11,7 @@ from huggingface_hub import ModelCard
 from inference.model_card import CardFacts, evaluation_results, model_card, serving, unmeasured
 from inference.report import AcceptanceReport
 from inference.report_engines import lay_beside
-from speculators.config import config_for_target
-from speculators.drafter import family_class
+from speculators.registry import config_for_target, family_class
 from speculators.target import FrozenTarget
 from tests.families.conftest import CASES
 from tests.inference.test_report import bare_report, both_engines, report  # noqa: F401 (a fixture)

@@ -11,10 +11,9 @@ import torch
 from inference.evaluate import EvaluationSettings, evaluate
 from inference.measured_engine import Drafting
 from inference.vllm_engine import PYTHON, VllmError, VllmOptions, Worker, speculative_config, vllm_python
-from speculators.config import config_for_target
-from speculators.drafter import family_class
 from speculators.errors import ConfigError
 from speculators.export import export_drafter
+from speculators.registry import config_for_target, family_class
 from speculators.target import FrozenTarget
 
 without_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="this environment has vLLM")

@@ -18,10 +18,10 @@ from inference import LLM, SamplingParams
 from inference.evaluate import EvaluationSettings, evaluate
 from inference.vllm_engine import VllmError
 from inference.vllm_server import VllmServers
-from speculators.config import config_for_target
 from speculators.errors import ConfigError, DataError
 from speculators.export import export_drafter
 from speculators.families.eagle3 import Eagle3
+from speculators.registry import config_for_target
 from speculators.target import FrozenTarget
 
 V, K, LENGTH = 259, 3, 14

@@ -10,11 +10,11 @@ import torch
 from transformers import AutoTokenizer
 
 from inference.expected import expected_acceptance
-from speculators.config import config_for_target
 from speculators.drafter import valid_terms
 from speculators.errors import ConfigError
 from speculators.families import eagle3_start
 from speculators.families.eagle3 import Eagle3
+from speculators.registry import config_for_target
 from speculators.target import FrozenTarget
 from train import demo
 

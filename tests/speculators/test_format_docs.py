@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from speculators.config import build_config
 from speculators.export.format_docs import SAMPLES, formats_markdown
 from speculators.export.formats import LAYOUTS
+from speculators.registry import build_config
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "formats.md"
 

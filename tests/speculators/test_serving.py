@@ -7,10 +7,10 @@ import pytest
 from inference.speculative_config import TRAINING_FREE as METHODS
 from inference.speculative_config import parse_speculative_config
 from inference.vllm_options import read_options
-from speculators.config import config_for_target
 from speculators.errors import ConfigError
 from speculators.export.formats import FAMILIES
 from speculators.export.serving import TRAINING_FREE, serving
+from speculators.registry import config_for_target
 from speculators.target import FrozenTarget
 
 

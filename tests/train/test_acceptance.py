@@ -13,10 +13,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from inference.report import load_report
-from speculators.config import config_for_target
 from speculators.errors import CheckpointError, DataError
 from speculators.export import export_drafter
 from speculators.families.eagle3 import Eagle3
+from speculators.registry import config_for_target
 from speculators.target import FrozenTarget
 from train.acceptance import accept, gate_bounds, settings_of, workloads
 from train.progress import Stages

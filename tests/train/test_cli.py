@@ -16,9 +16,8 @@ from typer.testing import CliRunner
 
 from inference import LLM, SamplingParams
 from inference.report import load_report
-from speculators.config import config_for_target
-from speculators.drafter import family_class
 from speculators.export import export_drafter, load_drafter
+from speculators.registry import config_for_target, family_class
 from speculators.target import FrozenTarget
 from train import checkpoint
 from train.cli import app

@@ -20,11 +20,10 @@ from safetensors.torch import load_file
 from inference import LLM, SamplingParams
 from inference.llm_loading import load_tokenizer, target_config
 from inference.report import load_report
-from speculators.config import config_for_target
-from speculators.drafter import family_class
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export import export_drafter, load_drafter, read_drafter_config
 from speculators.hub import cached_folder, repository_id, split_revision, with_revision
+from speculators.registry import config_for_target, family_class
 from speculators.target import FrozenTarget
 from tests.fake_hub import WRITER
 from tests.train.test_acceptance import byte_tokenizer

@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from speculators.config import config_for_target
 from speculators.families.medusa import Medusa
+from speculators.registry import config_for_target
 from speculators.target import FrozenTarget
 from tests.train.test_loop import make_rows
 from train.joint import JointTarget, cross_entropy

@@ -17,9 +17,9 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from speculators.config import config_for_target
 from speculators.errors import CheckpointError
 from speculators.families.eagle3 import Eagle3
+from speculators.registry import config_for_target
 from speculators.target import FrozenTarget
 from train import checkpoint
 from train.data import pack

@@ -15,9 +15,8 @@ import torch
 from accelerate import Accelerator
 from pydantic import ValidationError
 
-from speculators.config import config_for_target
-from speculators.drafter import family_class
 from speculators.errors import ConfigError
+from speculators.registry import config_for_target, family_class
 from speculators.target import FrozenTarget
 from tests.train.test_loop import assert_equal, make_rows, weights
 from train.loop import Trainer

@@ -13,8 +13,8 @@ import yaml
 from safetensors import safe_open
 from torch.utils.flop_counter import FlopCounterMode
 
-from speculators.drafter import family_class
 from speculators.export import export_drafter
+from speculators.registry import family_class
 from speculators.sizes import Products, decoder_products, products
 from speculators.target import FrozenTarget
 from tests.train.test_cli import TOKENIZER, call, refused

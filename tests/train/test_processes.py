@@ -15,9 +15,9 @@ import torch
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
-from speculators.config import config_for_target
-from speculators.drafter import Drafter, family_class
+from speculators.drafter import Drafter
 from speculators.families.medusa import Medusa
+from speculators.registry import config_for_target, family_class
 from speculators.target import FrozenTarget
 from tests.conftest import make_tiny_model
 from tests.train.test_loop import make_rows

@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 
 from inference import LLM, SamplingParams
 from inference.report import load_report
-from speculators.config import config_for_target
 from speculators.errors import CheckpointError, ConfigError, HubError
 from speculators.export import export_drafter
 from speculators.export.upload import Destination, account
 from speculators.families.eagle3 import Eagle3
+from speculators.registry import config_for_target
 from speculators.target import FrozenTarget
 from tests.fake_hub import READER, WRITER, CutOff, File, Refused
 from tests.families.test_draft_model_vocabulary import draft_folder, drafting, target_folder  # noqa: F401 (fixtures)

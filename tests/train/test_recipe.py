@@ -7,8 +7,8 @@ import math
 import pytest
 import yaml
 
-from speculators.drafter import FAMILIES
 from speculators.errors import ConfigError
+from speculators.registry import FAMILIES
 from train.recipe import Recipe, describe_schema
 from train.recipe_load import load_recipe
 from train.recipe_sections import GATE_METRICS, split_gate

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from inference import LLM, SamplingParams
-from speculators.config import config_for_target
 from speculators.export import export_drafter
 from speculators.families.draft_model import DraftModel, DraftModelOptions
+from speculators.registry import config_for_target
 from speculators.target import FrozenTarget
 from tests.speculators.test_token_map import byte_level
 from tests.vllm.conftest import PROMPTS, WRITTEN

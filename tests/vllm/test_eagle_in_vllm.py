@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from speculators.config import config_for_target
 from speculators.families.eagle import Eagle, EagleOptions
+from speculators.registry import config_for_target
 from speculators.target import FrozenTarget
 
 

@@ -14,10 +14,10 @@ from inference.measured_engine import Drafting
 from inference.report_engines import lay_beside
 from inference.vllm_engine import VllmOptions
 from inference.vllm_server import VllmServers
-from speculators.config import config_for_target
 from speculators.errors import ConfigError
 from speculators.export import export_drafter
 from speculators.families.eagle3 import Eagle3, Eagle3Options
+from speculators.registry import config_for_target
 from speculators.target import FrozenTarget
 from tests.speculators.test_token_map import byte_level
 from tests.vllm.conftest import PROMPTS

@@ -12,8 +12,8 @@ from accelerate import Accelerator
 
 from inference.vllm_engine import VllmError
 from inference.vllm_hidden_states import HiddenStates
-from speculators.config import config_for_target
 from speculators.families.eagle3 import Eagle3
+from speculators.registry import config_for_target
 from speculators.target import FrozenTarget
 from tests.train.test_loop import make_recipe
 from tests.vllm.conftest import PROMPTS

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from speculators.config import config_for_target
-from speculators.drafter import Drafter, family_class
+from speculators.drafter import Drafter
 from speculators.export import export_drafter
 from speculators.export.faults import CRASHES, KINDS, REFUSES, SWALLOWS
 from speculators.export.inspection import inspect_folder
 from speculators.export.serving import serving
+from speculators.registry import config_for_target, family_class
 from speculators.target import FrozenTarget
 from tests.vllm.process import VLLMError
 

@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 
 from inference.sampler import probabilities
 from inference.sampling_params import SamplingParams
-from speculators.config import config_for_target
 from speculators.export import export_drafter
 from speculators.families.mlp import MLPSpeculator
+from speculators.registry import config_for_target
 from speculators.target import FrozenTarget
 from tests.families.test_mlp import every_copy, published
 from tests.inference.test_rejection_sampler import p_value

@@ -1,0 +1,55 @@
+"""The families by name, and the config of a drafter of one of them.
+
+A family's file is imported when it is asked for. No family imports this file.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from speculators.config import DrafterConfig, TargetShape, default_tap_layers
+from speculators.drafter import Drafter
+from speculators.errors import ConfigError
+
+# family name -> "module:class". Adding a family adds a line here.
+FAMILIES: dict[str, str] = {
+    "draft_model": "speculators.families.draft_model:DraftModel",
+    "eagle": "speculators.families.eagle:Eagle",
+    "eagle3": "speculators.families.eagle3:Eagle3",
+    "medusa": "speculators.families.medusa:Medusa",
+    "mlp": "speculators.families.mlp:MLPSpeculator",
+    "mtp": "speculators.families.mtp:Mtp",
+}
+
+
+def family_class(name: str) -> type[Drafter]:
+    """The class of a family; ConfigError names the families there are."""
+    if name not in FAMILIES:
+        raise ConfigError(f"unknown drafter family {name!r}; expected one of {', '.join(sorted(FAMILIES))}")
+    module, _, attribute = FAMILIES[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def build_config(where: str, family: str, **fields: Any) -> DrafterConfig:
+    """The family's config, or a ConfigError that names `where` and every field that is wrong."""
+    try:
+        return family_class(family).config_class(family=family, **fields)
+    except ValidationError as error:
+        lines = [f"{'.'.join(str(p) for p in e['loc']) or 'drafter'}: {e['msg']}" for e in error.errors()]
+        raise ConfigError(f"{where}: " + "; ".join(lines)) from error
+
+
+def config_for_target(
+    target: TargetShape, family: str, *, tap_layers: Sequence[int] | None = None, **overrides: Any
+) -> DrafterConfig:
+    """The default drafter of `family` for a target: sizes, rope, eps are the target's; `overrides` win."""
+    cls = family_class(family)
+    fields = cls.config_class.for_target(target, family)
+    if cls.reads_taps:
+        fields["tap_layers"] = tuple(sorted(tap_layers or default_tap_layers(target.num_layers)))
+    fields.update({k: v for k, v in overrides.items() if v is not None})
+    return build_config(f"drafter for {target.name_or_path}", **fields)
