@@ -38,3 +38,12 @@ def json_option(name: str, text: str) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         raise ConfigError(f"{name}: expected a JSON object of options, got {text}")
     return value
+
+
+def size_text(size: float) -> str:
+    """Bytes as a person reads them."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from inference.llm_loading import load_tokenizer
 from speculators.target import FrozenTarget
 from train.data import PackedRow
+from train.drafter_config import drafter_config
 from train.feature_cache import FeatureCache, ShardWriter, texts_of
 from train.feature_encodings import make_encoding
 from train.feature_stage import cache_key
@@ -39,7 +40,7 @@ from train.recipe import Recipe
 from train.recipe_load import load_recipe
 from train.run import held_out_evaluation, load_target, make_accelerator
 from train.run_data import RunData
-from train.run_drafter import drafter_config, make_drafter
+from train.run_drafter import make_drafter
 
 ENCODINGS = "bf16,fp8,int4,rotated4,rotated3,rotated3+rotated6,rotated2+rotated6"
 KL_TOKENS = 4096

@@ -96,9 +96,8 @@ def inspect(
 def _sketch(model: str) -> Any:
     """The target's sizes from its config.json; None without a target."""
     from train.recipe_sections import TargetSection
-    from train.target_sketch import sketch_target
 
-    return sketch_target(TargetSection(model=model)) if model else None
+    return TargetSection(model=model).sketch() if model else None
 
 
 # --------------------------------------------------------------------------------------------- what they print

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from inference.console import size_text
 from train.data_count import TokenCount
 from train.estimate import Outline, outline
 from train.memory_estimate import StageMemory, disk, memory
-from train.progress import size_text
 from train.recipe import Recipe
 from train.recipe_data import TemperatureShare
 

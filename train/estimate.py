@@ -10,19 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 
 from speculators.config import DrafterConfig
 from speculators.drafter import Drafter
 from speculators.precision import autocast_dtype, own_device
-from speculators.target import FrozenTarget
+from speculators.target_sketch import TargetSketch
 from train.data_count import TokenCount, counter, mixed
 from train.feature_encodings import bytes_per_token
 from train.recipe import Recipe
 from train.step_rows import StepRows
-from train.target_sketch import TargetSketch, sketch_target
 
 FULLEST = 1.05  # terms of the row of a batch that has the most, relative to the mean row's
 
@@ -127,11 +125,11 @@ def outline(
     """All facts. Reads the target's config and tokenizer and a sample of local data; hub datasets are not touched.
     `counted`: what the sources of `data.train` and of `data.validation` hold, where that is known. `device`: what it is
     to run on, by default this machine's."""
-    from train.run_drafter import drafter_config, sketch_drafter
+    from train.drafter_config import drafter_config, sketch_drafter
 
     device = own_device() if device is None else torch.device(device)
-    target = sketch_target(recipe.target, device)
-    config = drafter_config(recipe, cast(FrozenTarget, target), planning=True)
+    target = recipe.target.sketch(device)
+    config = drafter_config(recipe, target, planning=True)
     head = sketch_drafter(recipe, config).prepare_training(recipe.drafter)
     if counted is None:
         count = counter(recipe)

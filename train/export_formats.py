@@ -12,26 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from speculators.config import DrafterConfig
-from speculators.errors import ConfigError
 from speculators.export import export_drafter
-from speculators.export.formats import layout_for
 
 if TYPE_CHECKING:
     from speculators.drafter import Drafter
     from train.recipe import Recipe
 
 FOLDER = "export"
-
-
-def fitting(recipe: Recipe, config: DrafterConfig) -> DrafterConfig:
-    """`config` as it is. ConfigError, before anything is trained, if a format of the recipe has no place for it."""
-    for name in recipe.export.formats:
-        try:
-            layout_for(name, config.family).check(config)
-        except ConfigError as error:
-            raise ConfigError(f"export.formats: {error}") from error
-    return config
 
 
 def write_formats(recipe: Recipe, drafter: Drafter, *, dtype: torch.dtype, provenance: dict[str, Any]) -> Path:

@@ -32,11 +32,11 @@ def write(recipe, part: tuple[int, int] = (0, 1)) -> None:
     """Of every stage of the training. DraftsmithError for what the user can mend; run again, it continues."""
     from inference.llm_loading import load_tokenizer
     from speculators.target import FrozenTarget
+    from train.drafter_config import drafter_config
     from train.feature_stage import Writer, fill, open_cache
     from train.progress import Stages
     from train.run import load_target, make_accelerator
     from train.run_data import RunData
-    from train.run_drafter import drafter_config
 
     accelerator = make_accelerator(recipe.model_copy(update={"trackers": []}))
     probe = load_target(recipe, accelerator, ())

@@ -20,6 +20,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from inference.console import size_text
 from inference.provenance import config_sha256, text_sha256
 from inference.vllm_hidden_states import HiddenStates
 from speculators.errors import ConfigError
@@ -28,7 +29,7 @@ from speculators.target import FrozenTarget
 from train.data import PackedRow, best_fit
 from train.feature_cache import SOURCE, CacheKey, FeatureCache, ShardWriter, missing, texts_of
 from train.features import RowFeatures
-from train.progress import Stages, size_text
+from train.progress import Stages
 from train.recipe import Recipe
 from train.run_data import RunData
 

@@ -88,7 +88,7 @@ def facts(made: Plan, advice: list[Advice]) -> dict[str, Any]:
 
 def verdict(made: Plan) -> str:
     """One line."""
-    from train.progress import size_text
+    from inference.console import size_text
 
     room = f"{size_text(made.needed)} of {size_text(made.available)} per device"
     if not made.fits:
@@ -106,8 +106,8 @@ def _print(made: Plan, advice: list[Advice]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    from inference.console import size_text
     from train.dry_run import byte_rows, memory_rows, print_pairs
-    from train.progress import size_text
 
     console = Console()
     console.print(f"[bold]{escape(made.recipe.name)}[/bold] on {made.count} x {made.device.name}", highlight=False)

@@ -53,15 +53,6 @@ class Stages:
         self.say(f"{title.replace('[', chr(92) + '[')}: {time.monotonic() - began:.1f} s")
 
 
-def size_text(size: float) -> str:
-    """Bytes as a person reads them."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
-
-
 class _Advance:
     def __init__(self, bar: Progress | None, task, title: str, total: int | None) -> None:
         self.bar, self.task, self.title, self.total = bar, task, title, total

@@ -15,6 +15,9 @@ from train.presets import PRESETS
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
+WORKLOADS = ("math", "python", "json", "rewrite", "table", "chat")  # kinds of conversations that train.demo makes
+
+
 class DemoSource(Section):
     """Conversations the project generates itself; nothing is downloaded."""
 
@@ -26,8 +29,6 @@ class DemoSource(Section):
     @field_validator("workloads")
     @classmethod
     def _known(cls, names: list[str] | None) -> list[str] | None:
-        from train.demo import WORKLOADS
-
         for name in names or ():
             if name not in WORKLOADS:
                 raise ValueError(f"no workload '{name}'; expected some of {', '.join(WORKLOADS)}")

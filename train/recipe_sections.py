@@ -7,7 +7,7 @@ file. Reading files, overrides and error texts are in `train.recipe`. This modul
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -15,6 +15,11 @@ from speculators.errors import ConfigError
 from speculators.hub import is_repository_id, split_revision
 from speculators.options import Count, PositiveInt, Section, Share, Text
 from train.recipe_data import Dtype, Sources
+
+if TYPE_CHECKING:
+    import torch
+
+    from speculators.target_sketch import TargetSketch
 
 
 class TargetSection(Section):
@@ -53,6 +58,18 @@ class TargetSection(Section):
                 raise ValueError(str(error)) from None
             value = {**value, "model": name, "revision": revision}
         return value
+
+    def sketch(self, device: torch.device | str | None = None) -> TargetSketch:
+        """The target's sizes, from its config.json alone. `device`: what it is to run on; None: this machine's."""
+        from speculators.target_sketch import sketch_target  # imports torch and transformers
+
+        return sketch_target(
+            self.model,
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+            dtype=self.dtype,
+            device=device,
+        )
 
 
 BUDGETS = ("steps", "epochs", "max_minutes")  # of training; one of them at least

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import cast
 
 from safetensors.torch import load_file
 
@@ -16,14 +15,12 @@ from speculators.errors import CheckpointError, ConfigError
 from speculators.export import describe_target, export_drafter
 from speculators.precision import as_dtype
 from speculators.registry import family_class
-from speculators.target import FrozenTarget
 from train import checkpoint
 from train.data import conversation_tokenizer
+from train.drafter_config import drafter_config
 from train.recipe_load import load_recipe
 from train.regenerate_record import summary
 from train.run import checkpoints
-from train.run_drafter import drafter_config
-from train.target_sketch import sketch_target
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -39,8 +36,8 @@ def reexport(run_dir: Path, out: Path, *, dtype: str = "auto", format: str = "vl
     newest = checkpoint.latest(root)
     if newest is None:
         raise CheckpointError(f"{root}: no complete checkpoint; run the recipe first")
-    target = sketch_target(recipe.target)
-    config = drafter_config(recipe, cast(FrozenTarget, target))
+    target = recipe.target.sketch()
+    config = drafter_config(recipe, target)
     drafter = family_class(config.family)(config)
     state = json.loads((newest / "state.json").read_text())
     if (root / "best").is_dir():

@@ -67,10 +67,8 @@ def target_facts(llm: LLM, name: str, template_kwargs: dict[str, Any] | None = N
 
 def facts_of(recipe: Recipe, tokenizer: Any) -> TargetFacts:
     """Of the recipe's target from its config alone."""
-    from train.target_sketch import sketch_target
-
     t = recipe.target
-    sketch, source = sketch_target(t), {"revision": t.revision, "trust_remote_code": t.trust_remote_code}
+    sketch, source = t.sketch(), {"revision": t.revision, "trust_remote_code": t.trust_remote_code}
     return TargetFacts(
         name=t.model,
         max_model_len=getattr(sketch.config, "max_position_embeddings", None) or recipe.data.max_length,

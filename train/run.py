@@ -29,6 +29,7 @@ from speculators.precision import as_dtype, autocast_dtype, free_memory, own_dev
 from speculators.target import FrozenTarget
 from train import checkpoint, trackers
 from train.data import conversation_tokenizer
+from train.drafter_config import drafter_config, sketch_drafter
 from train.engines import require_engines
 from train.export_formats import write_formats
 from train.feature_stage import training_features
@@ -47,7 +48,7 @@ from train.regenerate_record import summary
 from train.responses import Response
 from train.rollout import LLMWriter
 from train.run_data import RunData, waits_on_host
-from train.run_drafter import drafter_config, make_drafter, meet_tokenizers, sketch_drafter
+from train.run_drafter import make_drafter, meet_tokenizers
 
 STAGES = ("regenerate", "held-out responses", "train")  # of each stage of the training
 LAST_STAGES = ("export", "acceptance")

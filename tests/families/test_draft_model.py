@@ -27,8 +27,8 @@ from tests.families.test_contract import (
     packed,
 )
 from tests.speculators.test_token_map import byte_level
+from train.drafter_config import sketch_drafter
 from train.recipe import recipe_class
-from train.run_drafter import sketch_drafter
 
 IDS = torch.tensor([[5, 9, 11, 42, 7, 90, 33, 8, 61, 20, 3]])
 PROMPTS = [{"prompt_token_ids": [3 + (i * i) % 90 for i in range(n)]} for n in (9, 4)]

@@ -19,10 +19,10 @@ from speculators.families.eagle import Eagle, EagleOptions
 from speculators.registry import config_for_target
 from speculators.target import FrozenTarget, TargetFeatures
 from train.data import conversation_tokenizer, pack, prepare_rows
+from train.drafter_config import drafter_config
 from train.features import RowFeatures
 from train.recipe import make_recipe, recipe_class
 from train.recipe_data import DataSection
-from train.run_drafter import drafter_config
 from train.sources import load_sources
 
 EMBEDDED = Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "target"

@@ -21,8 +21,8 @@ from speculators.errors import CheckpointError, ConfigError
 from speculators.export import export_drafter, load_drafter, read_drafter_config
 from speculators.registry import config_for_target
 from speculators.target import FrozenTarget
+from train.drafter_config import drafter_config, sketch_drafter
 from train.recipe import make_recipe
-from train.run_drafter import drafter_config, sketch_drafter
 
 SHAPES: dict[str, dict[str, Any]] = {
     "three heads": {},

@@ -27,8 +27,9 @@ from speculators.export.write_back import write_back
 from speculators.families.mtp import Mtp, MtpConfig
 from speculators.registry import build_config, config_for_target
 from speculators.target import FrozenTarget, TargetFeatures
+from train.drafter_config import drafter_config
 from train.recipe import recipe_class
-from train.run_drafter import drafter_config, make_drafter
+from train.run_drafter import make_drafter
 
 IDS = torch.tensor([[5, 9, 11, 42, 7, 90, 33, 8, 61, 20, 3]])
 QWEN3_NEXT = dict(

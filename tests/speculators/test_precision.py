@@ -18,7 +18,6 @@ from train.estimate import outline
 from train.recipe import make_recipe
 from train.recipe_sections import TargetSection
 from train.run import make_accelerator
-from train.target_sketch import sketch_target
 
 OLD = {"architecture": "x86_64", "avx512_f": True, "avx512_bf16": False, "amx_bf16": False}
 CPUS = {
@@ -100,9 +99,9 @@ def test_all_who_say_auto_mean_the_same(cpu, folder, name, dtype, monkeypatch):
     llm = LLM(str(folder), device="cpu")
     assert llm.engine.target.dtype == dtype
     llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=3, temperature=0))
-    sketch = sketch_target(TargetSection(model=str(folder)), "cpu")
+    sketch = TargetSection(model=str(folder)).sketch("cpu")
     assert (sketch.dtype, sketch.checkpoint_dtype) == (dtype, torch.bfloat16)
-    assert sketch_target(TargetSection(model=str(folder)), "cuda").dtype == torch.bfloat16
+    assert TargetSection(model=str(folder)).sketch("cuda").dtype == torch.bfloat16
     monkeypatch.setattr("inference.vllm_engine.vllm_python", lambda _: "python")  # of some environment with vLLM
     engine = VllmEngine(Drafting(str(folder), "ngram", None, 4, 1, 0, options={"device": "cpu"}), VllmOptions())
     assert engine._dtype == str(dtype).removeprefix("torch.")

@@ -21,13 +21,12 @@ from speculators.registry import config_for_target, family_class
 from speculators.target import FrozenTarget
 from train import checkpoint
 from train.cli import app
+from train.drafter_config import drafter_config
 from train.estimate import outline
 from train.memory_estimate import disk
 from train.optimizer_state import optimizer_state
 from train.recipe import describe_schema
 from train.recipe_load import load_recipe
-from train.run_drafter import drafter_config
-from train.target_sketch import sketch_target
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "recipes" / "quickstart" / "target"
@@ -211,7 +210,7 @@ def test_dry_run_counts_what_the_run_would_have(recipe_file, target_folder):
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt_oss", "mixtral", "phi3"])
 def test_sketch_agrees_with_the_target(architecture, tiny_model, tmp_path):
     tiny_model(architecture).save_pretrained(tmp_path)
-    sketch, target = sketch_target(load_target_section(tmp_path)), FrozenTarget.from_pretrained(str(tmp_path))
+    sketch, target = load_target_section(tmp_path).sketch(), FrozenTarget.from_pretrained(str(tmp_path))
     for name in ("hidden_size", "vocab_size", "num_layers", "dtype"):
         assert getattr(sketch, name) == getattr(target, name), name
 

@@ -21,6 +21,7 @@ from tests.train import test_feature_cache as caches
 from tests.train import test_joint as joint_tests
 from tests.train import test_on_policy as on_policy_tests
 from tests.train.test_loop import make_rows
+from train.drafter_config import drafter_config
 from train.feature_cache import FeatureCache
 from train.features import RowFeatures
 from train.loop import Trainer
@@ -28,7 +29,7 @@ from train.progress import Stages
 from train.recipe import recipe_class
 from train.responses import Response
 from train.run import held_out_evaluation
-from train.run_drafter import drafter_config, make_drafter
+from train.run_drafter import make_drafter
 
 TEXTS = {t: [Response("w", (5, 6, 7), (8, 9, 10, 11, 12), t, 0)] for t in (0.0, 1.0)}
 SMALL = {"draft_vocab_size": 60, "unroll_steps": 3}

@@ -19,11 +19,11 @@ from speculators.errors import ConfigError
 from speculators.registry import config_for_target, family_class
 from speculators.target import FrozenTarget
 from tests.train.test_loop import assert_equal, make_rows, weights
+from train.drafter_config import sketch_drafter
 from train.loop import Trainer
 from train.on_policy import FOLDER, OnPolicy
 from train.recipe import recipe_class
 from train.rollout import LLMWriter
-from train.run_drafter import sketch_drafter
 
 SHAPES = {"eagle3": {"draft_vocab_size": 60}, "mlp": {"inner_dim": 24}, "medusa": {"num_heads": 3}, "eagle": {}}
 

@@ -24,6 +24,7 @@ from tests.train.test_loop import make_rows
 from tests.train.test_on_policy import make_recipe as on_policy_recipe
 from tests.train.test_on_policy import make_trainer as on_policy_trainer
 from tests.train.worlds import Scenario, in_worlds
+from train.drafter_config import drafter_config
 from train.features import RowFeatures
 from train.joint import JointTarget
 from train.loop import Trainer
@@ -31,7 +32,7 @@ from train.processes import share_out
 from train.progress import Stages
 from train.recipe import make_recipe
 from train.run_data import waits_on_host
-from train.run_drafter import drafter_config, make_drafter
+from train.run_drafter import make_drafter
 
 FAMILIES: dict[str, dict[str, Any]] = {  # drafter sections
     "eagle3": {"unroll_steps": 3, "draft_vocab_size": 60, "tap_layers": [1, 2, 3]},

@@ -15,18 +15,12 @@ import hashlib
 import random
 from collections.abc import Iterator, Sequence
 
+from train.recipe_data import WORKLOADS
+
 from . import chat, json_records, python_functions, rewriting, tables, word_problems
 from .shapes import Conversation, Exchange, Start, Style, Thread
 
-MODULES = {
-    "math": word_problems,
-    "python": python_functions,
-    "json": json_records,
-    "rewrite": rewriting,
-    "table": tables,
-    "chat": chat,
-}
-WORKLOADS: tuple[str, ...] = tuple(MODULES)
+MODULES = dict(zip(WORKLOADS, (word_problems, python_functions, json_records, rewriting, tables, chat), strict=True))
 CHECKABLE: tuple[str, ...] = ("math", "python", "json", "rewrite", "table")
 BUCKETS = {"train": range(0, 94), "validation": range(94, 97), "test": range(97, 100)}
 

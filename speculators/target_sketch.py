@@ -1,7 +1,7 @@
 """What a target is, from its config.json alone: sizes and counts for planning, before any weight is there.
 
-It stands in for a FrozenTarget where only sizes are read (`speculators.registry.config_for_target`). Knows nothing of
-recipes' budgets; can compute no feature.
+It stands in for a FrozenTarget where only sizes are read (`speculators.registry.config_for_target`). It can compute
+no feature.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from speculators.errors import CheckpointError, UnsupportedTarget
 from speculators.hub import hub_trouble
 from speculators.precision import as_dtype, own_device, running_dtype
 from speculators.sizes import AttentionSizes, Products, attention_sizes, decoder_products
-from train.recipe_sections import TargetSection
 
 
 @dataclass(frozen=True)
@@ -39,38 +38,43 @@ class TargetSketch:
         return self.products.weights + self.vocab_size * self.hidden_size
 
 
-def sketch_target(section: TargetSection, device: torch.device | str | None = None) -> TargetSketch:
+def sketch_target(
+    model: str,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    dtype: str = "auto",
+    device: torch.device | str | None = None,
+) -> TargetSketch:
     """Reads config.json (of a folder, the local cache or the hub); builds the model without memory for weights.
 
-    `device`: what it is to run on; None: what this machine would use."""
+    `dtype`: as in the recipe's `target.dtype`. `device`: what it is to run on; None: what this machine would use."""
     try:
-        whole = AutoConfig.from_pretrained(
-            section.model, revision=section.revision, trust_remote_code=section.trust_remote_code
-        )
+        whole = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         first = hub_trouble(error) or str(error).strip().partition("\n")[0]
         raise CheckpointError(
-            f"target.model: {section.model} has no config.json that transformers can read ({first}); give a folder "
+            f"target.model: {model} has no config.json that transformers can read ({first}); give a folder "
             "that holds a causal language model, or a repository id"
         ) from error
     config = whole.get_text_config()
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code)
+            module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, ImportError) as error:
-        raise UnsupportedTarget(f"target {section.model}: transformers cannot build it: {error}") from error
-    head = model.get_output_embeddings()
+        raise UnsupportedTarget(f"target {model}: transformers cannot build it: {error}") from error
+    head = module.get_output_embeddings()
     own = as_dtype(getattr(whole, "dtype", None) or getattr(config, "dtype", None) or torch.float32)
-    dtype = running_dtype(section.dtype, own, device or own_device())
+    running = running_dtype(dtype, own, device or own_device())
     return TargetSketch(
-        name_or_path=section.model,
+        name_or_path=model,
         config=config,
         hidden_size=config.hidden_size,
         vocab_size=head.weight.shape[0] if head is not None else config.vocab_size,
         num_layers=config.num_hidden_layers,
-        dtype=dtype,
-        checkpoint_dtype=own if section.dtype == "auto" else dtype,
-        num_parameters=sum(p.numel() for p in model.parameters()),
-        products=decoder_products(model, config),
+        dtype=running,
+        checkpoint_dtype=own if dtype == "auto" else running,
+        num_parameters=sum(p.numel() for p in module.parameters()),
+        products=decoder_products(module, config),
         attention=attention_sizes(config),
     )
