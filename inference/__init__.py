@@ -8,7 +8,7 @@ from typing import Any
 _EXPORTS = {
     "LLM": "inference.llm",
     "SamplingParams": "inference.sampling_params",
-    "StructuredOutputsParams": "inference.structured_outputs",
+    "StructuredOutputsParams": "inference.sampling_params",
     "RequestOutput": "inference.outputs",
     "CompletionOutput": "inference.outputs",
 }

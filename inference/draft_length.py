@@ -13,9 +13,8 @@ from inference.acceptance_estimator import AcceptanceEstimator, RequestHistory
 from inference.proposal import Proposal
 from inference.proposers.base import Proposer
 from inference.request import Request
-from inference.round_costs import Forward, MeasuredCosts, RoundCosts
+from inference.round_costs import Forward, RoundCosts
 from inference.round_plan import RoundPlan
-from inference.speculative_config import SpeculativeConfig
 
 Schedule = Sequence[tuple[int, int, int]]  # (smallest batch size, largest, K), ascending
 
@@ -132,14 +131,3 @@ class AdaptiveDraftLength(DraftLength):
             return 0
         self._probing = True
         return plan.force(drafts)
-
-
-def make_draft_length(config: SpeculativeConfig) -> DraftLength:
-    """As `speculative_config` says."""
-    most = config.num_speculative_tokens or 0
-    schedule = config.num_speculative_tokens_per_batch_size
-    if not config.enable_adaptive_verification or not most:
-        return DraftLength(most, schedule)
-    given = config.adaptive_verification_costs
-    costs = MeasuredCosts(most) if given is None else RoundCosts.given(given, most)
-    return AdaptiveDraftLength(most, costs, schedule)

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from inference.compilation_config import Compilation
 from inference.draft_length import DraftLength
+from inference.draft_logits import cut_at_dead_ends, process_logits
 from inference.engine_rows import EngineRows, OnRound
 from inference.kv_memory import KVMemory
-from inference.logits_processors import cut_at_dead_ends, process_logits
 from inference.logprobs import record_logprobs, record_prompt_logprobs
-from inference.proposal import Proposal
+from inference.proposal import Kept, Proposal
 from inference.proposers.base import Proposer
-from inference.rejection_sampler import AUTO, Kept, verify_and_sample
+from inference.rejection_sampler import AUTO, verify_and_sample
 from inference.request import Request
 from inference.sampling_params import SamplingParams
 from inference.tree import ancestors

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from inference.cache import RaggedCache
-from inference.proposers.base import Proposer
+from inference.draft_cache import DraftCache
 from inference.request import Request
 from speculators.errors import ConfigError
 
@@ -25,7 +25,7 @@ class KVMemory:
     per position are learnt from them. Errors: ConfigError, if not even two tokens fit.
     """
 
-    def __init__(self, limit: int, cache: RaggedCache, proposer: Proposer | None, slack: int) -> None:
+    def __init__(self, limit: int, cache: RaggedCache, proposer: DraftCache | None, slack: int) -> None:
         self.limit, self._cache, self._proposer, self._slack = limit, cache, proposer, slack
         self._own = _bytes_per_position(cache)
         self._other = 0 if proposer is None or proposer.cache is None else _bytes_per_position(proposer.cache)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from inference.compilation_config import Compilation, read_compilation
 from inference.detokenizer import Detokenizer
-from inference.draft_length import DraftLength, make_draft_length
+from inference.draft_length import DraftLength
 from inference.engine import Engine, OnRound
 from inference.llm_loading import (
     default_device,
@@ -28,6 +28,7 @@ from inference.llm_loading import (
     load_drafter_for,
     load_target,
     load_tokenizer,
+    make_draft_length,
     make_proposer,
     model_limit,
 )

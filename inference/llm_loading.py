@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from inference.draft_length import AdaptiveDraftLength, DraftLength
 from inference.proposers.base import Proposer
 from inference.proposers.head import HeadProposer
 from inference.proposers.lookahead import LookaheadProposer
 from inference.proposers.ngram import NgramProposer
 from inference.proposers.suffix import SuffixProposer
+from inference.round_costs import MeasuredCosts, RoundCosts
 from inference.speculative_config import SpeculativeConfig
 from speculators.errors import CheckpointError, ConfigError
 from speculators.hub import hub_trouble, split_revision
@@ -205,3 +207,14 @@ def model_limit(target: FrozenTarget, asked: int | None, drafter: Drafter | None
 
 def default_device(device: str | torch.device | None) -> torch.device:
     return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def make_draft_length(config: SpeculativeConfig) -> DraftLength:
+    """As `speculative_config` says."""
+    most = config.num_speculative_tokens or 0
+    schedule = config.num_speculative_tokens_per_batch_size
+    if not config.enable_adaptive_verification or not most:
+        return DraftLength(most, schedule)
+    given = config.adaptive_verification_costs
+    costs = MeasuredCosts(most) if given is None else RoundCosts.given(given, most)
+    return AdaptiveDraftLength(most, costs, schedule)

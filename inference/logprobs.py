@@ -6,15 +6,14 @@ where it was decided: in the logits of its own place in the verification, which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from inference.outputs import Logprob, SampleLogprobs
+from inference.outputs import TokenLogprobs
 from inference.proposal import Proposal
 from speculators.host_copy import on_device
 
@@ -22,16 +21,6 @@ if TYPE_CHECKING:
     from inference.request import Request
 
 PROMPT_CHUNK = 64  # prompt positions whose logits are held at the same time
-
-
-@dataclass
-class TokenLogprobs:
-    """Of one place. `token_ids` and `logprobs`: first the token that stands there, then the most probable ones, in
-    falling order. `rank`: of the token that stands there, 1 for the most probable."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    rank: int
 
 
 def record_logprobs(
@@ -68,17 +57,6 @@ def record_prompt_logprobs(
         logits = to_logits(last_hidden[first - start : last - start])
         following = request.token_ids[first + 1 : last + 1]
         request.prompt_logprobs += _logprobs(logits, following, request.params.prompt_logprobs)
-
-
-def as_dicts(entries: Sequence[TokenLogprobs], tokenizer: Any) -> SampleLogprobs:
-    """As the user gets them: one dict per place, the token that stands there first."""
-    return [dict(_named(entry, tokenizer)) for entry in entries]
-
-
-def _named(entry: TokenLogprobs, tokenizer: Any) -> Iterator[tuple[int, Logprob]]:
-    ranks = [entry.rank, *range(1, len(entry.token_ids))]
-    for token, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
-        yield token, Logprob(logprob, rank, None if tokenizer is None else tokenizer.decode([token]))
 
 
 def _logprobs(logits: Tensor, token_ids: Sequence[int], count: int | None) -> list[TokenLogprobs]:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from inference.metrics import SpecDecodeCounters
-
-if TYPE_CHECKING:
-    from inference.round_trace import JudgedRound
 
 
 @dataclass
@@ -85,3 +81,30 @@ class RequestOutput:
     metrics: RequestMetrics
     num_cached_tokens: int = 0
     prompt_logprobs: PromptLogprobs | None = None
+
+
+@dataclass
+class TokenLogprobs:
+    """Of one place. `token_ids` and `logprobs`: first the token that stands there, then the most probable ones, in
+    falling order. `rank`: of the token that stands there, 1 for the most probable."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
+Placed = tuple[int, int | None]  # a token, and its position in the proposal, from 0; None: the target's own
+
+
+@dataclass
+class JudgedRound:
+    """One verification of one response, or its first token, which nobody drafted.
+
+    tokens            committed: accepted drafts, then the target's own token unless the response ended before it
+    rejected          the drafts that were not; of a tree, those beside the path that was taken
+    num_draft_tokens  drafted, 0 for a round without a proposal
+    """
+
+    tokens: list[Placed]
+    rejected: list[Placed] = field(default_factory=list)
+    num_draft_tokens: int = 0

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 
 from inference.cache import RaggedCache
-from inference.proposers.base import Proposer
+from inference.draft_cache import DraftCache
 from inference.request import Request
 
 WORTH_COPYING = 16  # tokens; fewer are computed again: a copy, or a forward of one's own, would cost more
@@ -78,7 +78,7 @@ class PrefixReuse:
 
     # ------------------------------------------------------------------ into a row
 
-    def enter(self, request: Request, row: int, proposer: Proposer | None) -> int:
+    def enter(self, request: Request, row: int, proposer: DraftCache | None) -> int:
         """The request takes `row`, the first free one: returns how many of its tokens need no prefill."""
         source, shared = self.best(request)
         self._spare(row, source, shared, proposer)
@@ -101,7 +101,7 @@ class PrefixReuse:
         """The request of the row is done with it; its text may serve others."""
         self._used[row] = next(self._clock)
 
-    def _spare(self, row: int, source: int, shared: int, proposer: Proposer | None) -> None:
+    def _spare(self, row: int, source: int, shared: int, proposer: DraftCache | None) -> None:
         """Saves the text in `row` in the free row that was not used for longest, if that is another one."""
         text = self.text(row)
         if len(text) < WORTH_COPYING or (source == row and len(text) - shared < WORTH_COPYING):

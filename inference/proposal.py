@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -152,3 +153,10 @@ class Proposal:
             return self
         counts = [min(count, width) for count in self.counts]
         return Proposal(self.token_ids[:, :width], counts, None if self.q is None else self.q[:, :width])
+
+
+class Kept(NamedTuple):
+    """What a row commits: the drafts at `places` of its proposal, in this order, then one token of the target's own."""
+
+    places: list[int]
+    tokens: list[int]

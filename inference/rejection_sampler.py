@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from inference.proposal import Proposal
+from inference.proposal import Kept, Proposal
 from inference.sampler import argmax, batch_probabilities, check_drawn, inverse_cdf, uniforms
 from inference.sampling_params import SamplingParams
 from inference.tree_verification import TREE_RULES, follow, match_together, trees_of, walk_together
@@ -23,13 +22,6 @@ from speculators.host_copy import on_device
 
 AUTO = "auto"
 METHODS = (AUTO, *(name for name in {**RULES, **TREE_RULES} if name != "greedy"))  # temperature 0 is greedy under any
-
-
-class Kept(NamedTuple):
-    """What a row commits: the drafts at `places` of its proposal, in this order, then one token of the target's own."""
-
-    places: list[int]
-    tokens: list[int]
 
 
 def rule_for(method: str, proposal: Proposal) -> str:

@@ -12,8 +12,8 @@ import torch
 
 from inference.detokenizer import Detokenizer
 from inference.logits_processors import RequestProcessors
-from inference.logprobs import TokenLogprobs
 from inference.metrics import SpecDecodeCounters
+from inference.outputs import TokenLogprobs
 from inference.sampling_params import SamplingParams
 from inference.structured_outputs import GrammarMatcher
 

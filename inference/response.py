@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from inference.detokenizer import full_text
-from inference.logprobs import as_dicts
 from inference.metrics import SpecDecodeCounters
-from inference.outputs import CompletionOutput, PromptLogprobs, RequestMetrics, RequestOutput
+from inference.outputs import (
+    CompletionOutput,
+    Logprob,
+    PromptLogprobs,
+    RequestMetrics,
+    RequestOutput,
+    SampleLogprobs,
+    TokenLogprobs,
+)
 from inference.request import Request
 
 
@@ -113,3 +120,14 @@ def _metrics(requests: Sequence[Request]) -> RequestMetrics:
         num_accepted_tokens_per_pos=list(total.num_accepted_tokens_per_pos),
         accepted_per_round=rounds,
     )
+
+
+def as_dicts(entries: Sequence[TokenLogprobs], tokenizer: Any) -> SampleLogprobs:
+    """As the user gets them: one dict per place, the token that stands there first."""
+    return [dict(_named(entry, tokenizer)) for entry in entries]
+
+
+def _named(entry: TokenLogprobs, tokenizer: Any) -> Iterator[tuple[int, Logprob]]:
+    ranks = [entry.rank, *range(1, len(entry.token_ids))]
+    for token, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
+        yield token, Logprob(logprob, rank, None if tokenizer is None else tokenizer.decode([token]))

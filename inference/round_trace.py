@@ -7,27 +7,11 @@ look into an empty table. Knows no text and no protocol.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from inference.engine import Engine
+from inference.outputs import JudgedRound, Placed
 from inference.proposal import Proposal
 from inference.request import Request
-
-Placed = tuple[int, int | None]  # a token, and its position in the proposal, from 0; None: the target's own
-
-
-@dataclass
-class JudgedRound:
-    """One verification of one response, or its first token, which nobody drafted.
-
-    tokens            committed: accepted drafts, then the target's own token unless the response ended before it
-    rejected          the drafts that were not; of a tree, those beside the path that was taken
-    num_draft_tokens  drafted, 0 for a round without a proposal
-    """
-
-    tokens: list[Placed]
-    rejected: list[Placed] = field(default_factory=list)
-    num_draft_tokens: int = 0
 
 
 class RoundTracer:

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from inference.structured_outputs import StructuredOutputsParams
 from speculators.errors import ConfigError
 
 MIN_TEMPERATURE = 1e-5  # below this, logits / temperature says nothing that temperature 0 does not say
@@ -174,3 +173,55 @@ def _is_real(value: Any) -> bool:
 def _require(holds: bool, name: str, value: Any, expected: str) -> None:
     if not holds:
         raise ConfigError(f"SamplingParams: {name}={value!r}; expected {expected}")
+
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """Exactly one of the first five, under vLLM's names.
+
+    json          a JSON schema, as a dict or as text
+    regex         a regular expression that the whole response matches
+    choice        strings, one of which is the response
+    grammar       a context-free grammar, in Lark's or in GBNF notation
+    json_object   True: any JSON object
+    disable_any_whitespace   JSON on one line, without blanks that mean nothing
+    whitespace_pattern       regular expression of the blanks that JSON may have
+    """
+
+    json: str | Mapping[str, Any] | None = field(default=None, hash=False)
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in KINDS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ConfigError(f"StructuredOutputsParams: {given or 'nothing'} given; expected one of {list(KINDS)}")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            _require(value is None or (isinstance(value, str) and value != ""), name, value, "text that is not empty")
+        _require(self.json is None or isinstance(self.json, (str, Mapping)), "json", self.json, "a JSON schema")
+        _require(self.json_object in (None, True), "json_object", self.json_object, "True, or leave it out")
+        blanks = self.disable_any_whitespace
+        _require(isinstance(blanks, bool), "disable_any_whitespace", blanks, "True or False")
+        if self.choice is not None:
+            usable = isinstance(self.choice, (list, tuple)) and len(self.choice) > 0
+            usable = usable and all(isinstance(text, str) and text != "" for text in self.choice)
+            _require(usable, "choice", self.choice, "a list of strings that are not empty")
+            object.__setattr__(self, "choice", tuple(self.choice))
+
+    @property
+    def kind(self) -> str:
+        """Which of the five is given."""
+        return next(name for name in KINDS if getattr(self, name) is not None)
+
+
+def _require(holds: bool, name: str, value: Any, expected: str) -> None:
+    if not holds:
+        raise ConfigError(f"StructuredOutputsParams: {name}={value!r}; expected {expected}")

@@ -21,10 +21,9 @@ from torch import Tensor
 
 from inference import protocol_responses as told
 from inference.async_engine import AsyncEngine
-from inference.draft_length import make_draft_length
 from inference.engine import Engine
 from inference.llm import LLM
-from inference.llm_loading import drafter_onto, load_target, make_proposer, taps_of
+from inference.llm_loading import drafter_onto, load_target, make_draft_length, make_proposer, taps_of
 from inference.metrics import SpecDecodeCounters
 from inference.proposers.base import Proposer
 from inference.proposers.split import Arm, SplitProposer

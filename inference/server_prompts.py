@@ -22,10 +22,9 @@ from inference.protocol import (
     TokenizeChatRequest,
     TokenizeCompletionRequest,
 )
-from inference.sampling_params import SamplingParams
+from inference.sampling_params import SamplingParams, StructuredOutputsParams
 from inference.server_errors import APIError
 from inference.server_options import ServerOptions
-from inference.structured_outputs import StructuredOutputsParams
 from speculators.errors import ConfigError
 
 # What a request may leave to the server's defaults.

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from inference.detokenizer import Detokenizer
-from inference.outputs import CompletionOutput
+from inference.outputs import CompletionOutput, Placed
 from inference.protocol_responses import Round, RoundToken
-from inference.round_trace import Placed
 from inference.sampling_params import SamplingParams
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference.logits_processors import process_draft_logits
+from inference.draft_logits import process_draft_logits
 from inference.proposal import Proposal
 from inference.request import Request
 from inference.sampler import batch_probabilities, inverse_cdf, uniforms

@@ -19,17 +19,15 @@ from inference.report_build import check_gates
 from inference.report_html import write_html
 from inference.report_table import print_report
 from speculators.errors import DataError
-from train import export_formats
 from train.data import conversation_tokenizer
-from train.engines import REPORT, Engines, engines_of, evaluate_in
-from train.joint import FOLDER, change_of
+from train.engines import Engines, engines_of, evaluate_in
+from train.joint import change_of
 from train.prepare import askable, bad_rows
 from train.progress import Stages
 from train.recipe import Recipe
 from train.recipe_sections import split_gate
+from train.run_folder import EXPORT, PAGE, REPORT, TARGET
 from train.sources import load_sources
-
-EXPORT, PAGE = export_formats.FOLDER, "report.html"  # below the run's folder
 
 
 def accept(
@@ -76,7 +74,7 @@ def measure(
 ) -> AcceptanceReport:
     """The report on the run's export, without gates."""
     target, template = recipe.target, recipe.data.chat_template
-    model = str(Path(recipe.output_dir) / FOLDER) if recipe.joint else target.model
+    model = str(Path(recipe.output_dir) / TARGET) if recipe.joint else target.model
     provenance = {"recipe_name": recipe.name, "recipe_sha256": recipe.recipe_hash(), "target_name": model}
     if recipe.joint:
         provenance["target_change"] = change_of(Path(model))

@@ -26,11 +26,10 @@ from inference.report import AcceptanceReport, load_report
 from inference.report_cell import ALL_WORKLOADS
 from speculators.errors import ConfigError, DraftsmithError
 from train import checkpoint
-from train.acceptance import EXPORT
-from train.engines import REPORT
 from train.recipe import Recipe
 from train.recipe_load import load_recipe
 from train.run import checkpoints
+from train.run_folder import EXPORT, REPORT
 
 FILE, PICTURE = "comparison.json", "comparison.png"
 INTEGERS = ("I64", "I32", "BOOL", "U8")  # tensors of a file that are no parameters

@@ -1,6 +1,6 @@
 """Distil a small model into a drafter: `accelerate launch train/distill.py RECIPE.yaml [key=value ...] [--dry-run]`."""
 
-from train.run import launch
+from train.launch import launch
 
 if __name__ == "__main__":
     launch(families=("draft_model",))

@@ -22,6 +22,7 @@ from train.estimate import Outline, outline
 from train.memory_estimate import StageMemory, disk, memory
 from train.recipe import Recipe
 from train.recipe_data import TemperatureShare
+from train.run_folder import RECIPE
 
 
 def describe(recipe: Recipe, console: Console | None = None) -> None:
@@ -208,7 +209,7 @@ def _on_policy_rows(recipe: Recipe) -> Rows:
 def _output_rows(recipe: Recipe) -> Rows:
     folder = Path(recipe.output_dir)
     paths = [
-        ("resolved recipe", "recipe.yaml"),
+        ("resolved recipe", RECIPE),
         ("checkpoints", "checkpoints"),
         ("drafter", "export"),
         ("measurements", "acceptance.json"),

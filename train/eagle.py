@@ -1,6 +1,6 @@
 """Train an EAGLE-family head: `accelerate launch train/eagle.py RECIPE.yaml [training.steps=200 ...] [--dry-run]`."""
 
-from train.run import launch
+from train.launch import launch
 
 if __name__ == "__main__":
     launch(families=("eagle", "eagle3"))

@@ -15,8 +15,7 @@ from inference.vllm_engine import VLLM, VllmOptions, vllm_python
 from speculators.errors import ConfigError
 from train.recipe import Recipe
 from train.recipe_sections import split_gate
-
-REPORT = "acceptance.json"
+from train.run_folder import REPORT
 
 
 @dataclass(frozen=True)

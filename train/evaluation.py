@@ -18,11 +18,12 @@ from inference.report_html import write_html
 from inference.report_table import print_report
 from speculators.errors import CheckpointError, ConfigError
 from train import checkpoint
-from train.acceptance import EXPORT, PAGE, accept, settings_of, workloads
-from train.engines import REPORT, Engines, evaluate_in
+from train.acceptance import accept, settings_of, workloads
+from train.engines import Engines, evaluate_in
 from train.progress import Stages
 from train.recipe import Recipe, make_recipe
 from train.run import checkpoints
+from train.run_folder import EXPORT, PAGE, REPORT
 
 BUILT_IN = [{"demo": {"split": "test", "count": 96}}, {"stdlib": {"split": "test", "count": 16}}]
 

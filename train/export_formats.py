@@ -13,18 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from speculators.export import export_drafter
+from train.run_folder import EXPORT
 
 if TYPE_CHECKING:
     from speculators.drafter import Drafter
     from train.recipe import Recipe
 
-FOLDER = "export"
-
 
 def write_formats(recipe: Recipe, drafter: Drafter, *, dtype: torch.dtype, provenance: dict[str, Any]) -> Path:
     """Writes every format; returns the folder of the first."""
     out, names = Path(recipe.output_dir), recipe.export.formats
-    folders = [out / (f"{FOLDER}-{name}" if i else FOLDER) for i, name in enumerate(names)]
+    folders = [out / (f"{EXPORT}-{name}" if i else EXPORT) for i, name in enumerate(names)]
     for name, folder in zip(names, folders, strict=True):
         export_drafter(drafter, folder, dtype=dtype, provenance=provenance, format=name)
     return folders[0]

@@ -29,7 +29,7 @@ from train.losses import chunked_objective
 from train.recipe_sections import JointSection
 
 Texts = Sequence[tuple[Sequence[int], Sequence[int]]]  # (prompt ids, response ids)
-FOLDER, CHANGE = "target", "held_out_loss.json"  # below the run's folder; what happened to it, inside
+CHANGE = "held_out_loss.json"  # in the folder of the exported target: what happened to it
 
 
 class JointTarget(nn.Module):

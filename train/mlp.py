@@ -1,6 +1,6 @@
 """Train an MLP speculator: `accelerate launch train/mlp.py RECIPE.yaml [training.steps=200 ...] [--dry-run]`."""
 
-from train.run import launch
+from train.launch import launch
 
 if __name__ == "__main__":
     launch(families=("mlp",))

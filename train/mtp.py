@@ -1,6 +1,6 @@
 """Train a multi-token-prediction module: `accelerate launch train/mtp.py RECIPE.yaml [training.steps=200 ...]`."""
 
-from train.run import launch
+from train.launch import launch
 
 if __name__ == "__main__":
     launch(families=("mtp",))

@@ -27,12 +27,12 @@ from speculators.export.upload import Destination, Pushed, upload
 from speculators.hub import is_repository_id, repository_id
 from speculators.registry import family_class
 from speculators.token_map import FILE as TOKEN_MAP
-from train.acceptance import EXPORT, PAGE, REPORT
 from train.push_files import Renaming, link_files, local_paths, renamed, renamed_in_page
 from train.recipe import Recipe
 from train.recipe_load import load_recipe
+from train.run_folder import EXPORT, PAGE, RECIPE, REPORT
 
-RECIPE, CARD = "recipe.yaml", "README.md"
+CARD = "README.md"
 WRITTEN = (REPORT, PAGE, RECIPE)  # besides the card; what a push did not write any more is removed there
 
 Say = Callable[[str], None]

@@ -21,6 +21,7 @@ from train.drafter_config import drafter_config
 from train.recipe_load import load_recipe
 from train.regenerate_record import summary
 from train.run import checkpoints
+from train.run_folder import RECIPE
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -29,9 +30,9 @@ def reexport(run_dir: Path, out: Path, *, dtype: str = "auto", format: str = "vl
     """Writes the run's best weights (the newest without held-out evaluation) to `out`; returns it and their step."""
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
-    if not (run_dir / "recipe.yaml").is_file():
-        raise CheckpointError(f"{run_dir}: holds no recipe.yaml, so it is not a run's folder; give runs/<name>")
-    recipe = load_recipe(run_dir / "recipe.yaml", [f"output_dir={run_dir}"])  # the folder may have been moved
+    if not (run_dir / RECIPE).is_file():
+        raise CheckpointError(f"{run_dir}: holds no {RECIPE}, so it is not a run's folder; give runs/<name>")
+    recipe = load_recipe(run_dir / RECIPE, [f"output_dir={run_dir}"])  # the folder may have been moved
     root = checkpoints(recipe)
     newest = checkpoint.latest(root)
     if newest is None:

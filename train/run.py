@@ -7,7 +7,6 @@ command again continues. Knows the order of the stages and nothing of how they w
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -22,7 +21,7 @@ from inference.expected import expected_acceptance
 from inference.llm_loading import load_tokenizer
 from inference.replay import ReplayResult, standard_error
 from speculators.drafter import Drafter
-from speculators.errors import ConfigError, DraftsmithError
+from speculators.errors import ConfigError
 from speculators.export import describe_target
 from speculators.export.upload import account
 from speculators.precision import as_dtype, autocast_dtype, free_memory, own_device
@@ -35,9 +34,8 @@ from train.export_formats import write_formats
 from train.feature_stage import training_features
 from train.fingerprint import fingerprint
 from train.hardware import total_memory
-from train.joint import FOLDER as TARGET
 from train.joint import JointTarget
-from train.loop import ERROR, EXPECTED, Interrupted, Trainer, held_out_figure
+from train.loop import ERROR, EXPECTED, Trainer, held_out_figure
 from train.on_policy import OnPolicy
 from train.plan import require_memory_to_measure
 from train.processes import share_out
@@ -49,28 +47,11 @@ from train.responses import Response
 from train.rollout import LLMWriter
 from train.run_data import RunData, waits_on_host
 from train.run_drafter import make_drafter, meet_tokenizers
+from train.run_folder import RECIPE, TARGET
 
 STAGES = ("regenerate", "held-out responses", "train")  # of each stage of the training
 LAST_STAGES = ("export", "acceptance")
 PATIENCE = timedelta(days=7)  # with which processes wait for the one that writes responses; torch's is ten minutes
-
-
-def launch(families: Sequence[str]) -> None:
-    """Entry point of the launchers: `RECIPE [dotted.key=value ...] [--dry-run]`; exits with the run's status."""
-    arguments = sys.argv[1:]
-    options = [a for a in arguments if a.startswith("-")]
-    rest = [a for a in arguments if not a.startswith("-")]
-    if not rest or options not in ([], ["--dry-run"]):
-        print(f"usage: {Path(sys.argv[0]).name} RECIPE.yaml [dotted.key=value ...] [--dry-run]", file=sys.stderr)
-        sys.exit(2)
-    try:
-        sys.exit(run(rest[0], rest[1:], dry_run="--dry-run" in options, families=families))
-    except Interrupted as stop:
-        print(stop, file=sys.stderr)
-        sys.exit(143)
-    except DraftsmithError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def run(
@@ -98,7 +79,7 @@ def run(
     folder = Path(recipe.output_dir)
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "recipe.yaml").write_text(recipe.resolved_yaml())
+        (folder / RECIPE).write_text(recipe.resolved_yaml())
     fits = getattr(recipe.drafter, "init", None) == "least_squares" and recipe.drafter.init_from is None
     cached = recipe.features.mode == "cache"
     count = (len(STAGES) + cached) * len(recipe.training_stages()) + len(LAST_STAGES) + fits

@@ -20,9 +20,9 @@ from accelerate import Accelerator
 
 from inference.report import AcceptanceReport, load_report
 from speculators.errors import ConfigError
-from train.engines import REPORT
 from train.recipe import Recipe
 from train.responses import write_json
+from train.run_folder import PAGE, REPORT
 
 IDS = "trackers.json"  # in the run's folder
 PREFIX = "acceptance/"  # of the report's figures
@@ -63,8 +63,6 @@ def offline_without_a_key() -> None:
 
 def attach_report(recipe: Recipe, accelerator: Accelerator, step: int) -> None:
     """The acceptance report of a run that is done, to all trackers of the main process."""
-    from train.acceptance import PAGE
-
     folder = Path(recipe.output_dir)
     if not accelerator.trackers or not accelerator.is_main_process or not (folder / REPORT).is_file():
         return

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from inference.cache import RaggedCache
-from inference.logits_processors import along_a_chain
+from inference.draft_logits import along_a_chain
 from inference.proposal import Proposal
 from inference.proposers.base import GoOn, Proposer
 from inference.request import Request

@@ -13,7 +13,8 @@ import torch
 
 from inference import LLM, SamplingParams
 from inference.acceptance_estimator import AcceptanceEstimator, RequestHistory
-from inference.draft_length import AdaptiveDraftLength, DraftLength, make_draft_length
+from inference.draft_length import AdaptiveDraftLength, DraftLength
+from inference.llm_loading import make_draft_length
 from inference.proposal import Proposal
 from inference.proposers import head
 from inference.round_costs import MeasuredCosts, RoundCosts

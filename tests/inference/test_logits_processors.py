@@ -8,15 +8,10 @@ import pytest
 import torch
 
 from inference import SamplingParams
-from inference.logits_processors import (
-    RequestProcessors,
-    bad_word_ids,
-    cut_at_dead_ends,
-    process_draft_logits,
-    process_logits,
-)
-from inference.proposal import Proposal
-from inference.rejection_sampler import Kept, verify_and_sample
+from inference.draft_logits import cut_at_dead_ends, process_draft_logits, process_logits
+from inference.logits_processors import RequestProcessors, bad_word_ids
+from inference.proposal import Kept, Proposal
+from inference.rejection_sampler import verify_and_sample
 from inference.request import Request
 from inference.sampler import probabilities
 from inference.token_counts import TokenCounts
