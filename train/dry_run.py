@@ -22,7 +22,7 @@ from train.estimate import Outline, outline
 from train.memory_estimate import StageMemory, disk, memory
 from train.recipe import Recipe
 from train.recipe_data import TemperatureShare
-from train.run_folder import RECIPE
+from train.run_folder import EXPORT, PAGE, RECIPE, REPORT
 
 
 def describe(recipe: Recipe, console: Console | None = None) -> None:
@@ -211,9 +211,9 @@ def _output_rows(recipe: Recipe) -> Rows:
     paths = [
         ("resolved recipe", RECIPE),
         ("checkpoints", "checkpoints"),
-        ("drafter", "export"),
-        ("measurements", "acceptance.json"),
-        ("report", "report.html"),
+        ("drafter", EXPORT),
+        ("measurements", REPORT),
+        ("report", PAGE),
     ]
     rows = [(name, f"{folder / path}{' (exists)' if (folder / path).exists() else ''}") for name, path in paths]
     return [*rows, ("trackers", ", ".join(recipe.trackers) or "none")]
