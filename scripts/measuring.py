@@ -17,20 +17,19 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from inference import LLM, SamplingParams
-from speculators.config import config_for_target
-from speculators.drafter import family_class
 from speculators.export import export_drafter
 from speculators.precision import free_memory
+from speculators.registry import config_for_target, family_class
 from speculators.target import FrozenTarget
 from train.data import pack
 from train.data_count import TokenCount
+from train.drafter_config import drafter_config
 from train.estimate import outline
 from train.hardware import copy_rate, product_rate
 from train.loop import Trainer
 from train.masks import TokenRow
 from train.memory_estimate import memory
 from train.recipe import make_recipe
-from train.run_drafter import drafter_config
 
 
 class Skipped(Exception):
