@@ -51,9 +51,10 @@ test-vllm: $(VENV)/.installed  ## run the exports in real vLLM, on a CPU (makes 
 	$(BIN)/python scripts/setup_vllm.py $(VLLM_VENV)
 	DRAFTSMITH_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(PYTEST) tests/vllm $(ARGS)
 
-lint: $(VENV)/.installed  ## ruff (lint and format) and mypy, changing nothing
+lint: $(VENV)/.installed  ## ruff (lint and format), import-linter and mypy, changing nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
 
 format: $(VENV)/.installed  ## format the code and mend what ruff can mend

@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 _EXPORTS = {
-    "LLM": "inference.llm",
+    "LLM": "inference.entrypoints.llm",
     "SamplingParams": "inference.sampling_params",
     "StructuredOutputsParams": "inference.sampling_params",
     "RequestOutput": "inference.outputs",

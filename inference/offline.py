@@ -20,16 +20,16 @@ from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
 from inference.console import run
-from inference.llm_prompts import Prompt, chat_prompts, read_prompts
-from inference.measurement import TimedRun
-from inference.offline_prompts import demo_prompts
+from inference.entrypoints.prompts import Prompt, chat_prompts, read_prompts
+from inference.entrypoints.speculative_defaults import NUM_SPECULATIVE_TOKENS
+from inference.entrypoints.vllm_options import NGRAM
+from inference.evaluation.demo_prompts import demo_prompts
+from inference.evaluation.side_by_side import DEFAULT, Measured, SideBySide
 from inference.provenance import environment
-from inference.report_build import paired_ratio, tokens_per_second
-from inference.report_cell import LosslessCheck, Spread, TokenDifference
+from inference.report.build import paired_ratio, tokens_per_second
+from inference.report.cell import LosslessCheck, Spread, TokenDifference
+from inference.report.measurement import TimedRun
 from inference.sampling_params import SamplingParams
-from inference.side_by_side import DEFAULT, Measured, SideBySide
-from inference.speculative_defaults import NUM_SPECULATIVE_TOKENS
-from inference.vllm_options import NGRAM
 from inference.whole_file import check_writable, write_whole
 from speculators.errors import ConfigError
 

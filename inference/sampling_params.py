@@ -1,7 +1,8 @@
 """How one request wants its tokens chosen: vLLM's names, checked when made.
 
 This module must not know logits, tokenizers or the engine: it holds what the user asked for and refuses what
-cannot be honoured. What is changed in the logits is in `logits_processors.py`, sampling itself in `sampler.py`.
+cannot be honoured. What is changed in the logits is in `sampling/logits_processors.py`, sampling itself in
+`sampling/sampler.py`.
 """
 
 from __future__ import annotations

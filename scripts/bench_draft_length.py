@@ -32,16 +32,16 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from inference import LLM, SamplingParams
-from inference.draft_length import AdaptiveDraftLength, DraftLength
-from inference.llm_loading import load_target
-from inference.measurement import TimedRun
-from inference.proposal import Proposal
-from inference.round_costs import MeasuredCosts, RoundCosts
-from inference.timing import interleaved
+from inference.entrypoints.loading import load_target
+from inference.evaluation.timing import interleaved
+from inference.report.measurement import TimedRun
+from inference.spec_decode.draft_length.costs import MeasuredCosts, RoundCosts
+from inference.spec_decode.draft_length.policy import AdaptiveDraftLength, DraftLength
+from inference.spec_decode.proposal import Proposal
 from speculators.export import load_drafter, read_drafter_config
-from train.acceptance import settings_of, workloads
-from train.evaluation import BUILT_IN
-from train.recipe import make_recipe
+from train.pipeline.acceptance_stage import settings_of, workloads
+from train.pipeline.evaluate_again import BUILT_IN
+from train.recipe.recipe import make_recipe
 
 Prompts = Mapping[str, Sequence[Sequence[int]]]
 Passes = dict[str, dict[str, list[list[TimedRun]]]]  # workload -> length -> response -> repeats

@@ -26,21 +26,21 @@ from accelerate.utils import set_seed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from inference.llm_loading import load_tokenizer
-from speculators.target import FrozenTarget
-from train.data import PackedRow
-from train.drafter_config import drafter_config
-from train.feature_cache import FeatureCache, ShardWriter, texts_of
-from train.feature_encodings import make_encoding
-from train.feature_stage import cache_key
-from train.features import RowFeatures
-from train.loop import Trainer
-from train.progress import Stages
-from train.recipe import Recipe
-from train.recipe_load import load_recipe
-from train.run import held_out_evaluation, load_target, make_accelerator
-from train.run_data import RunData
-from train.run_drafter import make_drafter
+from inference.entrypoints.loading import load_tokenizer
+from speculators.target.frozen_target import FrozenTarget
+from train.data.packing import PackedRow
+from train.features.cache import FeatureCache, ShardWriter, texts_of
+from train.features.encodings import make_encoding
+from train.features.row_features import RowFeatures
+from train.pipeline.data_stage import RunData
+from train.pipeline.drafter_stage import make_drafter
+from train.pipeline.features_stage import cache_key
+from train.pipeline.progress import Stages
+from train.pipeline.run import held_out_evaluation, load_target, make_accelerator
+from train.recipe.drafter_config import drafter_config
+from train.recipe.load import load_recipe
+from train.recipe.recipe import Recipe
+from train.trainer.trainer import Trainer
 
 ENCODINGS = "bf16,fp8,int4,rotated4,rotated3,rotated3+rotated6,rotated2+rotated6"
 KL_TOKENS = 4096

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from train.losses import chunked_objective, default_chunk_size, plain_objective
+from train.losses.objective import chunked_objective, default_chunk_size, plain_objective
 
 VARIANTS = {
     "plain": "plain autograd, every depth's logits held",

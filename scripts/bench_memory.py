@@ -34,14 +34,14 @@ def one_step(length: int, way: str, hidden_size: int, texts: int) -> tuple[float
     from accelerate import Accelerator
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from speculators import attention
-    from speculators import target as target_module
+    from speculators.layers import attention
     from speculators.registry import config_for_target, family_class
-    from speculators.target import FrozenTarget
-    from train.data import pack
-    from train.loop import Trainer
-    from train.masks import TokenRow
-    from train.recipe import make_recipe
+    from speculators.target import frozen_target as target_module
+    from speculators.target.frozen_target import FrozenTarget
+    from train.data.loss_mask import TokenRow
+    from train.data.packing import pack
+    from train.recipe.recipe import make_recipe
+    from train.trainer.trainer import Trainer
 
     if way == "plain":
         target_module.LONG_ROW = attention.KEPT_SCORES = attention.SCORES["cpu"] = 1 << 62

@@ -1,9 +1,9 @@
 """How far `draftsmith plan` is off: short trainings on this machine's CPU, estimated first and then measured.
 
-Four families, each at two sizes of target, row and batch. The shares of the CPU's peaks (train/hardware.py) are fitted
-on two of them, and the error is that of the others, which the fit has not seen. One thread, counted in seconds of the
-CPU, so that what else the machine does hardly matters; memory is the peak of a process of its own beyond what it held
-before the target was loaded.
+Four families, each at two sizes of target, row and batch. The shares of the CPU's peaks (train/planner/devices.py) are
+fitted on two of them, and the error is that of the others, which the fit has not seen. One thread, counted in seconds
+of the CPU, so that what else the machine does hardly matters; memory is the peak of a process of its own beyond what it
+held before the target was loaded.
 
     python scripts/bench_plan.py
     python scripts/bench_plan.py --families eagle3,medusa --steps 4 --json errors.json
@@ -61,7 +61,7 @@ def main(
     if one:
         print(json.dumps(measure(Path(one), steps)))
         return
-    from train.hardware import measure_cpu
+    from train.planner.devices import measure_cpu
 
     device = measure_cpu(time.process_time)
     runs = []
@@ -88,7 +88,7 @@ def main(
 
 def write_recipe(folder: Path, family: str, size: str, steps: int) -> Path:
     """The recipe of one run, and its target if that is not the embedded one."""
-    from train.recipe import make_recipe
+    from train.recipe.recipe import make_recipe
 
     s, target = SIZES[size], EMBEDDED
     if size == "large":
@@ -129,11 +129,11 @@ def write_target(folder: Path) -> None:
 
 def measure(path: Path, steps: int) -> dict[str, float]:
     """In this process: CPU seconds of a step and of a token written, peak bytes, files."""
-    from train import run
-    from train.checkpoint import latest
-    from train.loop import Trainer
-    from train.progress import Stages
-    from train.recipe_load import load_recipe
+    from train.pipeline import run
+    from train.pipeline.progress import Stages
+    from train.recipe.load import load_recipe
+    from train.trainer.checkpoint import latest
+    from train.trainer.trainer import Trainer
 
     recipe, spent, written = load_recipe(path), [], {}
     plain_step, plain_responses = Trainer.step, run.RunData._responses
@@ -186,16 +186,16 @@ def bytes_of(folder: Path) -> int:
 
 def sized(path: Path) -> Any:
     """The outline of a recipe; the files of a run may be gone when its figures are asked for."""
-    from train.estimate import outline
-    from train.recipe_load import load_recipe
+    from train.planner.outline import outline
+    from train.recipe.load import load_recipe
 
     return outline(load_recipe(path))
 
 
 def works(plan: Any) -> tuple[Any, Any]:
     """Of a step, and of a token that is written."""
-    from train.phases import generation, phases, texts_of
-    from train.work import total
+    from train.planner.phases import generation, phases, texts_of
+    from train.planner.work import total
 
     r = plan.recipe.regenerate
     texts = texts_of(plan.sources, plan.recipe.data.max_length, r.max_new_tokens)
@@ -205,7 +205,7 @@ def works(plan: Any) -> tuple[Any, Any]:
 
 def estimates(plan: Any, device: Any) -> dict[str, float]:
     """The measured figures, as the plan has them."""
-    from train.memory_estimate import checkpoint_bytes, disk, memory
+    from train.planner.memory import checkpoint_bytes, disk, memory
 
     times = [work.seconds(device).likely for work in works(plan)]
     peaks = [stage.total for stage in memory(plan) if not stage.name.startswith("measure")]
@@ -214,7 +214,7 @@ def estimates(plan: Any, device: Any) -> dict[str, float]:
 
 def fit(pairs: list[tuple[Any, dict[str, float]]], device: Any) -> dict[str, Any]:
     """Shares of the peaks and the cost of a call with the least squares of log ratios of the times."""
-    from train.hardware import CALL, Range
+    from train.planner.devices import CALL, Range
 
     known = [(work, run[name]) for plan, run in pairs for work, name in zip(works(plan), FIGURES)]
     found: list[tuple[float, dict[str, Any]]] = []

@@ -30,26 +30,26 @@ from transformers.utils.logging import disable_progress_bar
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from inference.console import run
-from inference.cost_model import efficiency, speedup_limit
-from inference.llm_loading import end_of_sequence_ids
-from inference.llm_prompts import Prompt
-from inference.measurement import Costs
+from inference.entrypoints.loading import end_of_sequence_ids
+from inference.entrypoints.prompts import Prompt
+from inference.entrypoints.speculative_config import TRAINING_FREE
+from inference.entrypoints.speculative_defaults import complete
+from inference.entrypoints.vllm_options import read_options
+from inference.evaluation.demo_prompts import DEMOS, demo_prompts
+from inference.evaluation.side_by_side import DEFAULT, Measured, Other, SideBySide
+from inference.evaluation.timing import IsolatedCosts, costs_of, transformers_generate, typical_context
 from inference.offline import as_prompts
-from inference.offline_prompts import DEMOS, demo_prompts
 from inference.provenance import environment
-from inference.report_build import paired_ratio, tokens_per_second
-from inference.report_cell import Spread
+from inference.report.build import paired_ratio, tokens_per_second
+from inference.report.cell import Spread
+from inference.report.cost_model import efficiency, speedup_limit
+from inference.report.measurement import Costs
 from inference.sampling_params import SamplingParams
-from inference.side_by_side import DEFAULT, Measured, Other, SideBySide
-from inference.speculative_config import TRAINING_FREE
-from inference.speculative_defaults import complete
-from inference.timing import IsolatedCosts, costs_of, transformers_generate, typical_context
-from inference.vllm_options import read_options
 from inference.whole_file import check_writable, write_whole
 from speculators.errors import ConfigError
 from speculators.export import load_drafter
 from speculators.hub import split_revision
-from train import demo
+from train.data import demo
 
 NUM_SPECULATIVE_TOKENS = 4
 ROUND = ("schedule", "draft", "verify", "sample", "commit")  # phases of a round; prefill is none of them

@@ -6,7 +6,7 @@
 
 `train` saves every few minutes and continues where it was when run again; the learning rate follows the share of
 `--minutes` that is spent, so a run can be lengthened or shortened half-way. Works on CPU processes (gloo) and GPUs.
-Reads only the conversations of train.demo and the interpreter's own standard library (train.stdlib_source).
+Reads only the conversations of train.data.demo and the interpreter's own standard library (train.data.stdlib_source).
 """
 
 from __future__ import annotations

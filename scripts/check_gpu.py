@@ -45,10 +45,10 @@ from scripts.measuring import (
     timed_steps,
 )
 from speculators.precision import free_memory, own_device
-from train import processes
-from train.features_ahead import STREAMS
-from train.hardware import recognised
-from train.phases import phases
+from train.features.prefetch import STREAMS
+from train.planner.devices import recognised
+from train.planner.phases import phases
+from train.trainer import parallel as processes
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES: dict[str, dict[str, Any]] = {

@@ -1,7 +1,7 @@
 """What the quickstart's target is trained on: its tokenizer, token files, batches, and drills made on the fly.
 
-Reads the conversations of train.demo and the interpreter's standard library; knows nothing of models or training but
-the size of the vocabulary.
+Reads the conversations of train.data.demo and the interpreter's standard library; knows nothing of models or training
+but the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from demo_target_model import VOCAB
 
-from train import demo, stdlib_source
-from train.demo import tables
+from train.data import demo, stdlib_source
+from train.data.demo import tables
 
 # Conversations of each workload: more of what is harder to learn.
 CONVERSATIONS = {"math": 12_000, "python": 7_000, "json": 7_000, "rewrite": 30_000, "table": 30_000, "chat": 9_000}

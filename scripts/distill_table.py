@@ -17,8 +17,8 @@ from typing import Annotated
 
 import typer
 
-from inference.report import load_report
-from train.compare import Candidate, Comparison, Entry, run_all
+from inference.report.schema import load_report
+from train.pipeline.compare import Candidate, Comparison, Entry, run_all
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = Path("recipes/quickstart/distill")

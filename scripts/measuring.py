@@ -20,16 +20,16 @@ from inference import LLM, SamplingParams
 from speculators.export import export_drafter
 from speculators.precision import free_memory
 from speculators.registry import config_for_target, family_class
-from speculators.target import FrozenTarget
-from train.data import pack
-from train.data_count import TokenCount
-from train.drafter_config import drafter_config
-from train.estimate import outline
-from train.hardware import copy_rate, product_rate
-from train.loop import Trainer
-from train.masks import TokenRow
-from train.memory_estimate import memory
-from train.recipe import make_recipe
+from speculators.target.frozen_target import FrozenTarget
+from train.data.loss_mask import TokenRow
+from train.data.packing import pack
+from train.planner.devices import copy_rate, product_rate
+from train.planner.memory import memory
+from train.planner.outline import outline
+from train.planner.token_counts import TokenCount
+from train.recipe.drafter_config import drafter_config
+from train.recipe.recipe import make_recipe
+from train.trainer.trainer import Trainer
 
 
 class Skipped(Exception):

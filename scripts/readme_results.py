@@ -14,8 +14,8 @@ from typing import Annotated
 
 import typer
 
-from inference.report import load_report
-from train.compare import Comparison, markdown
+from inference.report.schema import load_report
+from train.pipeline.compare import Comparison, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 ROW = re.compile(r"^\| (?P<name>[^|]+) \|[^|]*\|[^|]*\| `(?P<key>[a-z_<>T.]+)` \|$", re.MULTILINE)

@@ -15,7 +15,7 @@ import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
 from inference.bench.client import make_client
-from train.demo import prompts
+from train.data.demo import prompts
 
 POOL = 24  # different requests of each kind
 CHOICES = ["one", "two", "three"]

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from speculators.config import DrafterConfig
-from speculators.decoder import freeze_norms, thaw_norms
 from speculators.errors import ConfigError
-from speculators.frozen_linear import freeze_linears, thaw_linears
+from speculators.layers.decoder import freeze_norms, thaw_norms
+from speculators.layers.frozen_linear import freeze_linears, thaw_linears
 from speculators.options import DrafterOptions
-from speculators.target import FrozenTarget, TargetFeatures
+from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
 
 @dataclass
@@ -275,7 +275,7 @@ class Drafter(nn.Module):
 
     def multiplied(self, depth: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Of `weight_matrices`, what one depth of `unroll` multiplies: with every slot of the rows, and with the slots
-        only that have a term. What it costs follows (train/work.py)."""
+        only that have a term. What it costs follows (train/planner/work.py)."""
         return [], self.weight_matrices()
 
     def draft(

@@ -17,7 +17,7 @@ from speculators.errors import ConfigError
 
 # family name -> "module:class". Adding a family adds a line here.
 FAMILIES: dict[str, str] = {
-    "draft_model": "speculators.families.draft_model:DraftModel",
+    "draft_model": "speculators.families.draft_model.model:DraftModel",
     "eagle": "speculators.families.eagle:Eagle",
     "eagle3": "speculators.families.eagle3:Eagle3",
     "medusa": "speculators.families.medusa:Medusa",

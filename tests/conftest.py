@@ -137,8 +137,8 @@ def serving():
     Server is `serving.server(url)`. It is shut down when the test ends."""
     import uvicorn
 
-    from inference.server import make_app
-    from inference.server_options import ServerOptions
+    from inference.server.app import make_app
+    from inference.server.options import ServerOptions
 
     running = {}
 

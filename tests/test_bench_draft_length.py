@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from inference.measurement import TimedRun
+from inference.report.measurement import TimedRun
 from scripts.bench_draft_length import ADAPTIVE, crossed, keep, rates
 
 

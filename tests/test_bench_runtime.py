@@ -10,18 +10,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from inference.cost_model import speedup_limit
-from inference.llm_prompts import Prompt
-from inference.measurement import Costs
+from inference.entrypoints.prompts import Prompt
+from inference.evaluation.side_by_side import Measured, SideBySide
 from inference.metrics import SpecDecodeCounters
+from inference.report.cost_model import speedup_limit
+from inference.report.measurement import Costs
 from inference.sampling_params import SamplingParams
-from inference.side_by_side import Measured, SideBySide
 from scripts.bench_runtime import ROUND, CostTrials, app, limit_of, parse_methods
 from speculators.errors import ConfigError
 from speculators.export import export_drafter
 from speculators.families.eagle import Eagle
 from speculators.registry import config_for_target
-from speculators.target import FrozenTarget
+from speculators.target.frozen_target import FrozenTarget
 
 
 @pytest.fixture(scope="module")

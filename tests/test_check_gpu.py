@@ -16,7 +16,7 @@ import typer
 
 from scripts import check_gpu
 from scripts.measuring import Skipped, make_trainer
-from train.hardware import DEVICES, recognised
+from train.planner.devices import DEVICES, recognised
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.report import SUMMARY_KEYS
+from inference.report.schema import SUMMARY_KEYS
 from scripts.readme_results import ROW, fill, put_comparison
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")

@@ -17,16 +17,17 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
-from inference import serve
 from inference.console import json_option, print_error
+from inference.server import command as serve
 from speculators.errors import ConfigError, DraftsmithError
-from train import artefact, bench_command
-from train.cli_evaluate import evaluate
-from train.feature_command import cache_features
-from train.plan_command import plan
-from train.prepare_command import prepare
-from train.push_command import push
-from train.regenerate_command import regenerate
+from train.commands import artefact
+from train.commands import bench as bench_command
+from train.commands.evaluate import evaluate
+from train.commands.features import cache_features
+from train.commands.plan import plan
+from train.commands.prepare import prepare
+from train.commands.publish import push
+from train.commands.regenerate import regenerate
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -64,7 +65,7 @@ def schema(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Every key of a recipe: what it takes, its default, and why."""
-    from train.recipe import describe_schema
+    from train.recipe.recipe import describe_schema
 
     rows = [row for row in describe_schema(family) if row.name.startswith(section)]
     if not rows:
@@ -87,7 +88,7 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would happen, and stop.")] = False,
 ) -> None:
     """Run a recipe: regenerate, train, export, measure, gate; again, it continues. Exit code 1: a gate is missed."""
-    from train.run import run
+    from train.pipeline.run import run
 
     with _resumable():
         raise typer.Exit(run(recipe, overrides or (), dry_run=dry_run))
@@ -112,8 +113,8 @@ def compare(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
 ) -> None:
     """Train several recipes for the same time, measure each, and put them side by side."""
-    from train.compare import FILE, PICTURE, markdown, print_comparison
-    from train.compare import compare as run_all
+    from train.pipeline.compare import FILE, PICTURE, markdown, print_comparison
+    from train.pipeline.compare import compare as run_all
 
     comparison = run_all(recipes, minutes, out, override or ())
     if as_markdown:
@@ -143,7 +144,7 @@ def generate(
     from transformers.utils.logging import disable_progress_bar
 
     from inference import LLM, SamplingParams
-    from inference.llm_prompts import chat_prompts
+    from inference.entrypoints.prompts import chat_prompts
 
     disable_progress_bar()  # what is streamed is the answer
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens)
@@ -178,7 +179,7 @@ def _table(*columns: str) -> Table:
 @contextmanager
 def _resumable() -> Iterator[None]:
     """A run that was asked to stop has saved itself: say so, without a traceback."""
-    from train.loop import Interrupted
+    from train.trainer.trainer import Interrupted
 
     try:
         yield

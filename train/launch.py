@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from speculators.errors import DraftsmithError
-from train.loop import Interrupted
-from train.run import run
+from train.pipeline.run import run
+from train.trainer.trainer import Interrupted
 
 
 def launch(families: Sequence[str]) -> None:

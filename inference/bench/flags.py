@@ -10,7 +10,7 @@ from typing import Any
 from inference.bench.datasets import FILES, DatasetOptions
 from inference.bench.figures import LATENCIES
 from inference.bench.run import ENDPOINTS, BenchOptions
-from inference.serve_options import FlagParser, json_object, spelled
+from inference.server.flags import FlagParser, json_object, spelled
 from speculators.errors import ConfigError
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")

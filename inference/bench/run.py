@@ -85,7 +85,7 @@ def prepare(options: BenchOptions, more: dict[str, Generator]) -> Work:
     tokenizer, name = None, options.tokenizer or model_id
     written = options.backend in TEXTS and not options.skip_chat_template
     if options.tokenizer or written or options.dataset.name == "random":
-        from inference.llm_loading import load_tokenizer
+        from inference.entrypoints.loading import load_tokenizer
 
         tokenizer = load_tokenizer(model_id, options.tokenizer, trust_remote_code=options.trust_remote_code)
     questions = load_questions(options.dataset, tokenizer, more)

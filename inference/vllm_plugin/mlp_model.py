@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from speculators.export.mlp_layout import MLPLayout
+from speculators.export.layouts.mlp import MLPLayout
 from speculators.families.mlp import MLPSpeculator
 
 

@@ -22,10 +22,10 @@ from speculators.drafter import Drafter
 from speculators.errors import CheckpointError
 from speculators.export.formats import NATIVE, layout_for, layout_of
 from speculators.export.headers import Header, other_dtypes, pickled_files, read_headers
-from speculators.export.layout import changed_fields
+from speculators.export.layouts.base import changed_fields
 from speculators.hub import hub_trouble, split_revision
 from speculators.registry import family_class
-from speculators.target import FrozenTarget
+from speculators.target.frozen_target import FrozenTarget
 
 
 def export_drafter(

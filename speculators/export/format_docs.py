@@ -12,13 +12,13 @@ from typing import Any
 
 from speculators.export.faults import KINDS
 from speculators.export.formats import FORMATS, LAYOUTS, NATIVE, formats_of
-from speculators.export.layout import Layout
+from speculators.export.layouts.base import Layout
 from speculators.registry import build_config
 
 INTRODUCTION = f"""# Formats
 
 A drafter is a folder: `config.json` and `*.safetensors`. One table per family and format
-(`speculators/export/*_layout.py`) says which names, shapes and fields are in it; it writes, reads strictly, and made
+(`speculators/export/layouts/`) says which names, shapes and fields are in it; it writes, reads strictly, and made
 this page. `export.formats` of a recipe chooses: the first goes to `export`, which is measured, any other to
 `export-<format>` beside it. `draftsmith export SOURCE OUT --format F` writes any drafter once more in another one.
 Without a word the format is `{NATIVE}`.
@@ -77,7 +77,7 @@ SAMPLES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 
 NOTES = {
     "mtp": "The `mimo` layout, which can be added to any target. Modules of the target's own kind (`deepseek_v3`, "
-    "`qwen3_next`) have the names and tensors of its layer: `speculators/export/mtp_layout.py`, `NAMES`."
+    "`qwen3_next`) have the names and tensors of its layer: `speculators/export/layouts/mtp.py`, `NAMES`."
 }
 
 

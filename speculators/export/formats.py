@@ -9,21 +9,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from speculators.errors import CheckpointError, ConfigError
-from speculators.export.draft_model_layout import DraftModelLayout
-from speculators.export.eagle3_layout import Eagle3Layout
-from speculators.export.eagle_layout import EagleLayout
-from speculators.export.layout import Layout
-from speculators.export.medusa_layout import MedusaLayout
-from speculators.export.mlp_layout import MLPLayout
-from speculators.export.mtp_layout import MtpLayout
-from speculators.export.sglang_layout import (
+from speculators.export.layouts.base import Layout
+from speculators.export.layouts.draft_model import DraftModelLayout
+from speculators.export.layouts.eagle import EagleLayout
+from speculators.export.layouts.eagle3 import Eagle3Layout
+from speculators.export.layouts.medusa import MedusaLayout
+from speculators.export.layouts.mlp import MLPLayout
+from speculators.export.layouts.mtp import MtpLayout
+from speculators.export.layouts.sglang import (
     SGLangDraftModelLayout,
     SGLangEagle3Layout,
     SGLangEagleLayout,
     SGLangMtpLayout,
 )
-from speculators.export.speculators_layout import SpeculatorsEagle3Layout
-from speculators.export.transformers_layout import TransformersLayout
+from speculators.export.layouts.speculators import SpeculatorsEagle3Layout
+from speculators.export.layouts.transformers import TransformersLayout
 
 NATIVE = "vllm"
 # What a format is for.

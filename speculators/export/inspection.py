@@ -18,14 +18,14 @@ from torch import Tensor
 from speculators.config import DecoderConfig, DrafterConfig, default_tap_layers, rope_of
 from speculators.errors import CheckpointError, DraftsmithError
 from speculators.export import resolve
-from speculators.export.eagle3_layout import ARCHITECTURES, SECTION, TAPS
 from speculators.export.faults import Fault, fault
 from speculators.export.formats import LAYOUTS, layout_of
 from speculators.export.headers import Header, other_dtypes, pickled_files, read_headers
-from speculators.export.layout import Layout, WeightFault, WeightsError, changed_fields
-from speculators.export.sglang_layout import EAGLE
+from speculators.export.layouts.base import Layout, WeightFault, WeightsError, changed_fields
+from speculators.export.layouts.eagle3 import ARCHITECTURES, SECTION, TAPS
+from speculators.export.layouts.sglang import EAGLE
 from speculators.registry import family_class
-from speculators.vocab import from_offsets
+from speculators.vocab.draft_vocab import from_offsets
 
 PREFIX = "model."
 COUNT = "num_aux_hidden_states"

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from speculators.errors import CheckpointError
 from speculators.export import replace_folder
-from speculators.export.layout import WEIGHTS
+from speculators.export.layouts.base import WEIGHTS
 
 
 def write_back(export: str | Path, target: str | Path, out: str | Path) -> Path:

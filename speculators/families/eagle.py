@@ -2,8 +2,8 @@
 
 Slot t joins the embedding of x_{t+1} with the target's last state h_t, runs both through `fc` and a decoder layer whose
 input is not normed, and gives a guess of h_{t+1}: the target's own head makes the distribution of x_{t+2} of it, and
-`fc` takes it in place of the target's state to draft further (speculators/chain.py). It has no final norm, no head and
-no vocabulary of its own. Tensor names are those of vLLM's EAGLE loader.
+`fc` takes it in place of the target's state to draft further (speculators/families/autoregressive.py). It has no final
+norm, no head and no vocabulary of its own. Tensor names are those of vLLM's EAGLE loader.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from speculators.chain import DecoderChain
 from speculators.config import DecoderConfig
-from speculators.decoder import Attend, DecoderLayer, Rotary, RotaryTable
 from speculators.drafter import DraftStep, valid_terms
 from speculators.errors import ConfigError
-from speculators.least_squares import ridge, terms_for
+from speculators.families.autoregressive import DecoderChain
+from speculators.families.least_squares import ridge, terms_for
+from speculators.layers.decoder import Attend, DecoderLayer, Rotary, RotaryTable
 from speculators.options import DecoderOptions
-from speculators.target import FrozenTarget, TargetFeatures
+from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
 ROUNDS = 3  # of refitting the start to its own guesses, where several depths are trained
 FULL_NOISE_LENGTH = 512  # tokens of a row whose features get `feature_noise` as it is

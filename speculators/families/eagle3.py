@@ -1,9 +1,9 @@
 """EAGLE-3 (arXiv 2503.01840) and the switches of EAGLE-3.1.
 
 Slot t pairs the embedding of x_{t+1} with g_t, a projection of the target's taps at t, runs them through one decoder
-layer and predicts x_{t+2}; further tokens come from the head's own state in place of g (speculators/chain.py). The
-vocabulary may be reduced. Tensor names are those of vLLM's EAGLE-3 loader, so an export is this module's state under
-its own names.
+layer and predicts x_{t+2}; further tokens come from the head's own state in place of g
+(speculators/families/autoregressive.py). The vocabulary may be reduced. Tensor names are those of vLLM's EAGLE-3
+loader, so an export is this module's state under its own names.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from speculators.chain import DecoderChain
 from speculators.config import DecoderConfig
-from speculators.decoder import Attend, DecoderLayer, RMSNorm, Rotary, RotaryTable
-from speculators.families.eagle3_start import (
+from speculators.families.autoregressive import DecoderChain
+from speculators.families.eagle3_init import (
     SHARPNESS,
     start_from_least_squares,
     start_from_taps,
     terms_wanted,
 )
+from speculators.layers.decoder import Attend, DecoderLayer, RMSNorm, Rotary, RotaryTable
 from speculators.options import DecoderOptions, PositiveInt, TapOptions
-from speculators.target import FrozenTarget, TargetFeatures
+from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
 
 class Eagle3Config(DecoderConfig):
@@ -146,7 +146,7 @@ class Eagle3(DecoderChain):
         features: Sequence[TargetFeatures] | None = None,
     ) -> Eagle3:
         """See `Drafter.initialise_from`. Rows of `lm_head` (and the embedding, if owned) are the target's own where
-        the widths agree; `features` fit the rest in closed form (families/eagle3_start.py)."""
+        the widths agree; `features` fit the rest in closed form (eagle3_init.py)."""
         if self.config.own_embeddings and self.config.hidden_size == self.config.target_hidden_size:
             self.embed_tokens.weight.copy_(target.embed_tokens.weight)
         if features is None:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from speculators.config import DrafterConfig
 from speculators.drafter import valid_terms
-from speculators.least_squares import ridge, terms_for
+from speculators.families.attention_free import SlotwiseDrafter
+from speculators.families.least_squares import ridge, terms_for
 from speculators.options import DrafterOptions, PositiveInt
-from speculators.slotwise import SlotwiseDrafter
-from speculators.target import FrozenTarget, TargetFeatures
+from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
 
 class MedusaConfig(DrafterConfig):

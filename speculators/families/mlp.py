@@ -6,8 +6,8 @@ it:
     s_i = gelu(norm_i(w · P_i s_{i-1} + v · E_i[x_{t+1+i}])),   logits_i = U_i s_i,   s_{-1} = h_t
 
 with w = 2^(-1/(2n)) and v = sqrt((1 - w²) · width / 2) for n heads, so that h_t still makes up half of the last state.
-Slots do not attend to one another (speculators/slotwise.py). Nothing is shared with the target. Tensor names are those
-of IBM's `MLPSpeculatorPreTrainedModel`, without its prefix; tensors that are tied are kept once.
+Slots do not attend to one another (speculators/families/attention_free.py). Nothing is shared with the target. Tensor
+names are those of IBM's `MLPSpeculatorPreTrainedModel`, without its prefix; tensors that are tied are kept once.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from speculators.config import DrafterConfig
-from speculators.decoder import RMSNorm
+from speculators.families.attention_free import SlotwiseDrafter
+from speculators.layers.decoder import RMSNorm
 from speculators.options import DrafterOptions, PositiveInt
-from speculators.slotwise import SlotwiseDrafter
-from speculators.target import FrozenTarget, TargetFeatures
+from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
 EPS = 1e-6  # of the published norms; their config.json has no field for it
 

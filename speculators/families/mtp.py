@@ -2,9 +2,9 @@
 
 Slot t joins the target's state at t with the embedding of x_{t+1}, runs them through one decoder layer and a norm, and
 asks the target's own head for x_{t+2}; the normed state takes the place of the target's for the next token
-(speculators/chain.py). One module serves all depths (FastMTP, arXiv 2509.18362). Three wirings, those of published
-modules: `mimo` brings a dense layer of its own and can be added to any target; `deepseek_v3` and `qwen3_next` use a
-layer of the target's own kind (speculators/borrowed_layer.py).
+(speculators/families/autoregressive.py). One module serves all depths (FastMTP, arXiv 2509.18362). Three wirings, those
+of published modules: `mimo` brings a dense layer of its own and can be added to any target; `deepseek_v3` and
+`qwen3_next` use a layer of the target's own kind (speculators/layers/target_layer.py).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from speculators.borrowed_layer import BorrowedLayer, layer_fields
-from speculators.chain import ChainDrafter
 from speculators.config import DecoderConfig, TargetShape
-from speculators.decoder import Attend, DecoderLayer, RMSNorm, Rotary, RotaryTable
 from speculators.errors import ConfigError
+from speculators.families.autoregressive import ChainDrafter
+from speculators.layers.decoder import Attend, DecoderLayer, RMSNorm, Rotary, RotaryTable
+from speculators.layers.target_layer import BorrowedLayer, layer_fields
 from speculators.options import DrafterOptions, PositiveInt, Text
-from speculators.target import FrozenTarget, TargetFeatures
+from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
 LayoutName = Literal["mimo", "deepseek_v3", "qwen3_next"]
 BORROWED = ("deepseek_v3", "qwen3_next")  # layouts named after the model_type whose layer they use

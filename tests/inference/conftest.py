@@ -10,14 +10,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from inference import LLM
-from inference.proposal import Proposal
-from inference.proposers.base import Proposer
-from inference.proposers.ngram import NgramProposer
-from inference.sampler import draw
-from inference.tree_shape import DynamicTree, StaticTree
+from inference.sampling.sampler import draw
+from inference.spec_decode.proposal import Proposal
+from inference.spec_decode.proposers.base import Proposer
+from inference.spec_decode.proposers.ngram import NgramProposer
+from inference.spec_decode.tree_shape import DynamicTree, StaticTree
 from speculators.families.eagle3 import Eagle3
 from speculators.registry import config_for_target
-from speculators.target import FrozenTarget
+from speculators.target.frozen_target import FrozenTarget
 
 
 class StubProposer(Proposer):

@@ -9,9 +9,9 @@ import torch
 from typer.testing import CliRunner
 
 from inference import LLM, SamplingParams
+from inference.evaluation.demo_prompts import ALIASES, DEMOS, demo_prompts
+from inference.evaluation.side_by_side import SideBySide
 from inference.offline import app
-from inference.offline_prompts import ALIASES, DEMOS, demo_prompts
-from inference.side_by_side import SideBySide
 from speculators.errors import ConfigError
 from speculators.export import export_drafter
 

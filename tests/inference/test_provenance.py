@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inference.provenance import config_sha256, environment, git_commit, text_sha256, weights_sha256
-from inference.report import Provenance
+from inference.report.schema import Provenance
 from speculators.errors import DataError
 
 

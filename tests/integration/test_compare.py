@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from speculators.errors import ConfigError
-from train.compare import PICTURE, Comparison, compare, markdown
+from train.pipeline.compare import PICTURE, Comparison, compare, markdown
 
 from .test_pipeline import recipe, tiny_target  # noqa: F401 (fixtures)
 

@@ -10,7 +10,7 @@ import pytest
 from safetensors import safe_open
 
 from inference import LLM, SamplingParams
-from train import demo
+from train.data import demo
 
 TARGET = Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "target"
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from tests.integration.test_pipeline import recipe, tiny_target  # noqa: F401
-from train import checkpoint
+from train.trainer import checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "recipes" / "accelerate"
@@ -115,14 +115,14 @@ def test_a_target_goes_from_the_hosts_memory_to_its_shards(short_recipe, tmp_pat
 
 
 STAND_IN = """#!{python}
-'''In place of an interpreter that has vLLM: the answers of vllm_worker.py, computed by this project's target.'''
+'''In place of an interpreter that has vLLM: the answers of vllm_bridge/worker.py, computed by this project's target.'''
 import json, os, sys
 if sys.argv[1] == "-c":  # whether it has vLLM
     sys.exit(0)
 sys.path.insert(0, {root!r})
 import torch
 from safetensors.torch import save_file
-from speculators.target import FrozenTarget
+from speculators.target.frozen_target import FrozenTarget
 
 question = json.loads(sys.stdin.readline())
 layers = question["speculative_config"]["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]

@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export import read_drafter_config
-from speculators.target import FrozenTarget
+from speculators.target.frozen_target import FrozenTarget
 from tests.conftest import make_tiny_model
-from tests.speculators.test_token_map import byte_level
-from train import checkpoint
-from train.feature_cache import KEY_FILE
-from train.feature_command import cache_features
-from train.joint import cross_entropy
-from train.run import run
+from tests.speculators.vocab.test_token_map import byte_level
+from train.commands.features import cache_features
+from train.features.cache import KEY_FILE
+from train.pipeline.run import run
+from train.trainer import checkpoint
+from train.trainer.joint_target import cross_entropy
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
 
@@ -102,7 +102,7 @@ def test_cached_features(recipe, tiny_target, tmp_path, capsys, monkeypatch):
         cache_features(recipe, other)
     cache_features(recipe, [*other, "features.on_change=rebuild"])
     assert "deleted" in capsys.readouterr().out and not folder.exists()
-    monkeypatch.setattr("train.feature_stage.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    monkeypatch.setattr("train.pipeline.features_stage.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(ConfigError, match="are needed for .* and 1 kB are free .* features.mode: online"):
         cache_features(recipe, [*other, "features.encoding=int4"])
 

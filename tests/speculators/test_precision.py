@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from inference import LLM, SamplingParams
-from inference.measured_engine import Drafting
-from inference.vllm_engine import VllmEngine, VllmOptions
+from inference.evaluation.engines import Drafting
+from inference.vllm_bridge.engine import VllmEngine, VllmOptions
 from speculators.precision import autocast_dtype, multiplies_bfloat16, own_device, running_dtype, say_widened
-from speculators.target import FrozenTarget
+from speculators.target.frozen_target import FrozenTarget
 from tests.conftest import make_tiny_model
-from train.estimate import outline
-from train.recipe import make_recipe
-from train.recipe_sections import TargetSection
-from train.run import make_accelerator
+from train.pipeline.run import make_accelerator
+from train.planner.outline import outline
+from train.recipe.recipe import make_recipe
+from train.recipe.sections import TargetSection
 
 OLD = {"architecture": "x86_64", "avx512_f": True, "avx512_bf16": False, "amx_bf16": False}
 CPUS = {
@@ -102,7 +102,7 @@ def test_all_who_say_auto_mean_the_same(cpu, folder, name, dtype, monkeypatch):
     sketch = TargetSection(model=str(folder)).sketch("cpu")
     assert (sketch.dtype, sketch.checkpoint_dtype) == (dtype, torch.bfloat16)
     assert TargetSection(model=str(folder)).sketch("cuda").dtype == torch.bfloat16
-    monkeypatch.setattr("inference.vllm_engine.vllm_python", lambda _: "python")  # of some environment with vLLM
+    monkeypatch.setattr("inference.vllm_bridge.engine.vllm_python", lambda _: "python")  # of some environment with vLLM
     engine = VllmEngine(Drafting(str(folder), "ngram", None, 4, 1, 0, options={"device": "cpu"}), VllmOptions())
     assert engine._dtype == str(dtype).removeprefix("torch.")
 

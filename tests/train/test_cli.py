@@ -15,18 +15,18 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from inference import LLM, SamplingParams
-from inference.report import load_report
+from inference.report.schema import load_report
 from speculators.export import export_drafter, load_drafter
 from speculators.registry import config_for_target, family_class
-from speculators.target import FrozenTarget
-from train import checkpoint
+from speculators.target.frozen_target import FrozenTarget
 from train.cli import app
-from train.drafter_config import drafter_config
-from train.estimate import outline
-from train.memory_estimate import disk
-from train.optimizer_state import optimizer_state
-from train.recipe import describe_schema
-from train.recipe_load import load_recipe
+from train.planner.memory import disk
+from train.planner.outline import outline
+from train.recipe.drafter_config import drafter_config
+from train.recipe.load import load_recipe
+from train.recipe.recipe import describe_schema
+from train.trainer import checkpoint
+from train.trainer.optimizer_state import optimizer_state
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "recipes" / "quickstart" / "target"
@@ -216,7 +216,7 @@ def test_sketch_agrees_with_the_target(architecture, tiny_model, tmp_path):
 
 
 def load_target_section(folder: Path):
-    from train.recipe_sections import TargetSection
+    from train.recipe.sections import TargetSection
 
     return TargetSection(model=str(folder))
 

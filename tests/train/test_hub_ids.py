@@ -18,18 +18,18 @@ from huggingface_hub import constants
 from safetensors.torch import load_file
 
 from inference import LLM, SamplingParams
-from inference.llm_loading import load_tokenizer, target_config
-from inference.report import load_report
+from inference.entrypoints.loading import load_tokenizer, target_config
+from inference.report.schema import load_report
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export import export_drafter, load_drafter, read_drafter_config
 from speculators.hub import cached_folder, repository_id, split_revision, with_revision
 from speculators.registry import config_for_target, family_class
-from speculators.target import FrozenTarget
+from speculators.target.frozen_target import FrozenTarget
 from tests.fake_hub import WRITER
-from tests.train.test_acceptance import byte_tokenizer
+from tests.train.pipeline.test_acceptance import byte_tokenizer
 from tests.train.test_cli import call, drafter_folder, recipe_file, refused, target_folder  # noqa: F401 (fixtures)
-from train.reexport import reexport
-from train.run import run
+from train.pipeline.reexport import reexport
+from train.pipeline.run import run
 
 TARGET, HEAD = "org/target", "org/head"
 ROOT = Path(__file__).resolve().parents[2]

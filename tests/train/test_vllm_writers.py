@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from inference.vllm_engine import child_environment
+from inference.vllm_bridge.engine import child_environment
 from speculators.errors import ConfigError
-from train.feature_stage import Writer, vllm_writer
+from train.pipeline.features_stage import Writer, vllm_writer
 
 
 def writers(monkeypatch, machines: int, here: int, devices: int, **options: int) -> list[Writer]:

@@ -14,7 +14,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["tests.train.worlds", "tests.conftest", "train.run", "torch.distributed.fsdp", "torch.distributed.tensor"]
+PRELOAD = [
+    "tests.train.worlds",
+    "tests.conftest",
+    "train.pipeline.run",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+]
 WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -23,7 +23,7 @@ from inference import LLM, SamplingParams
 from inference.metrics import SpecDecodeCounters
 from speculators.drafter import Drafter
 from speculators.export import export_drafter, load_drafter, read_drafter_config
-from speculators.target import FrozenTarget, TargetFeatures
+from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from tests.vllm.process import VLLMProcess
 from tests.vllm.serve import SETTINGS as ENVIRONMENT
 

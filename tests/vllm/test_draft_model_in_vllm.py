@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from inference import LLM, SamplingParams
 from speculators.export import export_drafter
-from speculators.families.draft_model import DraftModel, DraftModelOptions
+from speculators.families.draft_model.model import DraftModel, DraftModelOptions
 from speculators.registry import config_for_target
-from speculators.target import FrozenTarget
-from tests.speculators.test_token_map import byte_level
+from speculators.target.frozen_target import FrozenTarget
+from tests.speculators.vocab.test_token_map import byte_level
 from tests.vllm.conftest import PROMPTS, WRITTEN
 
 LORA = {"peft_type": "LORA", "r": 4, "init_lora_weights": False, "target_modules": "all-linear"}

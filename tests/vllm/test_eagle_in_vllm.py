@@ -7,7 +7,7 @@ import torch
 
 from speculators.families.eagle import Eagle, EagleOptions
 from speculators.registry import config_for_target
-from speculators.target import FrozenTarget
+from speculators.target.frozen_target import FrozenTarget
 
 
 @pytest.mark.parametrize(

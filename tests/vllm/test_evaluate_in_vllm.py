@@ -9,17 +9,17 @@ from functools import partial
 import pytest
 import torch
 
-from inference.evaluate import EvaluationSettings, evaluate
-from inference.measured_engine import Drafting
-from inference.report_engines import lay_beside
-from inference.vllm_engine import VllmOptions
-from inference.vllm_server import VllmServers
+from inference.evaluation.engines import Drafting
+from inference.evaluation.evaluate import EvaluationSettings, evaluate
+from inference.report.merge_engines import lay_beside
+from inference.vllm_bridge.engine import VllmOptions
+from inference.vllm_bridge.server import VllmServers
 from speculators.errors import ConfigError
 from speculators.export import export_drafter
 from speculators.families.eagle3 import Eagle3, Eagle3Options
 from speculators.registry import config_for_target
-from speculators.target import FrozenTarget
-from tests.speculators.test_token_map import byte_level
+from speculators.target.frozen_target import FrozenTarget
+from tests.speculators.vocab.test_token_map import byte_level
 from tests.vllm.conftest import PROMPTS
 
 K = 3

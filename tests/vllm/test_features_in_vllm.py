@@ -10,20 +10,20 @@ import torch
 import yaml
 from accelerate import Accelerator
 
-from inference.vllm_engine import VllmError
-from inference.vllm_hidden_states import HiddenStates
+from inference.vllm_bridge.engine import VllmError
+from inference.vllm_bridge.hidden_states import HiddenStates
 from speculators.families.eagle3 import Eagle3
 from speculators.registry import config_for_target
-from speculators.target import FrozenTarget
-from tests.train.test_loop import make_recipe
+from speculators.target.frozen_target import FrozenTarget
+from tests.train.trainer.test_loop import make_recipe
 from tests.vllm.conftest import PROMPTS
-from train.data import pack
-from train.feature_cache import missing
-from train.feature_stage import features_of_states, fill, open_cache
-from train.features import RowFeatures
-from train.loop import Trainer
-from train.masks import TokenRow
-from train.progress import Stages
+from train.data.loss_mask import TokenRow
+from train.data.packing import pack
+from train.features.cache import missing
+from train.features.row_features import RowFeatures
+from train.pipeline.features_stage import features_of_states, fill, open_cache
+from train.pipeline.progress import Stages
+from train.trainer.trainer import Trainer
 
 ENGINE = {"kv_cache_memory_bytes": 64 << 20, "max_num_batched_tokens": 64}  # long texts come in parts
 

@@ -14,9 +14,9 @@ from speculators.drafter import Drafter
 from speculators.export import export_drafter
 from speculators.export.faults import CRASHES, KINDS, REFUSES, SWALLOWS
 from speculators.export.inspection import inspect_folder
-from speculators.export.serving import serving
+from speculators.export.serving_commands import serving
 from speculators.registry import config_for_target, family_class
-from speculators.target import FrozenTarget
+from speculators.target.frozen_target import FrozenTarget
 from tests.vllm.process import VLLMError
 
 PROMPTS = [[3 + (i * i * 7 + n) % 120 for i in range(n)] for n in (9, 14)]

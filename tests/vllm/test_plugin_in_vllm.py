@@ -16,14 +16,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from inference.sampler import probabilities
+from inference.sampling.sampler import probabilities
 from inference.sampling_params import SamplingParams
 from speculators.export import export_drafter
 from speculators.families.mlp import MLPSpeculator
 from speculators.registry import config_for_target
-from speculators.target import FrozenTarget
-from tests.families.test_mlp import every_copy, published
-from tests.inference.test_rejection_sampler import p_value
+from speculators.target.frozen_target import FrozenTarget
+from tests.inference.spec_decode.verification.test_rejection_sampler import p_value
+from tests.speculators.families.test_mlp import every_copy, published
 from tests.vllm.conftest import PROMPTS, WRITTEN
 from tests.vllm.process import VLLMError
 from tests.vllm.serve import SETTINGS

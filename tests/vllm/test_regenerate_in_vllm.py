@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from inference import LLM
-from train.endpoint import EndpointError
-from train.masks import ConversationTokenizer
-from train.recipe_data import RegenerateSection
-from train.regenerate import regenerate, target_facts
-from train.regenerate_record import Record
-from train.sources import Example
+from train.data.loss_mask import ConversationTokenizer
+from train.data.sources import Example
+from train.recipe.data_sections import RegenerateSection
+from train.regeneration.endpoint_client import EndpointError
+from train.regeneration.record import Record
+from train.regeneration.regenerate import regenerate, target_facts
 
 TARGET = Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "target"
 ASKED = ("What is 3 + 4?", "Name a colour.", "Write a haiku.", "Say it again, please.", "And in other words?")

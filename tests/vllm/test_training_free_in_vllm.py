@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from inference import SamplingParams
-from inference.proposers.ngram import NgramIndex
-from inference.proposers.suffix import SuffixProposer
-from inference.request import Request
+from inference.requests.request import Request
+from inference.spec_decode.proposers.ngram import NgramIndex
+from inference.spec_decode.proposers.suffix import SuffixProposer
 from tests.vllm.conftest import PROMPTS, WRITTEN, rounds
 from tests.vllm.process import VLLMError
 

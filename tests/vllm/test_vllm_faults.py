@@ -18,11 +18,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from speculators.errors import DraftsmithError
 from speculators.export import export_drafter, load_drafter
-from speculators.export.layout import WEIGHTS
-from speculators.families.draft_model import DraftModel, DraftModelOptions
+from speculators.export.layouts.base import WEIGHTS
+from speculators.families.draft_model.model import DraftModel, DraftModelOptions
 from speculators.families.eagle3 import Eagle3
 from speculators.registry import config_for_target
-from speculators.target import FrozenTarget
+from speculators.target.frozen_target import FrozenTarget
 from tests.vllm.conftest import PROMPTS
 from tests.vllm.process import VLLMError
 

@@ -1,0 +1,314 @@
+"""Rounds at static shapes: the target's forward and the drafter's steps by torch.compile, on a GPU as CUDA graphs.
+
+What is compiled is what runs anyway, at the shapes of static_shapes.py, one recording per shape, made when a shape is
+first met. Prefill, trees of drafts and what decides over tokens stay as they are. What torch cannot compile as one
+graph is named in a warning and runs eager from then on, with the same outputs.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
+from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+
+from inference.compilation.config import Compilation
+from inference.compilation.static_shapes import Buckets, Shape, StaticRows, at_least, padded
+from inference.kv_cache.memory_limit import KVMemory
+from inference.kv_cache.ragged_cache import RaggedCache
+from inference.spec_decode.proposal import Proposal
+from inference.spec_decode.proposers.base import Proposer
+from inference.spec_decode.proposers.drafter import HeadProposer
+from speculators.errors import ConfigError
+from speculators.families.attention_free import SlotwiseDrafter
+from speculators.families.autoregressive import ChainDrafter
+from speculators.families.draft_model.model import DraftModel
+from speculators.host_copy import on_device
+from speculators.target.frozen_target import FrozenTarget
+
+if TYPE_CHECKING:
+    from speculators.drafter import Drafter
+
+logger = logging.getLogger(__name__)
+
+
+class Compiled:
+    """One function, compiled once per key. `what` names it in messages."""
+
+    def __init__(self, what: str, compilation: Compilation) -> None:
+        self.what, self._compilation = what, compilation
+        self._found: dict[Hashable, Callable[..., Any]] = {}
+        self.failure: str | None = None  # why it runs eager
+
+    def __len__(self) -> int:
+        """Keys it was compiled for."""
+        return len(self._found)
+
+    def run(self, key: Hashable, make: Callable[[], Callable[..., Any]], *inputs: Any) -> tuple[Tensor, ...] | None:
+        """make()(*inputs), compiled; None: it cannot be. ConfigError without a C++ compiler."""
+        if self.failure is not None:
+            return None
+        step, new = self._found.get(key), False
+        if step is None:
+            logger.info("compiling %s for %s", self.what, key)
+            step, new = self._compile(make(), len(self._found)), True
+        try:
+            with warnings.catch_warnings():
+                if new:  # the cache of a function of two constants is passed over: nothing to worry about
+                    warnings.filterwarnings("ignore", message=".*lru_cache.*")
+                outputs = step(*inputs)
+        except (TorchDynamoException, CppCompileError, InvalidCxxCompiler) as error:
+            if not new:
+                raise
+            self._refuse(error)
+            return None
+        self._found[key] = step
+        return tuple(None if x is None else x.clone() for x in outputs) if self._replays else outputs
+
+    @property
+    def _replays(self) -> bool:
+        """Whether outputs lie in memory that the next replay of a CUDA graph writes to."""
+        return self._compilation.cudagraphs and torch.cuda.is_available()
+
+    def _compile(self, step: Callable[..., Any], number: int) -> Callable[..., Any]:
+        # functions made by one definition share its code, and with it torch's limit of recompilations
+        step.__code__ = step.__code__.replace(co_name=f"{step.__code__.co_name}_{number}")
+        options: dict[str, Any] = {}
+        if self._compilation.backend == "inductor":
+            options = {"triton.cudagraphs": self._compilation.cudagraphs, **self._compilation.inductor}
+        # modules do not change while an engine runs, and checking that they did not would cost more than a small step
+        options["guard_filter_fn"] = torch.compiler.skip_guard_on_all_nn_modules_unsafe
+        return torch.compile(step, fullgraph=True, dynamic=False, backend=self._compilation.backend, options=options)
+
+    def _refuse(self, error: Exception) -> None:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, InvalidCxxCompiler):
+                raise ConfigError(
+                    f"LLM: enforce_eager=False: {self.what} is compiled with torch's inductor, which needs a C++ "
+                    f"compiler: {cause} Install one (g++ or clang), name it in CXX, or leave enforce_eager=True"
+                ) from error
+            cause = getattr(cause, "inner_exception", None) or cause.__cause__
+        lines = [line.strip() for line in str(error).strip().split("\n")]
+        told = [lines[0], *(line for line in lines[1:] if line.startswith("Explanation:"))]
+        self.failure = " ".join(told)
+        warnings.warn(
+            f"LLM: {self.what} cannot be compiled and runs eager; outputs are the same. "
+            f"{type(error).__name__}: {self.failure}",
+            stacklevel=2,
+        )
+
+
+class CachedStep:
+    """A step over new tokens of the first rows of `cache`: `function(rows, *inputs)`, inputs and outputs
+    [b, T, …] each (an output may be None)."""
+
+    def __init__(
+        self,
+        what: str,
+        function: Callable[..., Any],
+        cache: RaggedCache,
+        buckets: Buckets,
+        compilation: Compilation,
+    ) -> None:
+        self.compiled = Compiled(what, compilation)
+        self._function, self._cache, self.buckets = function, cache, buckets
+        self._like: tuple[Tensor, ...] | None = None  # one token of one row of each input, once it was called
+
+    def __call__(self, rows: int, *inputs: Tensor) -> tuple[Tensor, ...] | None:
+        """None: not compiled, for the keys and values have no memory yet, or for the reason that was warned of."""
+        cache, width = self._cache, inputs[0].shape[1]
+        keys, values = cache.memory()
+        if not keys or self.compiled.failure is not None:
+            return None
+        if not len(self.compiled):
+            for each in (*keys, *values):
+                torch._dynamo.mark_static_address(each)
+        shape = self.buckets.shape(rows, width, max(cache.lengths[:rows]))
+        cache.reserve(0, shape.rows, shape.width)
+        lengths = on_device(cache.lengths[: shape.rows], cache.device)
+        self._like = self._like or tuple(each[:1, :1].clone() for each in inputs)
+        full = [padded(each, shape.rows, shape.width) for each in inputs]
+        found = self.compiled.run(shape, lambda: self._at(shape), lengths, keys, values, *full)
+        return None if found is None else tuple(None if x is None else x[:rows, :width] for x in found)
+
+    def warm_up(self) -> None:
+        """Compiles every shape, on inputs like those of the first call, while no row holds anything: keys and values
+        are written over. Nothing if it was never called, or cannot be compiled."""
+        for shape in self.buckets.shapes if self._like else ():
+            keys, values = self._cache.memory()
+            last = on_device([shape.keys - shape.width] * shape.rows, self._cache.device)
+            full = [padded(each, shape.rows, shape.width) for each in self._like or ()]
+            if self.compiled.run(shape, partial(self._at, shape), last, keys, values, *full) is None:
+                return
+
+    def _at(self, shape: Shape) -> Callable[..., Any]:
+        function = self._function
+
+        def step(lengths: Tensor, keys: list[Tensor], values: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+            return function(StaticRows(lengths, keys, values, shape), *inputs)
+
+        return step
+
+
+class CompiledRounds:
+    """What an engine runs compiled. Keys and values get all their memory at once, so that it stays where it is.
+
+    ConfigError if a limit of memory does not hold that.
+    """
+
+    def __init__(
+        self,
+        compilation: Compilation,
+        target: FrozenTarget,
+        cache: RaggedCache,
+        proposer: Proposer | None,
+        max_model_len: int,
+        memory: KVMemory | None,
+    ) -> None:
+        if memory is not None and not memory.fits(cache.max_rows, cache.max_len):
+            raise ConfigError(
+                f"kv_cache_memory_bytes={memory.limit}, but compiled rounds keep keys and values where they are: all "
+                f"{cache.max_rows} rows of {cache.max_len} positions from the start, "
+                f"{memory.bytes(cache.max_rows, cache.max_len)} bytes. Lower max_num_seqs or max_model_len, raise the "
+                "limit, or set enforce_eager=True"
+            )
+        cache.resize(cache.max_rows, cache.max_len)
+        width = 1 if proposer is None else 1 + proposer.num_speculative_tokens
+        buckets = Buckets(cache.max_rows, width, cache.max_len, compilation.row_sizes)
+
+        def forward(rows: StaticRows, token_ids: Tensor) -> tuple[Tensor | None, Tensor]:
+            positions = rows.position_ids().clamp(max=max_model_len - 1)  # padding only
+            return target(token_ids, positions, rows.mask(), rows.view())
+
+        self.target = CachedStep(f"the target {target.name_or_path}", forward, cache, buckets, compilation)
+        self.drafter = CompiledDrafter(compilation)
+        if isinstance(proposer, HeadProposer) and compilation.drafter:
+            proposer.run_drafter(self.drafter)
+        self._told = False
+
+    def warm_up(self) -> None:
+        """Compiles every shape that a round can have. Before any request, and after one round with drafting and one
+        without, which show what each step is given."""
+        for each in (self.target, *self.drafter.warm):
+            each.warm_up()
+
+    @property
+    def num_graphs(self) -> int:
+        """Steps compiled so far."""
+        return len(self.target.compiled) + sum(len(step) for step in self.drafter.steps)
+
+    @property
+    def most_graphs(self) -> int:
+        """More are never compiled: one per shape."""
+        return self.target.buckets.most + self.drafter.most_graphs
+
+    def forward(self, start: int, rows: int, token_ids: Tensor, proposal: Proposal | None) -> tuple | None:
+        """token_ids [b, T] -> taps and last_hidden as the target gives them; None where it is to be asked itself: for
+        prefill, whose shapes are its own, and for trees."""
+        if start or token_ids.shape[1] > self.target.buckets.widths[-1]:
+            return None
+        if proposal is not None and proposal.parents is not None:
+            if not self._told:
+                logger.warning("trees of drafts are not compiled: rounds that verify one run eager")
+            self._told = True
+            return None
+        return self.target(rows, token_ids)
+
+
+class CompiledDrafter:
+    """Makes a twin of a drafter, with the same weights, whose steps along a chain are compiled."""
+
+    def __init__(self, compilation: Compilation) -> None:
+        self._compilation = compilation
+        self.steps: list[Compiled] = []
+        self.warm: list[CachedStep | RowStep] = []
+        self.most_graphs = 0
+
+    def __call__(self, drafter: Drafter, cache: RaggedCache, depth: int) -> Drafter:
+        """`cache`: its keys and values; `depth`: tokens of the longest chain."""
+        name, twin = f"the drafter ({type(drafter).__name__})", copy.copy(drafter)
+        cache.resize(cache.max_rows, cache.max_len)
+        buckets = Buckets(cache.max_rows, depth + 1, cache.max_len, self._compilation.row_sizes)
+        if isinstance(drafter, SlotwiseDrafter):
+            twin.step = self._by_rows(name, drafter.step, buckets)  # type: ignore[attr-defined]
+            self.most_graphs = len(buckets.rows) * depth
+        elif isinstance(drafter, ChainDrafter) or (isinstance(drafter, DraftModel) and drafter.token_map is None):
+            twin._extend = self._extending(name, drafter, cache, buckets)  # type: ignore[union-attr]
+            twin.head = self._by_rows(f"the output head of {name}", drafter.head, buckets)  # type: ignore[method-assign]
+            self.most_graphs = buckets.most + len(buckets.rows)
+        else:
+            why = "its steps have no fixed shape" if isinstance(drafter, DraftModel) else "its steps are not known"
+            warnings.warn(f"LLM: {name} is not compiled and runs eager; outputs are the same: {why}", stacklevel=2)
+        return twin
+
+    def _extending(
+        self, name: str, drafter: ChainDrafter | DraftModel, cache: RaggedCache, buckets: Buckets
+    ) -> Callable[..., Tensor]:
+        original = drafter._extend
+
+        def once(rows: StaticRows, *inputs: Tensor) -> tuple[Tensor]:
+            return (original(rows, 0, rows.shape.rows, *inputs),)
+
+        step = CachedStep(name, once, cache, buckets, self._compilation)
+        self.steps.append(step.compiled)
+        self.warm.append(step)
+
+        def extend(cache: RaggedCache, start: int, stop: int, token_ids: Tensor, *given: Any, **placed: Any) -> Tensor:
+            """As the drafter's own; some of `given` may be None."""
+            inputs = (token_ids, *(each for each in given if each is not None))
+            plain = len(inputs) <= 2 and not start and not placed and token_ids.shape[1] <= buckets.widths[-1]
+            found = step(stop, *inputs) if plain else None
+            return original(cache, start, stop, token_ids, *given, **placed) if found is None else found[0]
+
+        return extend
+
+    def _by_rows(self, name: str, function: Callable[..., Any], buckets: Buckets) -> RowStep:
+        step = RowStep(name, function, buckets, self._compilation)
+        self.steps.append(step.compiled)
+        self.warm.append(step)
+        return step
+
+
+class RowStep:
+    """A function of tensors [b, …] and then numbers, compiled once per number of rows and for these numbers."""
+
+    def __init__(self, what: str, function: Callable[..., Any], buckets: Buckets, compilation: Compilation) -> None:
+        self.compiled = Compiled(what, compilation)
+        self._function, self._buckets = function, buckets
+        self._like: dict[tuple, list[Tensor]] = {}  # one row of each input, by the numbers it was called with
+
+    def __call__(self, *given: Any) -> Any:
+        tensors = [each for each in given if isinstance(each, Tensor)]
+        numbers, (b, *_) = given[len(tensors) :], tensors[0].shape
+        self._like.setdefault(numbers, [each[:1].clone() for each in tensors])
+        found = self._run(at_least(self._buckets.rows, b), numbers, tensors)
+        if found is None:
+            return self._function(*given)
+        cut = tuple(each[:b] for each in found)
+        return cut if len(cut) > 1 else cut[0]
+
+    def warm_up(self) -> None:
+        """For every number of rows, with the numbers that it was called with so far."""
+        for numbers, like in self._like.items():
+            for rows in self._buckets.rows:
+                self._run(rows, numbers, like)
+
+    def _run(self, rows: int, numbers: tuple, tensors: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+        def make() -> Callable[..., Any]:
+            function = self._function
+
+            def step(*inputs: Tensor) -> tuple[Tensor, ...]:
+                outputs = function(*inputs, *numbers)
+                return outputs if isinstance(outputs, tuple) else (outputs,)
+
+            return step
+
+        return self.compiled.run((rows, *numbers), make, *(padded(each, rows) for each in tensors))

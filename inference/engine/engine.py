@@ -1,0 +1,278 @@
+"""The loop: schedule -> propose -> verify -> commit. Everything a round does, in this order, is on this page.
+
+Between rounds a running row's cache holds all its committed tokens but the last, the anchor. A round feeds the anchor
+and the drafts through the target at once, keeps the drafts the rule accepts plus one token of the target's own, and
+rolls the rest back by not counting it. Knows no tokenizer, no file and no particular drafter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from inference.compilation.config import Compilation
+from inference.engine.logprobs import record_logprobs, record_prompt_logprobs
+from inference.engine.rows import EngineRows, OnRound
+from inference.kv_cache.memory_limit import KVMemory
+from inference.requests.request import Request
+from inference.sampling_params import SamplingParams
+from inference.spec_decode.draft_length.policy import DraftLength
+from inference.spec_decode.logits import cut_at_dead_ends, process_logits
+from inference.spec_decode.proposal import Kept, Proposal
+from inference.spec_decode.proposers.base import Proposer
+from inference.spec_decode.tree_drafting import ancestors
+from inference.spec_decode.verification.rejection_sampler import AUTO, verify_and_sample
+from speculators.errors import ConfigError
+from speculators.host_copy import on_device
+from speculators.target.frozen_target import FrozenTarget
+
+if TYPE_CHECKING:
+    from inference.compilation.compiled_rounds import CompiledRounds
+
+
+class Engine(EngineRows):
+    """Runs requests in at most `max_num_seqs` rows. Not thread-safe: `add`, `step` and `abort` from one thread.
+
+    max_num_batched_tokens  tokens of one prefill forward; admitted prompts are prefilled whole before the next round
+    enable_prefix_caching   a request takes over what another row computed for the same first tokens
+    kv_cache_memory_bytes   most memory for keys and values (see KVMemory); None: as much as max_num_seqs rows need
+    compilation             how rounds are compiled (docs/runtime.md); None: they run eager
+
+    `options`: those above as they were given, for another engine like this one.
+    `timers`: seconds per phase since `reset_metrics`. verify is the target's forward, sample the decision what to keep;
+    prefill includes the drafter's share of it. On a GPU a phase that only launches work is charged to the next one
+    that waits for it (sample, as a rule).
+    """
+
+    def __init__(
+        self,
+        target: FrozenTarget,
+        *,
+        max_model_len: int,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 512,
+        proposer: Proposer | None = None,
+        draft_length: DraftLength | None = None,
+        rule: str = AUTO,
+        on_round: OnRound | None = None,
+        enable_prefix_caching: bool = True,
+        kv_cache_memory_bytes: int | None = None,
+        compilation: Compilation | None = None,
+    ) -> None:
+        if max_num_batched_tokens < 1:
+            raise ConfigError(f"max_num_batched_tokens={max_num_batched_tokens}; expected at least 1")
+        self.options: dict[str, Any] = dict(
+            max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching, kv_cache_memory_bytes=kv_cache_memory_bytes,
+            compilation=compilation,
+        )  # fmt: skip
+        self.target, self.rule, self.max_model_len = target, rule, max_model_len
+        self.max_num_batched_tokens = max_num_batched_tokens
+        # Compiled rounds write to padding rows too, which may hold a finished text of max_model_len: one token more.
+        drafts = proposer.max_places + (compilation is not None) if proposer is not None else 0
+        super().__init__(
+            max_num_seqs, max_model_len + drafts, proposer=proposer, on_round=on_round,
+            enable_prefix_caching=enable_prefix_caching, device=target.device,
+        )  # fmt: skip
+        most = proposer.num_speculative_tokens if proposer is not None else 0
+        self.draft_length = draft_length or DraftLength(most)
+        if proposer is not None:
+            self.draft_length.attach(proposer, self._rehearse)
+        self.compiled: CompiledRounds | None = None
+        if kv_cache_memory_bytes is not None:
+            self._probe()
+            self._memory = KVMemory(kv_cache_memory_bytes, self._cache, proposer, self._cache.max_len - max_model_len)
+        if compilation is not None:
+            from inference.compilation.compiled_rounds import CompiledRounds  # torch's compiler takes seconds to import
+
+            self.compiled = CompiledRounds(compilation, target, self._cache, proposer, max_model_len, self._memory)
+
+    # ------------------------------------------------------------------ one step
+
+    @torch.inference_mode()
+    def step(self) -> list[Request]:
+        """Prefills what can be admitted, then does one round for all rows; returns the requests that finished."""
+        try:
+            return self._step()
+        except BaseException:
+            self._reuse.forget()  # a row may hold half of something
+            raise
+
+    def _step(self) -> list[Request]:
+        started = perf_counter()
+        admitted = self._make_room()
+        self.timers["schedule"] += perf_counter() - started
+        finished: list[Request] = []
+        while admitted:
+            wave = self._reuse.wave(admitted)
+            self.scheduler.admit(wave)
+            admitted = [request for request in admitted if request not in wave]
+            finished += self._prefill(wave)
+        if self.scheduler.running:
+            finished += self._round(self.scheduler.running)
+        return finished
+
+    def _round(self, rows: list[Request]) -> list[Request]:
+        """Propose, verify, sample, commit. B = rows in use, K = longest draft of the round."""
+        clock, proposer = perf_counter, self.proposer
+        t0 = clock()
+        if proposer is None:
+            proposal = Proposal.empty(len(rows), self.target.device)
+        else:
+            limits = self.draft_length.limits(rows)
+            planned = clock()
+            self.timers["schedule"] += planned - t0
+            t0 = planned
+            proposal = self.draft_length.settle(proposer.propose(rows, limits))
+        t1 = clock()
+        anchors = on_device([[request.token_ids[-1]] for request in rows], self.target.device)  # [B, 1]
+        inputs = torch.cat([anchors, proposal.token_ids], dim=1) if proposal.width else anchors  # [B, K+1]
+        t2 = clock()
+        taps, last_hidden = self._forward(0, len(rows), inputs, proposal)
+        logits = self.target.logits(last_hidden)  # [B, 1+K, V]
+        t3 = clock()
+        if proposer is not None and proposer.reads_logits:
+            proposer.see_logits(rows, proposal, logits)
+        kept = self._decide(logits, proposal, rows)
+        t4 = clock()
+        if self.on_round is not None:
+            self.on_round(rows, proposal, [each.tokens for each in kept])
+        depths, kept_places = proposal.depths(), [[0, *(1 + place for place in each.places)] for each in kept]
+        self._cache.keep(kept_places)  # the anchor and the accepted drafts
+        for row, (request, each, drafted) in enumerate(zip(rows, kept, proposal.counts, strict=True)):
+            accepted = min(len(each.places), request.commit(each.tokens))  # what follows the end was not accepted
+            request.count_round(drafted, accepted, depth := max(depths[row][:drafted], default=0))
+            self.counters.add(drafted, accepted, depth)
+            if proposer is not None:
+                proposer.count(request, drafted, accepted, depth)
+        self._row_rounds += len(rows)
+        if proposer is not None:
+            self.draft_length.learn(proposal.counts, [len(each.places) for each in kept], t1 - t0, t4 - t1)
+        if proposer is not None and proposer.reads_features:
+            if proposal.parents is not None:
+                taps, last_hidden = (_along(kept_places, features) for features in (taps, last_hidden))
+            proposer.observe(rows, [len(each.tokens) for each in kept], taps, last_hidden)
+        finished = self._release_finished()
+        t5 = clock()
+        timers = self.timers
+        timers["draft"] += t1 - t0
+        timers["schedule"] += t2 - t1
+        timers["verify"] += t3 - t2
+        timers["sample"] += t4 - t3
+        timers["commit"] += t5 - t4
+        return finished
+
+    def _prefill(self, wave: list[Request]) -> list[Request]:
+        """Feeds the texts of the newly added rows, as far as they are not there, in chunks of at most
+        max_num_batched_tokens; then samples the first token of each that has none."""
+        started = perf_counter()
+        rows, lengths = self.scheduler.running, self._cache.lengths
+        first = len(rows) - len(wave)
+        for row, request in enumerate(wave, first):
+            self._enter(row, request)
+        ends: dict[int, Tensor] = {}  # row -> last_hidden [H] of its last position
+        while (chunk := self._next_chunk(first)) is not None:
+            start, stop, width = chunk
+            texts = [request.token_ids[: request.num_prefill_tokens] for request in rows[start:stop]]
+            pieces = [text[done : done + width] for text, done in zip(texts, lengths[start:stop], strict=True)]
+            counts = [len(piece) for piece in pieces]
+            padded = [piece + [0] * (width - len(piece)) for piece in pieces]
+            taps, last_hidden = self._forward(start, stop, on_device(padded, self.target.device))
+            for i, (row, count) in enumerate(zip(range(start, stop), counts, strict=True)):
+                record_prompt_logprobs(self.target.logits, rows[row], lengths[row], last_hidden[i, :count])
+                self._cache.advance(row, count)
+                if lengths[row] == len(texts[i]):
+                    ends[row] = last_hidden[i, count - 1].clone()
+            if self.proposer is not None and self.proposer.reads_features:
+                self.proposer.prefill(start, rows[start:stop], counts, taps, last_hidden)
+        begun = [(request, ends[row]) for row, request in enumerate(wave, first) if not request.output_token_ids]
+        if begun:
+            new = [request for request, _ in begun]
+            logits = self.target.logits(torch.stack([end for _, end in begun])[:, None])  # [b, 1, V]
+            first_tokens = self._decide(logits, Proposal.empty(len(new), self.target.device), new)
+            now = perf_counter()
+            for request, kept in zip(new, first_tokens, strict=True):
+                request.first_token_time = now
+                request.commit(kept.tokens)
+        finished = self._release_finished()
+        self.timers["prefill"] += perf_counter() - started
+        return finished
+
+    def _next_chunk(self, first: int) -> tuple[int, int, int] | None:
+        """(start, stop, width): neighbouring rows from `first` on that are not prefilled yet, and how many tokens each
+        is fed now. No row is padded beyond the longest one: that would need memory nobody asked for."""
+        lengths = self._cache.lengths
+        left = [request.num_prefill_tokens - lengths[row] for row, request in enumerate(self.scheduler.running)]
+        start = next((row for row in range(first, len(left)) if left[row]), None)
+        if start is None:
+            return None
+        stop = next((row for row in range(start, len(left)) if not left[row]), len(left))
+        room = max(self._cache.capacity, *(lengths[row] + left[row] for row in range(start, stop)))
+        budget = max(1, self.max_num_batched_tokens // (stop - start))
+        return start, stop, min(budget, max(left[start:stop]), room - max(lengths[start:stop]))
+
+    # ------------------------------------------------------------------ its parts
+
+    def _forward(
+        self, start: int, stop: int, token_ids: Tensor, proposal: Proposal | None = None
+    ) -> tuple[Tensor | None, Tensor]:
+        """token_ids [b, T], written at each row's own length -> taps [b, T, n·H] or None, last_hidden [b, T, H].
+        `proposal`: what the tokens after the first are, where it is a tree."""
+        T, cache = token_ids.shape[1], self._cache
+        if self.compiled is not None:
+            features = self.compiled.forward(start, stop, token_ids, proposal)
+            if features is not None:
+                return features
+        key_position_ids = None
+        if proposal is None or proposal.parents is None or T == 1:
+            position_ids, mask = cache.position_ids(start, stop, T), cache.mask(start, stop, T)
+        else:
+            lengths = cache.lengths[start:stop]
+            depths, visible = ancestors(proposal, T - 1, cache.device)
+            first = on_device(lengths, cache.device)[:, None]  # [b, 1]
+            position_ids = first + depths
+            mask, index = cache.tree_mask(start, stop, lengths, visible)
+            key_position_ids = first + torch.where(index < 0, index, depths.gather(1, index.clamp(0, T - 1)))
+        if max(cache.lengths[start:stop]) + T > self.max_model_len:  # padding only: drafts keep to the limit
+            position_ids = position_ids.clamp(max=self.max_model_len - 1)
+        return self.target(token_ids, position_ids, mask, cache.view(start, stop, T), key_position_ids)
+
+    def _rehearse(self, rows: int, T: int) -> None:
+        """A forward over T tokens of each of the first rows, forgotten: for its time to be taken."""
+        token_ids = torch.zeros(rows, T, dtype=torch.long, device=self.target.device)
+        self.target.logits(self._forward(0, rows, token_ids)[1]).argmax(-1).tolist()
+
+    def _decide(self, logits: Tensor, proposal: Proposal, rows: Sequence[Request]) -> list[Kept]:
+        """Logits [b, 1+K, V] -> the accepted drafts of each row and one token more."""
+        processed = process_logits(logits, proposal, rows)
+        params, generators = [request.params for request in rows], [request.generator for request in rows]
+        kept = verify_and_sample(processed, proposal, params, generators, self.rule)
+        cut_at_dead_ends(rows, kept)
+        record_logprobs(logits, proposal, rows, [each.tokens for each in kept])
+        return kept
+
+    def _probe(self) -> None:
+        """Two tokens through target and drafter, in as little memory as can be, for the size of keys and values."""
+        request = Request("probe", 0, [0, 0], SamplingParams(), generator=None, max_model_len=self.max_model_len)
+        for cache in (self._cache, self._proposer.cache if self._proposer is not None else None):
+            if cache is not None:
+                cache.resize(1, min(4, cache.max_len))
+        with torch.inference_mode():
+            features = self._forward(0, 1, torch.zeros(1, 2, dtype=torch.long, device=self.target.device))
+            if self._proposer is not None and self._proposer.reads_features:
+                self._proposer.reset(0)
+                self._proposer.prefill(0, [request], [2], *features)
+                self._proposer.reset(0)
+
+
+def _along(places: Sequence[Sequence[int]], features: Tensor | None) -> Tensor | None:
+    """Features [b, 1+K, ·] of the last committed token and of every place -> [b, T, ·] at the places kept."""
+    if features is None:
+        return None
+    width = max(map(len, places))
+    index = on_device([[*row, *[0] * (width - len(row))] for row in places], features.device)
+    return features.gather(1, index.unsqueeze(-1).expand(-1, -1, features.shape[-1]))

@@ -1,0 +1,423 @@
+"""LLM: the front door, in vLLM's shape. Text in, text out, and what drafting gained.
+
+    drafting = {"method": "eagle3", "model": "path/to/head", "num_speculative_tokens": 4}
+    llm = LLM("path/to/target", speculative_config=drafting)
+    for output in llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=64)):
+        print(output.outputs[0].text)
+
+It owns the tokenizer, checks every prompt before any is run, and turns requests into outputs. Rounds are the engine's.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from inference.compilation.config import Compilation, read_compilation
+from inference.engine.engine import Engine, OnRound
+from inference.entrypoints.loading import (
+    default_device,
+    end_of_sequence_ids,
+    load_drafter_for,
+    load_target,
+    load_tokenizer,
+    make_draft_length,
+    make_proposer,
+    model_limit,
+)
+from inference.entrypoints.prompts import Prompt, chat_prompts, read_prompts
+from inference.entrypoints.sampling import RequestSampling
+from inference.entrypoints.speculative_config import parse_speculative_config
+from inference.entrypoints.speculative_defaults import complete
+from inference.entrypoints.vllm_options import (
+    PARALLEL_SIZES,
+    drafts_eagerly,
+    keep_on_one_device,
+    known_device,
+    read_options,
+)
+from inference.metrics import EngineCounters
+from inference.outputs import RequestOutput
+from inference.requests.detokenizer import Detokenizer
+from inference.requests.request import Request
+from inference.requests.response import Response
+from inference.sampling.sampler import make_generator
+from inference.sampling_params import SamplingParams
+from inference.spec_decode.draft_length.policy import DraftLength
+from inference.spec_decode.proposers.base import Proposer
+from inference.spec_decode.proposers.drafter import HeadProposer
+from inference.spec_decode.tree_shape import TreeShape
+from inference.spec_decode.verification.rejection_sampler import AUTO, is_lossless
+from speculators.errors import ConfigError
+from speculators.target.frozen_target import FrozenTarget
+
+
+class LLM:
+    """A target, optionally drafted for.
+
+    model                    folder or repository id; or a loaded FrozenTarget or PreTrainedModel
+    tokenizer                folder, repository id or tokenizer object; None: the model's own
+    speculative_config       see SpeculativeConfig; None: drafting off
+    max_num_seqs             responses written at the same time
+    max_model_len            longest prompt + response; None: the model's own limit, or its draft model's if less
+    max_num_batched_tokens   prompt tokens per prefill forward
+    enable_prefix_caching    prompts that begin alike are computed once (docs/batching.md)
+    kv_cache_memory_bytes    most memory for keys and values, head's included; None: what max_num_seqs rows need
+    seed                     of the requests that bring none: each gets its own from this and its number
+    tensor_parallel_size     accepted with a warning if not 1: the target is kept on one device, which changes no output
+    enforce_eager            False: rounds run compiled, at static shapes (docs/runtime.md); None: as compilation_config
+                             says, eager where it says nothing
+    compilation_config       how; see CompilationConfig
+    on_round                 called after every verification with what was drafted and kept (see Engine)
+
+    `others`: options of vLLM that change no output, and those of its older versions
+    (inference/entrypoints/vllm_options.py).
+    """
+
+    def __init__(
+        self,
+        model: str | FrozenTarget | PreTrainedModel,
+        tokenizer: Any = None,
+        *,
+        dtype: str | torch.dtype = "auto",
+        speculative_config: dict[str, Any] | None = None,
+        max_num_seqs: int = 8,
+        max_model_len: int | None = None,
+        max_num_batched_tokens: int = 512,
+        enable_prefix_caching: bool = True,
+        kv_cache_memory_bytes: int | None = None,
+        device: str | torch.device | None = None,
+        seed: int = 0,
+        trust_remote_code: bool = False,
+        revision: str | None = None,
+        tensor_parallel_size: int = 1,
+        enforce_eager: bool | None = None,
+        compilation_config: dict[str, Any] | int | None = None,
+        on_round: OnRound | None = None,
+        **others: Any,
+    ) -> None:
+        device = known_device(device)
+        compilation = read_compilation(
+            enforce_eager, compilation_config, default_device(device), eager_drafter=drafts_eagerly(speculative_config)
+        )
+        source: dict[str, Any] = dict(trust_remote_code=trust_remote_code, revision=revision)
+        config = parse_speculative_config(complete(read_options(others, speculative_config), model, **source))
+        if not is_lossless(config.rejection_sample_method):
+            warnings.warn(
+                f"rejection_sample_method={config.rejection_sample_method!r} does not preserve the target's "
+                f"distribution above temperature 0; {AUTO!r} does",
+                stacklevel=2,
+            )
+        sizes = {"tensor_parallel_size": tensor_parallel_size} | {n: others[n] for n in PARALLEL_SIZES if n in others}
+        keep_on_one_device(model, sizes, device=default_device(device), dtype=dtype, **source)
+        target = load_target(model, dtype=dtype, device=default_device(device), **source)
+        tokenizer = load_tokenizer(model, tokenizer, **source)
+        target, drafter = load_drafter_for(target, config, tokenizer)
+        max_model_len = model_limit(target, max_model_len, drafter)
+        proposer = make_proposer(config, target, drafter, max_num_seqs, max_model_len)
+        engine = Engine(
+            target,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            proposer=proposer,
+            draft_length=make_draft_length(config),
+            rule=config.rejection_sample_method,
+            on_round=on_round,
+            compilation=compilation,
+        )
+        self._set_up(engine, tokenizer, seed)
+
+    @classmethod
+    def _assemble(
+        cls,
+        model: FrozenTarget | PreTrainedModel,
+        *,
+        tokenizer: Any = None,
+        proposer: Proposer | None = None,
+        drafter: Any = None,
+        num_speculative_tokens: int = 4,
+        draft_sample_method: str = "probabilistic",
+        draft_length: DraftLength | None = None,
+        seed: int = 0,
+        max_num_seqs: int = 8,
+        max_model_len: int | None = None,
+        max_num_batched_tokens: int = 512,
+        rule: str = AUTO,
+        tree: TreeShape | None = None,
+        enable_prefix_caching: bool = True,
+        kv_cache_memory_bytes: int | None = None,
+        on_round: OnRound | None = None,
+        compilation: Compilation | None = None,
+    ) -> LLM:
+        """From parts made elsewhere: a proposer, or a drafter in memory (attached to the target here). For tests and
+        measurements during training; what is reported is always measured on an export."""
+        taps = tuple(drafter.config.tap_layers) if drafter is not None and drafter.reads_taps else ()
+        target = load_target(model, taps)
+        max_model_len = model_limit(target, max_model_len, drafter)
+        if drafter is not None:
+            proposer = HeadProposer(
+                drafter.attach(target),
+                target.vocab_size,
+                num_speculative_tokens,
+                max_num_seqs,
+                max_model_len,
+                probabilistic=draft_sample_method == "probabilistic",
+                tree=tree,
+                device=target.device,
+            )
+        llm = cls.__new__(cls)
+        engine = Engine(
+            target,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            proposer=proposer,
+            draft_length=draft_length,
+            rule=rule,
+            on_round=on_round,
+            compilation=compilation,
+        )
+        llm._set_up(engine, tokenizer, seed)
+        return llm
+
+    def _set_up(self, engine: Engine, tokenizer: Any, seed: int) -> None:
+        self.engine, self._tokenizer, self._seed = engine, tokenizer, seed
+        self._eos_token_ids = end_of_sequence_ids(engine.target, tokenizer)
+        self._sampling = RequestSampling(tokenizer, engine.target.vocab_size, self._eos_token_ids)
+        self._num_prompts = 0  # names requests
+        self._num_seeded = 0  # numbers the responses that brought no seed
+
+    # ------------------------------------------------------------------ what users call
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        speculate: bool = True,
+    ) -> list[RequestOutput]:
+        """Responses to prompts, in their order.
+
+        A prompt is a string, {"prompt": str} or {"prompt_token_ids": [int]}; one or a list. `sampling_params`: one
+        for all or one per prompt. `speculate=False` runs these prompts in the same engine with drafting off. Every
+        prompt is checked before any is run: ConfigError names each one that cannot be.
+        """
+        return self._run(read_prompts(prompts, self._tokenizer), sampling_params, use_tqdm, speculate)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        speculate: bool = True,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        tools: list[Any] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Responses to one conversation, a list of {"role", "content"}, or a list of them, by the chat template."""
+        options = dict(add_generation_prompt=add_generation_prompt, chat_template=chat_template, tools=tools)
+        prompts = chat_prompts(messages, self._tokenizer, {**options, **(chat_template_kwargs or {})})
+        return self._run(prompts, sampling_params, use_tqdm, speculate)
+
+    def stream(
+        self, prompt: Any, sampling_params: SamplingParams | None = None, *, speculate: bool = True
+    ) -> Iterator[RequestOutput]:
+        """One prompt's response as it is written: each output holds what is new since the last one.
+
+        Text that may still turn out to be a stop string is held back. The request starts with the first output asked
+        for; closing the iterator aborts it.
+        """
+        prompts = read_prompts(prompt, self._tokenizer)
+        if len(prompts) != 1:
+            raise ConfigError(f"stream: {len(prompts)} prompts; expected one (use generate for several)")
+        self._check(prompts, _params_per_prompt(sampling_params, 1))
+        return self._stream(prompts, sampling_params, speculate)
+
+    def check(self, prompt: Prompt, sampling_params: SamplingParams) -> None:
+        """ConfigError if the prompt cannot be run with these parameters. Changes nothing: callable from any thread."""
+        self._check([prompt], [sampling_params])
+
+    def submit(self, prompt: Prompt, sampling_params: SamplingParams, *, streaming: bool = False) -> Response:
+        """Hands a prompt to the engine and returns at once, for whoever calls `engine.step` themselves: each step
+        writes on the response, whose `delta` (with `streaming`) and `output` tell what there is."""
+        (response,) = self._submit([prompt], sampling_params, True, streaming)
+        return response
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request between two outputs of its stream; its last output says finish_reason "abort"."""
+        self.engine.abort(request_id)
+
+    def warm_up(self) -> int:
+        """Compiles every shape that rounds can have, so that none stalls a request later; nothing where rounds run
+        eager. Returns how many graphs there are. From the thread that will run the rounds, before any request."""
+        compiled = self.engine.compiled
+        if compiled is None:
+            return 0
+        few = SamplingParams(temperature=0, max_tokens=min(4, self.engine.max_model_len - 1), ignore_eos=True)
+        drafted = (True,) if isinstance(self.engine.proposer, HeadProposer) else ()  # others have nothing to compile
+        for speculate in (*drafted, False):  # what each step is given
+            self.generate({"prompt_token_ids": [0]}, few, use_tqdm=False, speculate=speculate)
+        with torch.inference_mode():
+            compiled.warm_up()
+        self.engine.reset_prefix_cache()  # rows were written over
+        self.reset_metrics()
+        return compiled.num_graphs
+
+    def get_tokenizer(self) -> Any:
+        return self._tokenizer
+
+    def get_metrics(self) -> EngineCounters:
+        """Totals over all requests since the start or `reset_metrics`; `.to_dict()` has vLLM's metric names."""
+        return copy.deepcopy(self.engine.counters)
+
+    def reset_prefix_cache(self) -> None:
+        """No later request reuses what was computed before. Needed when somebody changes the weights of a model."""
+        self.engine.reset_prefix_cache()
+
+    def reset_metrics(self) -> None:
+        """Sets counters and phase timers to zero."""
+        self.engine.reset_metrics()
+
+    # ------------------------------------------------------------------ requests
+
+    def _run(self, prompts: list[Prompt], sampling_params: Any, use_tqdm: bool, speculate: bool) -> list[RequestOutput]:
+        responses = self._submit(prompts, sampling_params, speculate)
+        unfinished = {id(request) for response in responses for request in response.requests}
+        progress = _Progress(len(unfinished)) if use_tqdm else None
+        try:
+            while unfinished:
+                for request in self.engine.step():
+                    if id(request) in unfinished:
+                        unfinished.discard(id(request))
+                        if progress is not None:
+                            progress.finished(request)
+        finally:
+            if unfinished:  # an error or an interrupt: leave the engine usable
+                for response in responses:
+                    self.engine.abort(response.request_id)
+            if progress is not None:
+                progress.close()
+        return [response.output() for response in responses]
+
+    def _stream(self, prompts: list[Prompt], sampling_params: Any, speculate: bool) -> Iterator[RequestOutput]:
+        (response,) = self._submit(prompts, sampling_params, speculate, streaming=True)
+        try:
+            while not response.finished:
+                self.engine.step()
+                new = response.delta()
+                if new is not None:
+                    yield new
+            new = response.delta()  # what an abort left
+            if new is not None:
+                yield new
+        finally:
+            self.engine.abort(response.request_id)
+
+    def _submit(
+        self, prompts: list[Prompt], sampling_params: Any, speculate: bool, streaming: bool = False
+    ) -> list[Response]:
+        """Checks everything, then hands all requests to the engine: n of them for each prompt."""
+        params = _params_per_prompt(sampling_params, len(prompts))
+        self._check(prompts, params)
+        self.engine.set_speculation(speculate)
+        responses = []
+        for prompt, each in zip(prompts, params, strict=True):
+            request_id, self._num_prompts = str(self._num_prompts), self._num_prompts + 1
+            requests = [self._request(request_id, i, prompt, each, streaming) for i in range(each.n)]
+            tokenizer = self._tokenizer if each.detokenize else None
+            responses.append(Response(request_id, prompt.text, prompt.token_ids, requests, tokenizer))
+        for response in responses:
+            for request in response.requests:
+                self.engine.add(request)
+        return responses
+
+    def _request(self, request_id: str, index: int, prompt: Prompt, params: SamplingParams, streaming: bool) -> Request:
+        generator = None
+        if params.seed is not None:
+            generator = make_generator(params.seed + index)
+        else:
+            if not params.greedy:
+                generator = make_generator((self._seed << 32) + self._num_seeded)
+            self._num_seeded += 1
+        detokenizer = None
+        if self._tokenizer is not None and params.detokenize and (streaming or params.stop):
+            detokenizer = Detokenizer(self._tokenizer, prompt.token_ids, params)
+        return Request(
+            request_id,
+            index,
+            prompt.token_ids,
+            params,
+            generator=generator,
+            eos_token_ids=self._eos_token_ids,
+            max_model_len=self.engine.max_model_len,
+            detokenizer=detokenizer,
+            **self._sampling.options(params, len(prompt.token_ids)),
+        )
+
+    def _check(self, prompts: list[Prompt], params: list[SamplingParams]) -> None:
+        limit, vocab_size = self.engine.max_model_len, self.engine.target.vocab_size
+        faults = []
+        for i, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+            length = len(prompt.token_ids)
+            if length == 0:
+                faults.append(f"prompt {i} is empty; give it at least one token")
+            elif length >= limit:
+                faults.append(
+                    f"prompt {i} has {length} tokens, max_model_len is {limit} and at least one must be left for the "
+                    "response; shorten it or raise max_model_len"
+                )
+            elif not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < vocab_size:
+                faults.append(f"prompt {i} has token ids outside 0..{vocab_size - 1}; is the tokenizer the model's?")
+            else:
+                longest = limit if each.max_tokens is None else min(limit, length + each.max_tokens)
+                refusal = self.engine.refusal(length, longest)
+                if refusal is not None:
+                    faults.append(f"prompt {i}: {refusal}")
+            faults += [f"prompt {i}: {fault}" for fault in self._sampling.faults(each)]
+        if faults:
+            raise ConfigError("; ".join(faults))
+
+
+class _Progress:
+    """A progress bar over responses that also shows output tokens per second."""
+
+    def __init__(self, total: int) -> None:
+        from tqdm.auto import tqdm
+
+        self._bar = tqdm(total=total, desc="generate", unit="response", dynamic_ncols=True)
+        self._tokens = 0
+
+    def finished(self, request: Request) -> None:
+        self._tokens += len(request.token_ids) - request.num_prompt_tokens
+        elapsed = self._bar.format_dict["elapsed"]
+        self._bar.set_postfix_str(f"{self._tokens / max(elapsed, 1e-9):.0f} tokens/s", refresh=False)
+        self._bar.update()
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def _params_per_prompt(given: Any, count: int) -> list[SamplingParams]:
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    params = list(given)
+    if len(params) != count:
+        raise ConfigError(f"{len(params)} sampling params for {count} prompts; give one for all, or one for each")
+    wrong = [i for i, each in enumerate(params) if not isinstance(each, SamplingParams)]
+    if wrong:
+        kind = type(params[wrong[0]]).__name__
+        raise ConfigError(f"sampling_params[{wrong[0]}] is a {kind}; expected SamplingParams")
+    return params

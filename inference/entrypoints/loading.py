@@ -1,0 +1,220 @@
+"""What an LLM is made of: target, drafter, proposer, tokenizer, limits. Loading only; no prompts and no rounds."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from inference.entrypoints.speculative_config import SpeculativeConfig
+from inference.spec_decode.draft_length.costs import MeasuredCosts, RoundCosts
+from inference.spec_decode.draft_length.policy import AdaptiveDraftLength, DraftLength
+from inference.spec_decode.proposers.base import Proposer
+from inference.spec_decode.proposers.drafter import HeadProposer
+from inference.spec_decode.proposers.lookahead import LookaheadProposer
+from inference.spec_decode.proposers.ngram import NgramProposer
+from inference.spec_decode.proposers.suffix import SuffixProposer
+from speculators.errors import CheckpointError, ConfigError
+from speculators.hub import hub_trouble, split_revision
+from speculators.target.frozen_target import FrozenTarget
+from speculators.target.longrope import original_length
+
+if TYPE_CHECKING:
+    from speculators.drafter import Drafter
+
+logger = logging.getLogger(__name__)
+
+
+def loaded(model: Any) -> bool:
+    """Whether it is a model already, and not the name of one."""
+    return isinstance(model, (FrozenTarget, PreTrainedModel))
+
+
+def target_config(
+    model: str | FrozenTarget | PreTrainedModel, *, trust_remote_code: bool = False, revision: str | None = None
+) -> PretrainedConfig:
+    """The configuration of the target's language model, without its weights."""
+    if isinstance(model, (FrozenTarget, PreTrainedModel)):
+        return model.config.get_text_config()
+    name, revision = split_revision(str(model), revision)
+    adapter = Path(name) / "adapter_config.json"
+    if adapter.is_file() and not adapter.with_name("config.json").exists():  # peft writes it without the model's own
+        return target_config(_base_of(adapter), trust_remote_code=trust_remote_code)
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, revision=revision)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"target {model}: its config.json could not be read: {hub_trouble(error) or error}"
+        ) from error
+    return config.get_text_config()
+
+
+def _base_of(adapter: Path) -> str:
+    """The model that a folder's adapter changes."""
+    base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base:
+        raise CheckpointError(
+            f"target {adapter.parent}: {adapter.name} names no base_model_name_or_path; merge it first"
+        )
+    return base
+
+
+def load_target(
+    model: str | FrozenTarget | PreTrainedModel, tap_layers: Sequence[int] = (), **options: Any
+) -> FrozenTarget:
+    """The target with these taps. One that is loaded already is shared, not copied."""
+    if isinstance(model, FrozenTarget):
+        return model if model.tap_layers == tuple(sorted(tap_layers)) else FrozenTarget(model.model, tap_layers)
+    if isinstance(model, PreTrainedModel):
+        return FrozenTarget(model, tap_layers)
+    return FrozenTarget.from_pretrained(str(model), tap_layers=tap_layers, **options)
+
+
+def load_drafter_for(
+    target: FrozenTarget, config: SpeculativeConfig, tokenizer: Any = None
+) -> tuple[FrozenTarget, Drafter | None]:
+    """The exported head, and the target with the taps that the head's configuration names. `tokenizer`: the target's;
+    a draft model whose own means something else is refused."""
+    target = load_target(target, taps_of(config, target))
+    return target, drafter_onto(target, config, tokenizer)
+
+
+def taps_of(config: SpeculativeConfig, target: FrozenTarget) -> tuple[int, ...]:
+    """What the exported head reads of the target; a head of another family than was asked for is refused."""
+    if not config.trained:
+        return ()
+    from speculators.export import read_drafter_config
+
+    head = read_drafter_config(config.model, target.num_layers)
+    if head.family != config.method:
+        raise ConfigError(
+            f"speculative_config: method is {config.method!r}, but {config.model} holds a drafter of "
+            f"family {head.family!r}"
+        )
+    return tuple(head.tap_layers)
+
+
+def drafter_onto(target: FrozenTarget, config: SpeculativeConfig, tokenizer: Any = None) -> Drafter | None:
+    """The exported head, on a target that has its taps among others."""
+    if not config.trained:
+        return None
+    from speculators.export import load_drafter
+
+    drafter = load_drafter(config.model, target)
+    if tokenizer is not None:
+        drafter.meet_tokenizers(
+            tokenizer,
+            lambda: load_tokenizer(None, config.model),
+            intersection=config.use_heterogeneous_vocab,
+            where="use_heterogeneous_vocab: true",
+        )
+    return drafter
+
+
+def make_proposer(
+    config: SpeculativeConfig, target: FrozenTarget, drafter: Drafter | None, max_rows: int, max_model_len: int
+) -> Proposer | None:
+    """Who drafts, by `config.method`; None with drafting off."""
+    k = config.num_speculative_tokens
+    if k is None or config.method is None:
+        return None
+    if drafter is not None:
+        return HeadProposer(
+            drafter, target.vocab_size, k, max_rows, max_model_len,
+            probabilistic=config.draft_sample_method == "probabilistic", tree=config.tree, device=target.device,
+        )  # fmt: skip
+    if config.method == "suffix":
+        return SuffixProposer(k, **config.suffix_options, device=target.device)
+    if config.method == "lookahead":
+        return LookaheadProposer(k, **config.lookahead_options, device=target.device)
+    shortest, longest = config.lookup_sizes
+    return NgramProposer(k, shortest, longest, target.device)
+
+
+def load_tokenizer(model: Any, tokenizer: Any, *, trust_remote_code: bool = False, revision: str | None = None) -> Any:
+    """A tokenizer object as it is; otherwise loaded from `tokenizer`, or from where the model came from, in `revision`.
+
+    None for a model object that came without one: prompts are then token ids, and texts are empty.
+    """
+    if tokenizer is not None and not isinstance(tokenizer, str):
+        return tokenizer
+    source = tokenizer or (None if loaded(model) else model)
+    if source is None:
+        return None
+    name, revision = split_revision(str(source), None if tokenizer else revision)
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, revision=revision)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"tokenizer {source}: could not be loaded: {hub_trouble(error) or error}; pass LLM(tokenizer=folder, "
+            "repository id or object)"
+        ) from error
+
+
+def end_of_sequence_ids(target: FrozenTarget, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end a response: those of the model's generation config, and the tokenizer's."""
+    generation = getattr(target.model, "generation_config", None)
+    return ending_tokens(generation, target.config, tokenizer, target.vocab_size)
+
+
+def ending_tokens(generation: Any, config: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
+    """The same, of a model that is not loaded. `generation`: None if it has no such config; then `config` says."""
+    ids: set[int] = set()
+    for found in (
+        getattr(generation, "eos_token_id", None),
+        getattr(config, "eos_token_id", None) if generation is None else None,
+        getattr(tokenizer, "eos_token_id", None),
+    ):
+        ids.update(found if isinstance(found, (list, tuple)) else [] if found is None else [found])
+    return frozenset(token for token in ids if 0 <= token < vocab_size)
+
+
+def saved_ending_tokens(model: str, tokenizer: Any, **source: Any) -> frozenset[int]:
+    """The same, of a folder or repository. `source`: revision, trust_remote_code."""
+    config = target_config(model, **source)
+    try:
+        generation = GenerationConfig.from_pretrained(model, revision=source.get("revision") or "main")
+    except OSError:
+        generation = None
+    return ending_tokens(generation, config, tokenizer, config.vocab_size)
+
+
+def model_limit(target: FrozenTarget, asked: int | None, drafter: Drafter | None = None) -> int:
+    """max_model_len: what is asked, within the positions the model was made for; by default what both it and its
+    drafter were made for, of LongRoPE the original length. The target is made ready for texts of this length."""
+    own = getattr(target.config, "max_position_embeddings", None)
+    if asked is None and own is None:
+        raise ConfigError(f"target {target.name_or_path}: no max_position_embeddings in its config; pass max_model_len")
+    if asked is not None and (asked < 2 or (own is not None and asked > own)):
+        raise ConfigError(f"max_model_len={asked}; expected 2 to {own or 'more'}, the model's max_position_embeddings")
+    original = original_length(target.config)
+    if asked is None and original is not None and original < own:
+        logger.warning(
+            "%s reads texts of up to %d tokens with its short frequencies, and longer ones, up to %d, with others: "
+            "max_model_len is %d unless a longer one is asked for",
+            target.name_or_path, original, own, original,
+        )  # fmt: skip
+        own = original
+    limit = asked or min(own, (drafter.max_length if drafter is not None else None) or own)
+    target.serve_up_to(limit)
+    return limit
+
+
+def default_device(device: str | torch.device | None) -> torch.device:
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def make_draft_length(config: SpeculativeConfig) -> DraftLength:
+    """As `speculative_config` says."""
+    most = config.num_speculative_tokens or 0
+    schedule = config.num_speculative_tokens_per_batch_size
+    if not config.enable_adaptive_verification or not most:
+        return DraftLength(most, schedule)
+    given = config.adaptive_verification_costs
+    costs = MeasuredCosts(most) if given is None else RoundCosts.given(given, most)
+    return AdaptiveDraftLength(most, costs, schedule)

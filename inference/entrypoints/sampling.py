@@ -1,0 +1,57 @@
+"""Sampling parameters met with a tokenizer and a vocabulary: words to tokens, grammars to matchers, and what cannot be
+honoured for this model. Knows no requests and no logits."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import lru_cache
+from typing import Any
+
+from inference.sampling.logits_processors import bad_word_ids
+from inference.sampling.structured_outputs import Grammars
+from inference.sampling_params import SamplingParams
+from speculators.errors import ConfigError
+
+
+class RequestSampling:
+    """For all requests of one LLM."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._grammars = Grammars(tokenizer, vocab_size, eos_token_ids)
+        self._bad_words = lru_cache(maxsize=64)(lambda words: bad_word_ids(tokenizer, words))
+
+    def options(self, params: SamplingParams, num_prompt_tokens: int) -> dict[str, Any]:
+        """What a Request needs of them."""
+        options: dict[str, Any] = {}
+        if params.bad_words:
+            options["bad_words"] = self._bad_words(params.bad_words)
+        if params.structured_outputs is not None:
+            options["grammar"] = self._grammars.matcher(params.structured_outputs, num_prompt_tokens)
+        return options
+
+    def faults(self, params: SamplingParams) -> list[str]:
+        """What cannot be honoured, in words."""
+        faults = []
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            beyond = [token for token in getattr(params, name) or () if token >= self._vocab_size]
+            if beyond:
+                faults.append(f"{name} {beyond} go beyond 0..{self._vocab_size - 1}")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name) or 0
+            if count > self._vocab_size:
+                faults.append(f"{name}={count}, but the vocabulary has {self._vocab_size} tokens; -1 is all of them")
+        if params.stop and self._tokenizer is None:
+            faults.append("asks for stop strings, which need a tokenizer; pass LLM(tokenizer=...)")
+        if params.bad_words and self._tokenizer is None:
+            faults.append("bad_words need a tokenizer; pass LLM(tokenizer=...), or use logit_bias")
+        elif params.bad_words:
+            beyond = [ids for ids in self._bad_words(params.bad_words) if max(ids) >= self._vocab_size]
+            if beyond:
+                faults.append(f"bad_words are written with token ids {beyond}, beyond 0..{self._vocab_size - 1}")
+        if params.structured_outputs is not None:
+            try:
+                self._grammars.matcher(params.structured_outputs, 0)
+            except ConfigError as error:
+                faults.append(str(error))
+        return faults

@@ -1,0 +1,255 @@
+"""What an evaluation asks of an engine, whichever it is: responses to prompts with drafting on and off, and what was
+drafted for them. This project's own runtime is the first of them.
+
+An engine hands over counts and texts; it computes no rate, and must not know workloads, temperatures or reports.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from inference.entrypoints.llm import LLM
+from inference.entrypoints.loading import (
+    default_device,
+    end_of_sequence_ids,
+    load_target,
+    load_tokenizer,
+    target_config,
+)
+from inference.evaluation.timing import IsolatedCosts, transformers_generate
+from inference.outputs import RequestOutput
+from inference.provenance import package_version
+from inference.report.cell import OUR_ENGINE
+from inference.report.schema import EngineFacts
+from inference.sampling_params import SamplingParams
+from speculators.drafter import Drafter
+from speculators.errors import ConfigError
+from speculators.export import load_drafter, read_drafter_config
+from speculators.precision import free_memory
+from speculators.target.frozen_target import FrozenTarget
+
+Prompts = Sequence[Sequence[int]]  # token ids, as serving would send them
+LOOKUP = {"ngram": {"prompt_lookup_min": 2, "prompt_lookup_max": 4}}  # spelled out: engines have other defaults
+# A request sees its own text only: with a memory of others, what is measured would depend on what was measured before.
+FORGETFUL = {"suffix": {"suffix_decoding_max_cached_requests": 0}}
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """What is measured: a target, and who drafts for it.
+
+    model       the target: folder or repository id
+    method      the drafter's family, or a training-free method
+    drafter     folder or id of the export; None if training-free
+    seed        of the engine
+    options     further options of an LLM: dtype, device, revision, trust_remote_code, tokenizer
+    """
+
+    model: str
+    method: str
+    drafter: str | None
+    num_speculative_tokens: int
+    rows: int
+    seed: int
+    options: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, model: str, drafter: str | None, method: str | None, **rest: Any) -> Drafting:
+        """The method of an export is what its config.json says. ConfigError if neither or both are given."""
+        if (drafter is None) == (method is None):
+            raise ConfigError("evaluate: give the folder of an exported drafter, or a training-free method without one")
+        if method is not None and method not in (*LOOKUP, *FORGETFUL):
+            raise ConfigError(
+                f"evaluate: method {method!r}; expected {' or '.join((*LOOKUP, *FORGETFUL))}, which need no checkpoint "
+                "(of a trained drafter give the folder; its config.json says the method)"
+            )
+        if method is None:
+            layers = target_config(model, **source_of(rest["options"])).num_hidden_layers
+            method = read_drafter_config(str(drafter), layers).family
+        return cls(model, method, drafter, **rest)
+
+    @property
+    def speculative_config(self) -> dict[str, Any]:
+        """Options of `speculative_config` that every engine reads alike."""
+        config: dict[str, Any] = {"method": self.method, "num_speculative_tokens": self.num_speculative_tokens}
+        if self.drafter is not None:
+            config["model"] = self.drafter
+        return config | LOOKUP.get(self.method, {}) | FORGETFUL.get(self.method, {})
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """Where the target comes from, besides its name."""
+        return source_of(self.options)
+
+    def in_float32(self, rows: int) -> Drafting:
+        """The same in float32, for at most `rows` requests at a time."""
+        return replace(self, rows=rows, options={**self.options, "dtype": "float32"})
+
+    def load(self) -> tuple[FrozenTarget, Drafter | None]:
+        """Target and drafter in this runtime, to replay texts and to judge ties."""
+        device = default_device(self.options.get("device"))
+        target = load_target(self.model, dtype=self.options.get("dtype", "auto"), device=device, **self.source)
+        if self.drafter is None:
+            return target, None
+        target = load_target(target, read_drafter_config(self.drafter, target.num_layers).tap_layers)
+        return target, load_drafter(self.drafter, target)
+
+
+def source_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Where a target comes from, among options of an LLM."""
+    return {name: options[name] for name in ("revision", "trust_remote_code") if name in options}
+
+
+class MeasuredEngine(ABC):
+    """One engine around one target, with who drafts for it.
+
+    drafting_off        whether it can write without drafting as well
+    runs_transformers   whether `transformers` can be asked of it
+    device              where what is timed runs, if it is this process that launches it
+    """
+
+    drafting_off = True
+    runs_transformers = False
+    device = torch.device("cpu")
+
+    def __init__(self, drafting: Drafting) -> None:
+        self.drafting = drafting
+
+    def prepare(self, prompts: Prompts, max_tokens: int, temperatures: Sequence[float]) -> None:  # noqa: B027
+        """Before anything is written: every prompt, the longest response, and every temperature.
+
+        ConfigError for what it cannot do."""
+
+    @abstractmethod
+    def write(
+        self, prompts: Prompts, params: Sequence[SamplingParams], *, speculate: bool, batch: int, counted: bool = True
+    ) -> list[RequestOutput]:
+        """The responses, `batch` prompts in flight at most. `counted`: their `metrics` are wanted."""
+
+    @abstractmethod
+    def facts(self) -> EngineFacts:
+        """What it is."""
+
+    @abstractmethod
+    def in_float32(self, rows: int) -> MeasuredEngine | None:
+        """The same in float32, for at most `rows` prompts in flight; None if it has one precision only."""
+
+    @cached_property
+    def models(self) -> tuple[FrozenTarget, Drafter | None]:
+        """Target and drafter in this runtime. Asked for once the engine has stopped."""
+        return self.drafting.load()
+
+    @property
+    def target(self) -> FrozenTarget:
+        """That of `models`."""
+        return self.models[0]
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        drafting = self.drafting
+        return load_tokenizer(drafting.model, drafting.options.get("tokenizer"), **drafting.source)
+
+    def replayed(self, temperature: float) -> bool:
+        """Whether replay expects what is drafted here: a head's drafts, sampled above temperature 0."""
+        sampled = self.facts().draft_sample_method == "probabilistic"
+        return self.drafting.drafter is not None and (temperature == 0 or sampled)
+
+    @property
+    def phase_seconds(self) -> Mapping[str, float]:
+        """Seconds by phase of the latest `write`; empty if it does not tell."""
+        return {}
+
+    def isolated_costs(self, context: Sequence[int], rows: int, kept: int) -> IsolatedCosts | None:
+        """The parts of a round, to be timed alone at this context; None if they cannot be."""
+        return None
+
+    def transformers(self, prompts: Prompts, params: SamplingParams, seed: int) -> int:
+        """Output tokens of `transformers.generate` on the same model object."""
+        raise NotImplementedError
+
+    def stop(self) -> None:  # noqa: B027 (most have nothing to do)
+        """It is asked for no more responses: what it holds may go, but for `models`."""
+
+    def close(self) -> None:
+        """It is asked for nothing any more: all that it and `models` hold is given back to the device."""
+        self.stop()
+        self.__dict__.pop("models", None)
+        free_memory()
+
+
+class RuntimeEngine(MeasuredEngine):
+    """This project's runtime."""
+
+    runs_transformers = True
+
+    def __init__(self, drafting: Drafting) -> None:
+        super().__init__(drafting)
+        # every pass computes its prompts, as the first one does
+        options = {"enable_prefix_caching": False, **drafting.options}
+        self.llm = LLM(
+            drafting.model,
+            speculative_config=drafting.speculative_config
+            | {"rejection_sample_method": "token"},  # vLLM's, and the one that the replay expects exactly
+            max_num_seqs=drafting.rows,
+            seed=drafting.seed,
+            **options,
+        )
+        self.device = self.llm.engine.target.device
+        self.eos_token_ids = sorted(end_of_sequence_ids(self.llm.engine.target, self.tokenizer))
+
+    @cached_property
+    def models(self) -> tuple[FrozenTarget, Drafter | None]:
+        """The target that is served, and a drafter of its own: the one that is replayed and timed alone."""
+        target, folder = self.llm.engine.target, self.drafting.drafter
+        return target, None if folder is None else load_drafter(folder, target)
+
+    @property
+    def target(self) -> FrozenTarget:
+        """The one that is served, without a second drafter beside it."""
+        return self.llm.engine.target
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.llm.get_tokenizer()
+
+    def facts(self) -> EngineFacts:
+        sampled = "probabilistic" if self.drafting.drafter is not None else None
+        return EngineFacts(name=OUR_ENGINE, version=package_version(), draft_sample_method=sampled)
+
+    def in_float32(self, rows: int) -> RuntimeEngine:
+        return RuntimeEngine(self.drafting.in_float32(rows))
+
+    def close(self) -> None:
+        del self.llm
+        super().close()
+
+    def write(
+        self, prompts: Prompts, params: Sequence[SamplingParams], *, speculate: bool, batch: int, counted: bool = True
+    ) -> list[RequestOutput]:
+        self.llm.reset_metrics()
+        outputs: list[RequestOutput] = []
+        size = len(prompts) if batch >= self.drafting.rows else batch
+        for start in range(0, len(prompts), size):
+            part = [{"prompt_token_ids": list(prompt)} for prompt in prompts[start : start + size]]
+            outputs += self.llm.generate(part, list(params[start : start + size]), use_tqdm=False, speculate=speculate)
+        return outputs
+
+    @property
+    def phase_seconds(self) -> Mapping[str, float]:
+        return self.llm.engine.timers
+
+    def isolated_costs(self, context: Sequence[int], rows: int, kept: int) -> IsolatedCosts | None:
+        target, drafter = self.models
+        if drafter is None:
+            return None
+        k = self.drafting.num_speculative_tokens
+        return IsolatedCosts(target, drafter, context, k, rows=rows, kept=kept)
+
+    def transformers(self, prompts: Prompts, params: SamplingParams, seed: int) -> int:
+        return transformers_generate(self.target.model, prompts, params, self.eos_token_ids, seed)

@@ -1,0 +1,178 @@
+"""Expected acceptance of a head over text that the target wrote: teacher-forced probabilities, then the replay.
+
+The one function that training's held-out evaluation and the acceptance report share, so that they cannot disagree
+about what is expected. Nothing is drafted: `Drafter.unroll` gives every depth of every slot in one pass. This module
+must not know how the texts came about, recipes, or the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from inference.sampling.sampler import argmax, probabilities
+from inference.sampling_params import SamplingParams
+from inference.spec_decode.replay import ReplayResult, replay
+from speculators.drafter import Drafter
+from speculators.errors import DataError
+from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from speculators.vocab.draft_vocab import to_draft_ids
+
+Head = Callable[[Tensor], Tensor]
+Text = tuple[Sequence[int], Sequence[int]]  # (prompt_token_ids, output_token_ids)
+
+BATCH_TOKENS = 2048  # of one teacher-forced forward, padding included: a CPU gains nothing from more
+CHUNK_BYTES = 4 << 20  # of one chunk's float32 logits
+SMALLEST_CHUNK = 128  # rows
+
+
+@torch.no_grad()
+def expected_acceptance(
+    target: FrozenTarget,
+    drafter: Drafter,
+    texts: Sequence[Text],
+    temperature: float,
+    k: int,
+    *,
+    top_p: float = 1.0,
+    top_k: int = 0,
+) -> list[ReplayResult]:
+    """What drafting `k` tokens per round would do on each text, in expectation over the accept decisions.
+
+    texts: (prompt_token_ids, output_token_ids), written by the target at this temperature, top_p and top_k: those that
+    drafts will be verified under. On other text the figure is no expectation of the runtime. The first output token
+    comes from prefill. `target` must tap the layers the drafter reads. Both run in their own dtype, so
+    give them as the runtime has them. Returns one result per text, in order; add them up for the whole.
+    """
+    for i, (prompt, output) in enumerate(texts):
+        if not prompt or not output:
+            raise DataError(f"expected acceptance: text {i} needs a prompt and an output of at least one token each")
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
+    results: list[ReplayResult] = [ReplayResult()] * len(texts)
+    for members in batches_of([len(prompt) + len(output) for prompt, output in texts]):
+        chosen = [texts[i] for i in members]
+        tables = accept_tables(target, drafter, teacher_forced(target, chosen), chosen, params, k)
+        for i, table in zip(members, tables, strict=True):
+            results[i] = replay(table, len(texts[i][1]))
+    return results
+
+
+@torch.no_grad()
+def accept_probabilities(
+    hidden: Tensor,
+    head: Head,
+    target_hidden: Tensor,
+    target_logits: Head,
+    labels: Tensor,
+    temperature: float = 1.0,
+    draft_to_target: Tensor | None = None,
+    chunk_size: int | None = None,
+    *,
+    top_p: float = 1.0,
+    top_k: int = 0,
+) -> Tensor:
+    """The probability that the data token x was an accepted draft, given that x came out: min(1, q(x) / p(x)). [N]
+
+    hidden [N, D] the drafter's states; head [n, D] -> logits [n, V_draft]; target_hidden [N, H] the states to match;
+    target_logits [n, H] -> [n, V]; labels [N] the target ids of x; chunk_size rows whose logits exist at once. p and q
+    are taken after every processor, as the runtime takes them; q is 0 outside the draft vocabulary. temperature 0: 1
+    where the drafter's argmax is x, else 0.
+    """
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
+    exact = hidden.dtype if hidden.dtype == torch.float64 else torch.float32
+    accept = torch.zeros(hidden.shape[0], dtype=exact, device=hidden.device)
+    if hidden.shape[0] == 0:
+        return accept
+    if chunk_size is None:
+        chunk_size = max(SMALLEST_CHUNK, CHUNK_BYTES // (4 * target_logits(target_hidden[:1]).shape[-1]))
+    draft_labels = to_draft_ids(labels, draft_to_target)
+    for start in range(0, hidden.shape[0], chunk_size):
+        rows = slice(start, start + chunk_size)
+        draft_logits = head(hidden[rows]).to(exact)  # [n, V_draft]
+        if params.greedy:
+            accept[rows] = (argmax(draft_logits) == draft_labels[rows]).to(exact)
+        else:
+            logits = target_logits(target_hidden[rows]).to(exact)  # [n, V]
+            accept[rows] = _ratio(draft_logits, logits, draft_labels[rows], labels[rows], params)
+    return accept
+
+
+def _ratio(
+    draft_logits: Tensor, logits: Tensor, draft_labels: Tensor, labels: Tensor, params: SamplingParams
+) -> Tensor:
+    """min(1, q(x) / p(x)) of one chunk: [n, V_draft], [n, V], x in either numbering [n] -> [n]."""
+    inside = draft_labels >= 0
+    chosen = draft_labels.clamp_min(0)[:, None], labels[:, None]
+    if params.top_p == 1 and params.top_k <= 0:
+        scaled = draft_logits / params.temperature, logits / params.temperature
+        log_q, log_p = (z.gather(-1, x)[:, 0] - z.logsumexp(-1) for z, x in zip(scaled, chosen, strict=True))
+        return torch.where(inside, (log_q - log_p).clamp_max(0.0).exp(), 0.0)
+    both = draft_logits, logits
+    q, p = (probabilities(z, params).gather(-1, x)[:, 0] for z, x in zip(both, chosen, strict=True))
+    q = torch.where(inside, q, 0.0)
+    # p(x) = 0 cannot be of a token that was drawn, but for rounding at the edge of a filter
+    return torch.where(p > 0, (q / p).clamp_max(1.0), (q > 0).to(q)).to(draft_logits.dtype)
+
+
+def batches_of(lengths: Sequence[int]) -> list[list[int]]:
+    """Texts of like length together, each batch within BATCH_TOKENS (a longer text goes alone)."""
+    batches: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= BATCH_TOKENS:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches
+
+
+def accept_tables(
+    target: FrozenTarget,
+    drafter: Drafter,
+    features: TargetFeatures,
+    texts: Sequence[Text],
+    params: SamplingParams,
+    k: int,
+) -> list[Tensor]:
+    """Per text the [k, output length] input of `replay`: entry [d, s] is of draft d + 1 in a round anchored at output
+    token s. Such a round starts from the head's slot prompt length + s - 1, whose first draft is output token s + 1.
+    `features`: of the texts, as `teacher_forced` gives them, with the taps that the drafter reads."""
+    B, T = features.input_ids.shape
+    table = torch.zeros(k, B * T, device=target.device)
+    rows = torch.arange(B * T, device=target.device) // T
+    first = torch.tensor([len(prompt) - 1 for prompt, _ in texts], device=target.device)  # slot of anchor 0
+    is_anchor = (torch.arange(B * T, device=target.device) % T) >= first[rows]
+    ids, states = features.input_ids.flatten(), features.last_hidden.flatten(0, 1)
+    for step in drafter.unroll(features, k):
+        kept = is_anchor[step.anchor_index]
+        index = step.target_index[kept]
+        table[step.depth, step.anchor_index[kept]] = accept_probabilities(
+            step.hidden[kept],
+            lambda hidden, depth=step.depth: drafter.head(hidden, depth),
+            states[index],
+            target.logits,
+            ids[index + 1],
+            params.temperature,
+            drafter.draft_to_target,
+            top_p=params.top_p,
+            top_k=params.top_k,
+        ).to(table.dtype)
+    table = table.view(k, B, T)
+    return [table[:, b, len(prompt) - 1 : len(prompt) - 1 + len(output)] for b, (prompt, output) in enumerate(texts)]
+
+
+def teacher_forced(target: FrozenTarget, texts: Sequence[Text]) -> TargetFeatures:
+    """Features of the texts as right-padded rows [B, T]; every output token may be asked for."""
+    width = max(len(prompt) + len(output) for prompt, output in texts)
+    ids = torch.zeros(len(texts), width, dtype=torch.long)
+    segments = torch.full_like(ids, -1)
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    for b, (prompt, output) in enumerate(texts):
+        length = len(prompt) + len(output)
+        ids[b, :length] = torch.tensor([*prompt, *output])
+        segments[b, :length] = 0
+        mask[b, len(prompt) : length] = True
+    positions = torch.arange(width).expand(len(texts), width).contiguous()
+    ids, positions, segments, mask = (x.to(target.device) for x in (ids, positions, segments, mask))
+    return target.features(ids, positions, segments, mask)

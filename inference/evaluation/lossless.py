@@ -1,0 +1,152 @@
+"""Is greedy output with drafting the output without? Token for token, and what to make of the first difference.
+
+In float32 any difference is a failure. In bfloat16 the same position, run at another batch shape, gives slightly other
+logits, so two tokens may lie closer than arithmetic can tell: such a tie is counted apart. A difference is a tie only
+if the noise that is *measured* there, by re-running that very position, is as large as what separates the two tokens.
+This module must not know how the outputs were made, nor any drafter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from inference.kv_cache.ragged_cache import RaggedCache
+from inference.report.cell import LosslessCheck, TokenDifference
+from speculators.errors import DataError
+from speculators.target.frozen_target import FrozenTarget
+
+Tokens = Sequence[int]
+LEADING = 8  # logits whose noise is watched: a single one, rounded to bfloat16, often happens not to move
+
+
+def compare_greedy(
+    target: FrozenTarget,
+    prompts: Sequence[Tokens],
+    references: Sequence[Tokens],
+    outputs: Sequence[Tokens],
+    *,
+    num_speculative_tokens: int,
+    rows: int,
+    names: Sequence[str] | None = None,
+) -> LosslessCheck:
+    """Outputs with drafting against references without, both greedy and from `target` in its present dtype.
+
+    `num_speculative_tokens` and `rows`: the batch shapes that the runs used, re-run at a difference. `names` of the
+    prompts default to their places.
+    """
+    if not len(prompts) == len(references) == len(outputs):
+        raise DataError(f"lossless: {len(prompts)} prompts, {len(references)} references and {len(outputs)} outputs")
+    dtype = str(target.dtype).removeprefix("torch.")
+    details = []
+    for i, (prompt, reference, output) in enumerate(zip(prompts, references, outputs, strict=True)):
+        place = first_difference(reference, output)
+        if place is not None:
+            name = str(i) if names is None else names[i]
+            shapes = (num_speculative_tokens + 1, rows)
+            details.append(_judge(target, name, prompt, reference, output, place, shapes, may_tie=dtype != "float32"))
+    ties = sum(detail.tie for detail in details)
+    return LosslessCheck(
+        dtype=dtype,
+        reference="autoregressive",
+        checked_prompts=len(prompts),
+        mismatches=len(details) - ties,
+        ties=ties,
+        details=details,
+    )
+
+
+def first_difference(reference: Tokens, output: Tokens) -> int | None:
+    """The first index at which the two differ, the end of the shorter one included; None if they are equal."""
+    for i, (a, b) in enumerate(zip(reference, output, strict=False)):
+        if a != b:
+            return i
+    return None if len(reference) == len(output) else min(len(reference), len(output))
+
+
+def _judge(
+    target: FrozenTarget,
+    name: str,
+    prompt: Tokens,
+    reference: Tokens,
+    output: Tokens,
+    place: int,
+    shapes: tuple[int, int],
+    may_tie: bool,
+) -> TokenDifference:
+    """Teacher-forces the common prefix at one batch shape after the other until the noise explains the difference.
+
+    Two tokens tie if neither lies further below the top than the gap between two leading logits is seen to change.
+    """
+    expected = reference[place] if place < len(reference) else None
+    found = output[place] if place < len(output) else None
+    runs: list[Tensor] = []  # of the leading tokens, one per shape
+    leading: list[int] = []
+    gap, noise, behind = 0.0, 0.0, float("inf")
+    for logits in _logits_at_shapes(target, list(prompt), list(reference[:place]), *shapes):
+        if not runs:
+            top = logits.topk(min(LEADING, len(logits)))
+            gap = float(top.values[0] - top.values[1])
+            leading = sorted({*top.indices.tolist(), *(t for t in (expected, found) if t is not None)})
+            if expected is not None and found is not None:
+                behind = float(top.values[0] - logits[[expected, found]].min())
+        runs.append(logits[leading])
+        changes = [runs[-1] - earlier for earlier in runs[:-1]]
+        noise = max([noise, *(float(change.max() - change.min()) for change in changes)])
+        if may_tie and behind <= noise:
+            break
+    return TokenDifference(
+        prompt=name,
+        position=place,
+        reference_token=expected,
+        token=found,
+        top_two_gap=gap,
+        noise=noise,
+        tie=may_tie and behind <= noise,
+    )
+
+
+def _logits_at_shapes(
+    target: FrozenTarget, prompt: list[int], output: list[int], block: int, rows: int
+) -> Iterator[Tensor]:
+    """Logits [V] float32 after prompt + output: at once and in the steps of verifying and decoding, alone, in equal
+    rows, and in rows of another length (whose masks take another path through the attention kernel)."""
+    ids, rows = prompt + output, max(rows, 2)
+    at_once, in_blocks = [len(ids)], [len(prompt), *_split(len(output), block)]
+    yield _logits_after(target, ids, at_once, 1)
+    yield _logits_after(target, ids, in_blocks, 1)
+    yield _logits_after(target, ids, at_once, rows)
+    yield _logits_after(target, ids, in_blocks, rows, longer_by=min(len(prompt), 29))
+    yield _logits_after(target, ids, [len(prompt), *_split(len(output), 1)], 1)
+    yield _logits_after(target, ids, [len(prompt), *_split(len(output), 1)], rows, longer_by=min(len(prompt), 29))
+
+
+def _split(length: int, size: int) -> list[int]:
+    """`length` in pieces of `size`, the remainder first: the last piece is a full block, as in the run."""
+    return ([length % size] if length % size else []) + [size] * (length // size)
+
+
+@torch.inference_mode()
+def _logits_after(target: FrozenTarget, ids: list[int], pieces: Sequence[int], rows: int, longer_by: int = 0) -> Tensor:
+    """[V] logits of row 0 after `ids`, fed to `rows` rows in pieces of these lengths. The other rows hold the same
+    tokens, after `longer_by` more."""
+    cache = RaggedCache(rows, len(ids) + longer_by, device=target.device)
+    tokens = torch.tensor([ids] * rows, device=target.device)  # [rows, length]
+
+    def feed(part: Tensor, first: int) -> Tensor:
+        T = part.shape[1]
+        positions, mask = cache.position_ids(first, rows, T), cache.mask(first, rows, T)
+        _, last_hidden = target(part, positions, mask, cache.view(first, rows, T))
+        for row in range(first, rows):
+            cache.advance(row, T)
+        return last_hidden
+
+    if longer_by:
+        feed(tokens[1:, :longer_by], 1)
+    start = 0
+    for T in pieces:
+        last_hidden = feed(tokens[:, start : start + T], 0)
+        start += T
+    return target.logits(last_hidden[:, -1:])[0, -1].float()

@@ -1,0 +1,67 @@
+"""The provenance of an acceptance report: what `inference.provenance` says of machine and files, in its fields.
+
+It must not know how anything was measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from inference.evaluation.engines import Drafting, MeasuredEngine
+from inference.provenance import environment, text_sha256, weights_sha256
+from inference.report.schema import Provenance
+from speculators.hub import cached_folder
+
+
+def report_provenance(
+    engine: MeasuredEngine,
+    *,
+    max_num_seqs: int,
+    seeds: Sequence[int],
+    prompts_sha256: str,
+    recipe_name: str | None = None,
+    recipe_sha256: str | None = None,
+    target_name: str | None = None,
+    drafter_path: str | None = None,
+    chat_template: str | None = None,
+    target_change: dict[str, float] | None = None,
+) -> Provenance:
+    """Of an engine that has not stopped; `duration_s` is left to whoever knows it. `chat_template`: used instead of the
+    tokenizer's."""
+    drafting, target = engine.drafting, engine.target
+    template = chat_template if chat_template is not None else getattr(engine.tokenizer, "chat_template", None)
+    if not (template is None or isinstance(template, str)):  # several, by name
+        template = json.dumps(template)
+    facts = engine.facts()
+    folder = None if drafting.drafter is None else cached_folder(drafting.drafter)
+    return Provenance(
+        **environment(target.device, target.dtype),
+        recipe_name=recipe_name,
+        recipe_sha256=recipe_sha256,
+        chat_template_sha256=text_sha256(template),
+        target_name=target_name or drafting.model,
+        target_change=target_change,
+        target_weights_sha256=weights_sha256(cached_folder(drafting.model, drafting.options.get("revision"))),
+        drafter_method=drafting.method,
+        drafter_path=drafter_path or drafting.drafter,
+        drafter_config=drafter_config(drafting),
+        drafter_weights_sha256=None if folder is None else weights_sha256(folder),
+        num_speculative_tokens=drafting.num_speculative_tokens,
+        max_num_seqs=max_num_seqs,
+        engine=facts.name,
+        engines=[facts],
+        prompts_sha256=prompts_sha256,
+        created_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        duration_s=0.0,
+        seeds=list(seeds),
+    )
+
+
+def drafter_config(drafting: Drafting) -> dict[str, Any]:
+    """An export's config.json; the options of a method that has none."""
+    if drafting.drafter is None:
+        return drafting.speculative_config
+    return json.loads((cached_folder(drafting.drafter) / "config.json").read_text(encoding="utf-8"))

@@ -1,0 +1,178 @@
+"""Taking times: interleaved passes of one workload through several engines, and the parts of a round measured alone.
+
+Wall-clock comparisons are only made between runs that were next to each other, and in alternating order, so that a
+machine that slows down slows both. This module must not know reports, recipes, or what the times are used for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from inference.kv_cache.ragged_cache import RaggedCache
+from inference.outputs import RequestOutput
+from inference.report.measurement import Costs, TimedRun
+from inference.sampling.sampler import argmax, seeded
+from inference.sampling_params import SamplingParams
+from speculators.drafter import Drafter
+from speculators.target.frozen_target import FrozenTarget
+from speculators.vocab.draft_vocab import to_target_ids
+
+Run = Callable[[], tuple[int, int, int]]  # does one pass: output tokens, drafting rounds, accepted drafts
+
+
+def interleaved(passes: Mapping[str, Run], turn: int, device: torch.device) -> dict[str, TimedRun]:
+    """One timed run of each pass, one right after the other; every other `turn` in reverse order."""
+    names = list(passes) if turn % 2 == 0 else list(passes)[::-1]
+    timed = {}
+    for name in names:
+        _synchronize(device)
+        started = perf_counter()
+        tokens, num_drafts, num_accepted = passes[name]()
+        _synchronize(device)
+        timed[name] = TimedRun(tokens, perf_counter() - started, num_drafts, num_accepted)
+    return timed
+
+
+def transformers_generate(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    eos_token_ids: Sequence[int],
+    seed: int,
+    assistant_model: PreTrainedModel | None = None,
+    **drafting: Any,
+) -> int:
+    """`model.generate` with a key-value cache and the same sampling, on all prompts as one batch (left-padded).
+
+    `assistant_model` and `drafting` (prompt_lookup_num_tokens, …) are its own drafting, of one prompt at a time.
+    Returns the output tokens written, up to and with the end of each response.
+    """
+    width, pad = max(map(len, prompts)), eos_token_ids[0] if eos_token_ids else 0
+    ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=model.device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
+    sampling: dict[str, Any] = {"temperature": params.temperature, "top_p": params.top_p, "top_k": max(params.top_k, 0)}
+    config = GenerationConfig(
+        do_sample=not params.greedy,
+        max_new_tokens=params.max_tokens,
+        use_cache=True,
+        pad_token_id=pad,
+        eos_token_id=list(eos_token_ids) or None,
+        bos_token_id=getattr(model.config, "bos_token_id", None),
+        **({} if params.greedy else sampling),
+        **drafting,
+    )
+    with seeded(seed, model.device):
+        written = model.generate(ids, attention_mask=mask, generation_config=config, assistant_model=assistant_model)[
+            :, width:
+        ].tolist()
+    return sum(_length(row, eos_token_ids) for row in written)
+
+
+def _length(row: Sequence[int], eos_token_ids: Sequence[int]) -> int:
+    ends = [i + 1 for i, token in enumerate(row) if token in eos_token_ids]
+    return ends[0] if ends else len(row)
+
+
+class IsolatedCosts:
+    """V(1), V(K+1) and D(K) at one context: the forwards of a round alone, without sampling or bookkeeping.
+
+    token_ids: text whose features fill the caches; `rows` copies of it run at once. `kept`: slots a round appends to
+    the head before it drafts (accepted drafts and the bonus token). Without a `drafter` D(K) is left out.
+    """
+
+    def __init__(
+        self,
+        target: FrozenTarget,
+        drafter: Drafter | None,
+        token_ids: Sequence[int],
+        k: int,
+        *,
+        rows: int = 1,
+        kept: int = 1,
+    ) -> None:
+        self.target, self.k, self.rows = target, k, rows
+        self.drafter: Any = drafter
+        self.kept = min(kept, len(token_ids) - 1)
+        self.context = len(token_ids)
+        self.cache = RaggedCache(rows, self.context + k + 1, device=target.device)
+        ids = torch.tensor([list(token_ids)] * rows, device=target.device)  # [rows, context]
+        self.next_ids = ids[:, :1].expand(rows, k + 1)
+        with torch.inference_mode():
+            taps, last_hidden = self._forward(ids)
+            for row in range(rows):
+                self.cache.advance(row, self.context)
+            if drafter is not None:
+                self._fill_head(ids, taps, last_hidden)
+
+    def measure(self, trials: int) -> dict[str, list[float]]:
+        """Milliseconds of `trials` trials of each part, taken in turn: target_step_ms, verify_ms, draft_ms."""
+        parts: dict[str, Callable[[], Any]] = {
+            "target_step_ms": lambda: self.target.logits(self._forward(self.next_ids[:, :1])[1]),
+            "verify_ms": lambda: self.target.logits(self._forward(self.next_ids)[1]),
+        }
+        if self.drafter is not None:
+            parts["draft_ms"] = self._draft
+        times: dict[str, list[float]] = {name: [] for name in parts}
+        with torch.inference_mode():
+            for trial in range(-1, trials):  # the first one warms up
+                for name, part in parts.items():
+                    _synchronize(self.target.device)
+                    started = perf_counter()
+                    part()
+                    _synchronize(self.target.device)
+                    if trial >= 0:
+                        times[name].append(1e3 * (perf_counter() - started))
+        return times
+
+    def _forward(self, ids: Tensor) -> tuple[Tensor | None, Tensor]:
+        """ids [rows, T] after what the cache holds; the cache is left as it was."""
+        T = ids.shape[1]
+        positions, mask = self.cache.position_ids(0, self.rows, T), self.cache.mask(0, self.rows, T)
+        return self.target(ids, positions, mask, self.cache.view(0, self.rows, T))
+
+    def _fill_head(self, ids: Tensor, taps: Tensor | None, last_hidden: Tensor) -> None:
+        """All true slots of the context but the last `kept`, which every trial appends anew."""
+        drafter, kept, rows = self.drafter, self.kept, self.rows
+        longest = drafter.cache_length(self.context + 2 * self.k + 1)
+        self.head_cache = RaggedCache(rows, longest, device=self.target.device)
+        next_ids = ids.roll(-drafter.first_token, 1)  # slot p holds token p + first_token
+        before, after = slice(None, self.context - kept), slice(self.context - kept, None)
+
+        def part(which: slice) -> tuple[Tensor, Tensor | None, Tensor | None]:
+            read = taps[:, which] if taps is not None and drafter.reads_taps else None
+            return next_ids[:, which], read, last_hidden[:, which] if drafter.reads_last_hidden else None
+
+        self.appended, filled = part(after), part(before)
+        drafter.draft(self.head_cache, 0, rows, *filled, [self.context - kept] * rows, 0, self._best)
+        self.filled = list(self.head_cache.lengths)
+
+    def _draft(self) -> None:
+        self.drafter.draft(self.head_cache, 0, self.rows, *self.appended, [self.kept] * self.rows, self.k, self._best)
+        for row, length in enumerate(self.filled):
+            self.head_cache.truncate(row, length)
+
+    def _best(self, logits: Tensor) -> Tensor:
+        return to_target_ids(argmax(logits), self.drafter.draft_to_target)
+
+
+def typical_context(outputs: Sequence[RequestOutput]) -> list[int]:
+    """A prompt and half of its response: that of the median length."""
+    written = [(output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs]
+    return sorted((prompt + ids[: len(ids) // 2 + 1] for prompt, ids in written), key=len)[len(written) // 2]
+
+
+def costs_of(times: Mapping[str, Sequence[float]], rows: int, context: int) -> Costs:
+    """Medians of what `IsolatedCosts.measure` gave."""
+    medians = {name: sorted(values)[len(values) // 2] for name, values in times.items()}
+    return Costs(**medians, batch_size=rows, context_length=context)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,203 @@
+"""The acceptance report as data: the models of the versioned `acceptance.json`, loading and saving.
+
+This file says what the report *contains*, from the cells of cell.py upwards, and what every field
+means (the descriptions are the documentation: `docs/acceptance-json.md` is generated from them).
+
+It must not know how anything was measured (evaluation/evaluate.py), how raw measurements become cells (build.py),
+or how the report is shown (table.py, html.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from inference.report.cell import ALL_WORKLOADS, OUR_ENGINE, Cell, Record
+from inference.whole_file import write_whole
+from speculators.errors import DataError
+
+SCHEMA_VERSION: Literal["1.0"] = "1.0"
+SUMMARY_KEYS = {  # t<T> stands for t0, t1, t0.7, ...
+    "lossless_mismatches": "prompts that differ from their reference by more than a tie, all checks added",
+    "lossless_ties": "prompts whose first difference is a tie, all checks added",
+    "expected_measured_gap": "largest `t<T>.expected_measured_gap` over the temperatures",
+    "vllm_gap": "largest `t<T>.vllm_gap` over the temperatures that both engines were measured at",
+    "t<T>.acceptance_length": "τ at temperature T (`t0`, `t1`, `t0.7`)",
+    "t<T>.expected_acceptance_length": "τ that replay expects",
+    "t<T>.expected_measured_gap": "|measured − expected| ÷ expected, replayed over the text that drafting wrote",
+    "t<T>.vllm_acceptance_length": "τ in vLLM, without drafts past the end of a text",
+    "t<T>.vllm_gap": "|τ in vLLM − τ in this runtime| ÷ the latter",
+    "t<T>.tokens_per_second": "median with drafting",
+    "t<T>.speedup_vs_autoregressive": "median over the interleaved pairs, same engine",
+    "t<T>.speedup_vs_transformers": "the same against `transformers.generate`",
+    "t<T>.limit_speedup": "the cost model's limit",
+    "t<T>.efficiency": "measured speedup ÷ limit",
+}
+
+
+class Bound(Record):
+    """What a recipe demands of one figure of the summary."""
+
+    min: float | None = Field(default=None, description="Smallest value that passes.")
+    max: float | None = Field(default=None, description="Largest value that passes.")
+
+    @model_validator(mode="after")
+    def _binds(self) -> Bound:
+        if self.min is None and self.max is None:
+            raise ValueError("a gate without min and max cannot fail: give at least one of them")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min {self.min} is above max {self.max}: no value can pass")
+        return self
+
+
+class Gate(Record):
+    """One bound the recipe demands, and the figure that met or missed it."""
+
+    name: str = Field(description="A key of `summary`.")
+    value: float = Field(description="The figure reached.")
+    min: float | None = Field(default=None, description="Smallest value that passes, null if unbounded.")
+    max: float | None = Field(default=None, description="Largest value that passes, null if unbounded.")
+    passed: bool = Field(description="min ≤ value ≤ max.")
+
+
+class EngineFacts(Record):
+    """An engine that was measured."""
+
+    name: str = Field(description="`draftsmith` or `vllm`.")
+    version: str = Field(description="Its version.")
+    python_version: str | None = Field(default=None, description="Its interpreter; null: not known, or this one.")
+    torch_version: str | None = Field(default=None, description="Its PyTorch; null: not known, or this one.")
+    platform: str | None = Field(default=None, description="Kind of device it ran on, by its own word; null as above.")
+    draft_sample_method: str | None = Field(
+        default=None,
+        description="How drafts are chosen at temperatures above 0: `probabilistic`, sampled from q, or `greedy`; "
+        "null: the method has no q, or it is not known.",
+    )
+    url: str | None = Field(default=None, description="Server that was asked; null: started for the evaluation.")
+
+
+class Provenance(Record):
+    """Everything needed to know what was measured, on what, and to measure it again."""
+
+    draftsmith_version: str = Field(description="Version of this package.")
+    git_commit: str | None = Field(description="Commit of the source tree, `-dirty` if changed; null outside git.")
+    python_version: str = Field(description="Python interpreter.")
+    torch_version: str = Field(description="PyTorch, with its build tag.")
+    transformers_version: str = Field(description="transformers.")
+    platform: str = Field(description="Operating system and architecture.")
+    cpu_model: str = Field(description="Processor name.")
+    cpu_cores: int = Field(description="Logical cores this process may use.")
+    threads: int = Field(description="torch intra-op threads during the measurement.")
+    device: str = Field(description="Device the target ran on.")
+    accelerator: str | None = Field(default=None, description="Accelerator's name, null on CPU.")
+    dtype: str = Field(description="Target's dtype during the timed runs.")
+    recipe_name: str | None = Field(description="Recipe that asked for this report; null if there was none.")
+    recipe_sha256: str | None = Field(description="Hash of the resolved recipe.")
+    chat_template_sha256: str | None = Field(description="Hash of the tokenizer's chat template; null if it has none.")
+    target_name: str = Field(description="Target as the recipe names it.")
+    target_change: dict[str, float] | None = Field(
+        default=None,
+        description="Of a target that was trained along with its drafter: nats per token of held-out `responses`, "
+        "`before` and `after`; null: the target is as it was.",
+    )
+    target_weights_sha256: str = Field(description="Hash over the target's weight files, in name order.")
+    drafter_method: str = Field(description="Method the summary and the gates speak of.")
+    drafter_path: str | None = Field(
+        default=None, description="Exported drafter that was loaded; null if training-free."
+    )
+    drafter_config: dict[str, Any] = Field(description="The drafter's own config.json, or its options.")
+    drafter_weights_sha256: str | None = Field(
+        default=None, description="Hash over the drafter's weight files, in name order; null if training-free."
+    )
+    num_speculative_tokens: int = Field(ge=1, description="K: tokens drafted per round at most.")
+    max_num_seqs: int | None = Field(default=None, description="Rows the runtime decodes at once.")
+    engine: str = Field(default=OUR_ENGINE, description="Engine the summary and the gates speak of.")
+    engines: list[EngineFacts] = Field(default=[], description="Every engine that was measured.")
+    prompts_sha256: str | None = Field(
+        default=None,
+        description="Hash of the prompts' tokens and of what limits a response (max_tokens, top_p, top_k): engines are "
+        "compared where it is equal.",
+    )
+    created_at: str = Field(description="When the report was made: UTC, ISO 8601.")
+    duration_s: float = Field(description="How long the evaluation took.")
+    seeds: list[int] = Field(description="Seeds of the sampled runs.")
+
+
+class AcceptanceReport(Record):
+    """The whole of `acceptance.json`."""
+
+    schema_version: Literal["1.0"] = Field(default=SCHEMA_VERSION, description="Version of this layout.")
+    provenance: Provenance = Field(description="What was measured, with what, on what.")
+    summary: dict[str, float] = Field(
+        description="Headline figures of `provenance.drafter_method` over all workloads; keys below. What "
+        "was not measured is absent."
+    )
+    gates: list[Gate] = Field(default=[], description="The recipe's bounds and whether they are met.")
+    results: list[Cell] = Field(
+        description="One cell per workload, temperature, method and engine, and `all`, the workloads together."
+    )
+
+    @property
+    def passed(self) -> bool:
+        """True if every gate passed (a report without gates passes)."""
+        return all(gate.passed for gate in self.gates)
+
+    def cell(
+        self, workload: str, temperature: float, method: str | None = None, engine: str | None = None
+    ) -> Cell | None:
+        """The cell at these coordinates (`method` and `engine` default to the report's own), None if it was not
+        measured."""
+        wanted = (workload, method or self.provenance.drafter_method, engine or self.provenance.engine)
+        for cell in self.results:
+            if (cell.workload, cell.method, cell.engine) == wanted and cell.temperature == temperature:
+                return cell
+        return None
+
+    def temperatures(self) -> list[float]:
+        """Every temperature measured, ascending."""
+        return sorted({cell.temperature for cell in self.results})
+
+    def workloads(self) -> list[str]:
+        """Every workload in the order measured; `all` last, if it is there."""
+        names = list(dict.fromkeys(cell.workload for cell in self.results))
+        return sorted(names, key=lambda name: name == ALL_WORKLOADS)
+
+    def methods(self) -> list[str]:
+        """Every method, the report's own first."""
+        names = list(dict.fromkeys(cell.method for cell in self.results))
+        return sorted(names, key=lambda name: name != self.provenance.drafter_method)
+
+    def engines(self) -> list[str]:
+        """Every engine, the report's own first."""
+        names = list(dict.fromkeys(cell.engine for cell in self.results))
+        return sorted(names, key=lambda name: name != self.provenance.engine)
+
+
+def save_report(report: AcceptanceReport, path: str | os.PathLike[str]) -> Path:
+    """Write `acceptance.json` (indented, UTF-8); whole or not at all, so a crash leaves no half report."""
+    return write_whole(Path(path), report.model_dump_json(indent=2) + "\n")
+
+
+def load_report(path: str | os.PathLike[str]) -> AcceptanceReport:
+    """Read `acceptance.json`; DataError naming the file and the field if it is not a report of this
+    version."""
+    path = Path(path)
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read as JSON ({error}); expected an acceptance.json") from error
+    version = raw.get("schema_version") if isinstance(raw, dict) else None
+    if version != SCHEMA_VERSION:
+        raise DataError(
+            f"{path}: schema_version is {version!r}, expected {SCHEMA_VERSION!r}: evaluate again with this version"
+        )
+    try:
+        return AcceptanceReport.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise DataError(f"{path}: {where}: {first['msg']} ({error.error_count()} problem(s) in all)") from error

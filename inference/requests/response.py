@@ -1,0 +1,133 @@
+"""Response: the n requests of one prompt, as the output the user sees, whole or in pieces."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from inference.metrics import SpecDecodeCounters
+from inference.outputs import (
+    CompletionOutput,
+    Logprob,
+    PromptLogprobs,
+    RequestMetrics,
+    RequestOutput,
+    SampleLogprobs,
+    TokenLogprobs,
+)
+from inference.requests.detokenizer import full_text
+from inference.requests.request import Request
+
+
+class Response:
+    """`tokenizer`: None if no text is wanted."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        requests: Sequence[Request],
+        tokenizer: Any,
+    ) -> None:
+        self.request_id, self.prompt, self.prompt_token_ids = request_id, prompt, prompt_token_ids
+        self.requests, self._tokenizer = requests, tokenizer
+        self._sent = [0] * len(requests)  # output tokens already given out by `delta`
+        self._ended = [False] * len(requests)
+        self._began = False
+
+    @property
+    def finished(self) -> bool:
+        return all(request.finished for request in self.requests)
+
+    def output(self) -> RequestOutput:
+        """Everything there is."""
+        completions = [_completion(r, _text(r, self._tokenizer), 0, self._tokenizer) for r in self.requests]
+        return self._output(completions, self._prompt_logprobs())
+
+    def delta(self) -> RequestOutput | None:
+        """What is new since the last call; None if nothing is. Every response's end is told exactly once."""
+        new = []
+        for i, request in enumerate(self.requests):
+            written = len(request.token_ids) - request.num_prompt_tokens
+            text = request.detokenizer.take() if request.detokenizer is not None else ""
+            if written > self._sent[i] or text or request.finished > self._ended[i]:
+                new.append(_completion(request, text, self._sent[i], self._tokenizer))
+            self._sent[i] = written
+            self._ended[i] = request.finished
+        if not new:
+            return None
+        prompt_logprobs = [] if self._began and self.requests[0].wants_prompt_logprobs else self._prompt_logprobs()
+        self._began = True
+        return self._output(new, prompt_logprobs)
+
+    def _output(self, completions: list[CompletionOutput], prompt_logprobs: PromptLogprobs | None) -> RequestOutput:
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            completions,
+            self.finished,
+            _metrics(self.requests),
+            num_cached_tokens=self.requests[0].num_cached_tokens,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _prompt_logprobs(self) -> PromptLogprobs | None:
+        first = self.requests[0]
+        return [None, *as_dicts(first.prompt_logprobs, self._tokenizer)] if first.wants_prompt_logprobs else None
+
+
+def _completion(request: Request, text: str, start: int, tokenizer: Any) -> CompletionOutput:
+    """With what was written from output token `start` on."""
+    completion = CompletionOutput(
+        request.index,
+        text,
+        request.token_ids[request.num_prompt_tokens + start :],
+        request.finish_reason,
+        request.stop_reason,
+        copy.deepcopy(request.counters),
+    )
+    if request.params.logprobs is not None:
+        completion.logprobs = as_dicts(request.logprobs[start:], tokenizer)
+        completion.cumulative_logprob = sum(entry.logprobs[0] for entry in request.logprobs)
+    return completion
+
+
+def _text(request: Request, tokenizer: Any) -> str:
+    if request.detokenizer is not None:
+        return request.detokenizer.text
+    if tokenizer is None:
+        return ""
+    return full_text(tokenizer, request.token_ids[: request.num_prompt_tokens], request.text_token_ids, request.params)
+
+
+def _metrics(requests: Sequence[Request]) -> RequestMetrics:
+    total, rounds = SpecDecodeCounters(), []
+    for request in requests:
+        total.merge(request.counters)
+        rounds += request.accepted_per_round
+    first = [r.first_token_time for r in requests if r.first_token_time is not None]
+    finished = [r.finished_time for r in requests if r.finished_time is not None]
+    return RequestMetrics(
+        arrival_time=min(r.arrival_time for r in requests),
+        first_token_time=min(first, default=None),
+        finished_time=max(finished) if len(finished) == len(requests) else None,
+        num_drafts=total.num_drafts,
+        num_draft_tokens=total.num_draft_tokens,
+        num_accepted_tokens=total.num_accepted_tokens,
+        num_accepted_tokens_per_pos=list(total.num_accepted_tokens_per_pos),
+        accepted_per_round=rounds,
+    )
+
+
+def as_dicts(entries: Sequence[TokenLogprobs], tokenizer: Any) -> SampleLogprobs:
+    """As the user gets them: one dict per place, the token that stands there first."""
+    return [dict(_named(entry, tokenizer)) for entry in entries]
+
+
+def _named(entry: TokenLogprobs, tokenizer: Any) -> Iterator[tuple[int, Logprob]]:
+    ranks = [entry.rank, *range(1, len(entry.token_ids))]
+    for token, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
+        yield token, Logprob(logprob, rank, None if tokenizer is None else tokenizer.decode([token]))

@@ -1,0 +1,147 @@
+"""What a request changes in its logits before p is made of them: at every drafted place as if the drafts before it had
+been written, so that drafting changes nothing. Also at temperature 0.
+
+In vLLM's order: grammar, allowed_token_ids, bad_words, min_tokens, logit_bias, penalties; temperature and filters are
+`sampler.py`'s. A place is known by its path, the drafted tokens that lead to it, so chains and trees are the same here.
+A batch, and a drafter's logits, are `spec_decode/logits.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inference.sampling.structured_outputs import GrammarMatcher
+from inference.sampling.token_counts import TokenCounts
+from inference.sampling_params import SamplingParams
+from speculators.host_copy import on_device
+
+FORBIDDEN = -torch.inf
+
+
+class RequestProcessors:
+    """What one request asks of its logits, and what it remembers of its text for that.
+
+    Its memory follows the committed text it is shown, which only grows; drafts leave nothing behind.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        stop_ids: Iterable[int],
+        bad_words: Sequence[Sequence[int]] = (),
+        grammar: GrammarMatcher | None = None,
+    ) -> None:
+        """`bad_words`: token ids, as `bad_word_ids` gives them."""
+        self._params, self._grammar = params, grammar
+        self._start = len(prompt_token_ids)
+        self._stop_ids = sorted(stop_ids) if params.min_tokens else []
+        self._bad_tokens = sorted({word[0] for word in bad_words if len(word) == 1})
+        self._bad_sequences = [list(word) for word in bad_words if len(word) > 1]
+        self._penalised = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0)
+        self._prompt_token_ids = prompt_token_ids if params.repetition_penalty != 1 else []
+        self._counted = self._start  # tokens of the text that are in the counts
+        self.forbids = bool(grammar is not None or params.allowed_token_ids or bad_words)  # perhaps every token
+        self._always = bool(self.forbids or params.logit_bias or self._penalised)
+        self._tensors: _Tensors | None = None
+        self.dead_ends: set[tuple[int, ...]] = set()  # paths of the last proposal after which no token is left
+
+    def active(self, length: int) -> bool:
+        """Whether logits after a text of so many tokens are changed at all."""
+        return self._always or (bool(self._stop_ids) and length < self._start + self._params.min_tokens)
+
+    def apply(self, logits: Tensor, token_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Changes logits [P, V] in place: place j follows the committed text and paths[j]. Waits for no device."""
+        if self._tensors is None:
+            self._tensors = _Tensors(self._params, self._prompt_token_ids, logits.shape[-1], logits.device)
+        self._mask(logits, token_ids, paths, self._tensors.not_allowed)
+        if self._params.logit_bias:
+            logits[:, self._tensors.biased] += self._tensors.biases
+        if self._penalised:
+            self._penalise(logits, token_ids, paths, self._tensors.counts)
+
+    def _mask(
+        self, logits: Tensor, token_ids: Sequence[int], paths: Sequence[Sequence[int]], not_allowed: Tensor | None
+    ) -> None:
+        """Whatever forbids a token writes the same value, so that order does not matter among these."""
+        if self._grammar is not None:
+            masks = enumerate(self._grammar.masks(token_ids, paths))
+            masked = {place: allowed for place, allowed in masks if allowed is not None}
+            if masked:
+                allowed = on_device(np.stack([each.numpy() for each in masked.values()]), logits.device, torch.bool)
+                places = on_device([*masked], logits.device)
+                logits[places] = logits[places].masked_fill_(~allowed, FORBIDDEN)
+        if not_allowed is not None:
+            logits.masked_fill_(not_allowed, FORBIDDEN)
+        one_by_one = [(place, token) for place in range(len(paths)) for token in self._bad_tokens]
+        if self._bad_sequences:
+            one_by_one += self._last_tokens(token_ids, paths)
+        if self._stop_ids:
+            still = self._start + self._params.min_tokens - len(token_ids)
+            early = [place for place, path in enumerate(paths) if len(path) < still]
+            one_by_one += [(place, token) for place in early for token in self._stop_ids]
+        if one_by_one:
+            logits[on_device(one_by_one, logits.device).unbind(1)] = FORBIDDEN
+
+    def _last_tokens(self, token_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
+        """(place, token) of each bad sequence whose beginning ends the output."""
+        longest = max(len(word) for word in self._bad_sequences) - 1
+        written = list(token_ids[max(self._start, len(token_ids) - longest) :])
+        for place, path in enumerate(paths):
+            tail = written + list(path)
+            for *beginning, last in self._bad_sequences:
+                if tail[-len(beginning) :] == beginning:
+                    yield place, last
+
+    def _penalise(
+        self, logits: Tensor, token_ids: Sequence[int], paths: Sequence[Sequence[int]], counts: TokenCounts
+    ) -> None:
+        """The definitions of CTRL (1909.05858; by sign, as in vLLM) and of OpenAI's API."""
+        if len(token_ids) > self._counted:
+            counts.add(token_ids[self._counted :])
+            self._counted = len(token_ids)
+        index, times, seen = counts.along(paths)
+        values, params = logits[:, index], self._params  # [P, U]
+        if params.repetition_penalty != 1:
+            factor = params.repetition_penalty
+            values = torch.where(seen, torch.where(values > 0, values / factor, values * factor), values)
+        values = values - params.frequency_penalty * times - params.presence_penalty * (times > 0)
+        logits[:, index] = values.to(logits.dtype)
+
+
+class _Tensors:
+    """A request's own tensors, on the device of its logits from the first round on."""
+
+    def __init__(
+        self, params: SamplingParams, prompt_token_ids: Sequence[int], vocab_size: int, device: torch.device
+    ) -> None:
+        bias = params.logit_bias or {}
+        self.not_allowed: Tensor | None = None  # [V]
+        if params.allowed_token_ids:
+            self.not_allowed = torch.ones(vocab_size, dtype=torch.bool, device=device)
+            self.not_allowed[on_device(list(params.allowed_token_ids), device)] = False
+        self.biased = on_device(list(bias), device)
+        self.biases = on_device(list(bias.values()), device, torch.float32)
+        self.counts = TokenCounts(prompt_token_ids, device)
+
+
+# ---------------------------------------------------------------------- bad words
+
+
+def bad_word_ids(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
+    """Each word as the tokens it is written with: at the start of a text, and after a blank where that is as long and
+    begins with another token (vLLM's rule)."""
+    found: list[list[int]] = []
+    for word in words:
+        bare, spaced = (
+            list(tokenizer(prefix + word.lstrip(), add_special_tokens=False).input_ids) for prefix in ("", " ")
+        )
+        found += [bare] if bare else []
+        if spaced and len(spaced) == len(bare) and spaced[0] != bare[0]:
+            found.append(spaced)
+    return found

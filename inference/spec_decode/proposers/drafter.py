@@ -1,0 +1,328 @@
+"""Drafts of a trained head: feeds it the target's features of the committed text and samples its logits.
+
+Slot p of the head's cache is (token x_{p+1}, features of position p), so features wait here until their next token is
+known; a draft model reads no features, and its slots are tokens alone. The maths is the family's (`Drafter.draft`);
+which draft is taken is decided here, as the request's sampling parameters say. Knows no verification rule and no file
+format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from inference.kv_cache.ragged_cache import RaggedCache
+from inference.requests.request import Request
+from inference.sampling.sampler import argmax, batch_probabilities, check_drawn, inverse_cdf, uniforms
+from inference.spec_decode.logits import along_a_chain
+from inference.spec_decode.proposal import Proposal
+from inference.spec_decode.proposers.base import GoOn, Proposer
+from inference.spec_decode.tree_drafting import TreeGrowth
+from inference.spec_decode.tree_shape import TreeShape
+from speculators.host_copy import on_device
+from speculators.vocab.draft_vocab import scatter_to_target, to_target_ids
+
+if TYPE_CHECKING:
+    from speculators.drafter import Drafter
+
+
+SPARE = 16  # slots that may wait beyond a round's own while nothing is drafted, so that few forwards are run for them
+
+
+class HeadProposer(Proposer):
+    """`probabilistic=False` drafts the argmax at any temperature, which leaves q one-hot. `tree`: of which shape, in
+    place of a chain of `num_speculative_tokens`."""
+
+    reads_features = True
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        vocab_size: int,
+        num_speculative_tokens: int,
+        max_rows: int,
+        max_model_len: int,
+        *,
+        probabilistic: bool = True,
+        tree: TreeShape | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(num_speculative_tokens if tree is None else tree.budget)
+        depth = num_speculative_tokens if tree is None else tree.depth
+        drafter.require_depth(depth, "num_speculative_tokens" if tree is None else "the depth of the tree of drafts")
+        drafter.require_length(max_model_len, "max_model_len")
+        self._drafter, self._vocab_size, self._probabilistic = drafter, vocab_size, probabilistic
+        self._draft_to_target, self._tree, self._depth = drafter.draft_to_target, tree, depth
+        self._device = torch.device(device)
+        self.asks = self._device.type == "cpu"
+        self._seen = [0] * max_rows  # slots of each row that the drafter holds
+        self._held = [0] * max_rows  # features of each row that wait
+        self._room = depth + 1 + SPARE
+        longest = self.cache_length(max_model_len + self.max_places)
+        self._cache = RaggedCache(max_rows, longest, device=device)
+        self._taps: Tensor | None = None  # [max_rows, room, n·H], the waiting ones
+        self._last_hidden: Tensor | None = None  # [max_rows, room, H]
+
+    def run_drafter(self, made: Callable[[Drafter, RaggedCache, int], Drafter]) -> None:
+        """Chains are drafted by what is made of the drafter, its cache and their greatest length; trees as before."""
+        if self._tree is None:
+            self._drafter = made(self._drafter, self._cache, self._depth)
+
+    # ------------------------------------------------------------------ features in
+
+    def prefill(
+        self,
+        first_row: int,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        taps: Tensor | None,
+        last_hidden: Tensor,
+    ) -> None:
+        known = []
+        for i, (request, count) in enumerate(zip(requests, counts, strict=True)):
+            row = first_row + i
+            done = self._seen[row]
+            known.append(min(count, request.num_prefill_tokens - self._drafter.first_token - done))
+            if known[i] < count:  # the last position: its next token is not sampled yet, or is the anchor
+                self._hold(row, [1], *(_slots(each, i, known[i]) for each in (taps, last_hidden)))
+        if any(known):
+            features = [None if f is None else f[:, : max(known)] for f in self._read(taps, last_hidden)]
+            stop, token_ids = first_row + len(requests), self._next_tokens(first_row, requests, known)
+            self._drafter.draft(self._cache, first_row, stop, token_ids, *features, known, 0, self._best)
+
+    def observe(
+        self, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
+    ) -> None:
+        self._hold(0, counts, taps, last_hidden)
+
+    def _hold(self, start: int, counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor | None) -> None:
+        """Keeps the first counts[i] of features [b, T, ·] of row start + i behind those that wait; T is depth + 1 at
+        most, and `propose` leaves room for it."""
+        taps, last_hidden = self._read(taps, last_hidden)
+        stop = start + len(counts)
+        if self._taps is None and taps is not None:
+            self._taps = self._buffer(taps)
+        if self._last_hidden is None and last_hidden is not None:
+            self._last_hidden = self._buffer(last_hidden)
+        held = self._held[start:stop]
+        for buffer, new in ((self._taps, taps), (self._last_hidden, last_hidden)):
+            if new is None:
+                continue
+            if any(held):
+                first = on_device(held, new.device)[:, None]  # [b, 1]
+                rows = torch.arange(start, stop, device=new.device)[:, None]
+                buffer[rows, first + torch.arange(new.shape[1], device=new.device)] = new
+            else:
+                buffer[start:stop, : new.shape[1]] = new
+        self._held[start:stop] = [before + count for before, count in zip(held, counts, strict=True)]
+
+    def _buffer(self, like: Tensor) -> Tensor:
+        return like.new_zeros(self._cache.max_rows, self._room, like.shape[-1])
+
+    def _read(self, taps: Tensor | None, last_hidden: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """What the family reads of the two."""
+        return taps if self._drafter.reads_taps else None, last_hidden if self._drafter.reads_last_hidden else None
+
+    # ------------------------------------------------------------------ drafts out
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
+        counts = [min(limit, self._depth) for limit in limits]
+        rows, depth = len(requests), max(counts)
+        if not depth:
+            if max(self._waiting(requests)) + self._depth + 1 > self._room:
+                self._append(requests)
+            return Proposal.empty(rows, self._device)
+        vocabularies = self._draft_to_target, self._vocab_size
+        if self._tree is not None:
+            grow = TreeGrowth(self._tree, requests, counts, *vocabularies, probabilistic=self._probabilistic)
+            self._feed(requests, self._drafter.draft_tree, grow)
+            return grow.proposal()
+        chain = None
+        if self._probabilistic and not all(request.params.greedy for request in requests):
+            chain = _SampledChain(requests, counts, depth, self._draft_to_target, self._device)
+        sample = chain or self._best
+        if self.go_on is None:
+            token_ids, confidence = self._append(requests, depth, sample), None
+        else:
+            token_ids, confidence = self._append_asking(requests, depth, sample, self.go_on)
+        width = token_ids.shape[1]
+        if not width:
+            return Proposal.empty(rows, self._device)
+        q = None
+        if chain is not None:
+            q = scatter_to_target(chain.distributions(), *vocabularies)
+        return Proposal(token_ids, [min(count, width) for count in counts], q, confidence=confidence)
+
+    def rehearse(self, requests: Sequence[Request], depth: int) -> bool:
+        rows, seen, held = len(requests), list(self._seen), list(self._held)
+        lengths = self._cache.lengths[:rows]
+        self._append(requests, depth).tolist()
+        self._seen, self._held = seen, held
+        self._roll_back(lengths)
+        return True
+
+    def _waiting(self, requests: Sequence[Request]) -> list[int]:
+        """Slots of each row whose token is known and which the drafter does not hold yet."""
+        first = self._drafter.first_token
+        return [len(request.token_ids) - first - seen for request, seen in zip(requests, self._seen)]
+
+    def _append(
+        self, requests: Sequence[Request], depth: int = 0, sample: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """Feeds all that waits and drafts `depth` tokens after it: [b, depth]."""
+        choose = along_a_chain(sample or self._best, requests, self._draft_to_target, self._vocab_size)
+        return self._feed(requests, self._drafter.draft, depth, choose)
+
+    def _feed(self, requests: Sequence[Request], draft: Callable[..., Any], *how: Any) -> Any:
+        """Hands all that waits to one of the drafter's ways to draft, and what it wants to know after that."""
+        rows, waiting = len(requests), self._waiting(requests)
+        taps = None if self._taps is None else self._taps[:rows, : max(waiting)]
+        last_hidden = None if self._last_hidden is None else self._last_hidden[:rows, : max(waiting)]
+        self._held[:rows] = [0] * rows
+        return draft(self._cache, 0, rows, self._next_tokens(0, requests, waiting), taps, last_hidden, waiting, *how)
+
+    def _append_asking(
+        self, requests: Sequence[Request], depth: int, sample: Callable[[Tensor], Tensor], go_on: GoOn
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same with lengths chosen on the way: [b, up to depth], and the confidences [b, depth] if nobody was asked
+        because the answer would have to wait for the device."""
+        asking = _Asking(sample, go_on if self.asks else None, self._cache, len(requests))
+        try:
+            token_ids = self._append(requests, depth, asking)
+        except _Enough:
+            self._roll_back(asking.lengths)
+            token_ids = torch.stack(asking.drawn, 1) if asking.drawn else torch.zeros(len(requests), 0).long()
+        return token_ids, torch.stack(asking.confidences, 1) if asking.confidences else None
+
+    def _roll_back(self, lengths: Sequence[int]) -> None:
+        for row, length in enumerate(lengths):
+            self._cache.truncate(row, length)
+
+    def _next_tokens(self, first_row: int, requests: Sequence[Request], counts: Sequence[int]) -> Tensor:
+        """Of the next counts[i] slots of row first_row + i, which count as seen from now on: [b, M]."""
+        width = max(counts)
+        tokens = []
+        for i, (request, count) in enumerate(zip(requests, counts, strict=True)):
+            start = self._seen[first_row + i] + self._drafter.first_token
+            tokens.append(request.token_ids[start : start + count] + [0] * (width - count))
+            self._seen[first_row + i] += count
+        return on_device(tokens, self._device)
+
+    def _best(self, logits: Tensor) -> Tensor:
+        """[b, V_draft] -> [b] target ids."""
+        return to_target_ids(argmax(logits), self._draft_to_target)
+
+    # ------------------------------------------------------------------ rows
+
+    def reset(self, row: int) -> None:
+        self._cache.reset(row)
+        self._seen[row] = self._held[row] = 0
+
+    def move(self, src_row: int, dst_row: int) -> None:
+        self._cache.swap(src_row, dst_row)
+        for counts in (self._seen, self._held):
+            counts[dst_row], counts[src_row] = counts[src_row], counts[dst_row]
+        for buffer in (self._taps, self._last_hidden):
+            if buffer is not None:
+                buffer[dst_row] = buffer[src_row]
+
+    def copy_prefix(self, src_row: int, dst_row: int, prefix: Sequence[int]) -> int:
+        """See `Proposer.copy_prefix`. The slots whose token is in the prefix are the same: their features are of the
+        positions before it."""
+        first = self._drafter.first_token
+        slots = max(0, min(len(prefix) - first, self._seen[src_row]))
+        self._cache.copy_prefix(src_row, dst_row, self._drafter.cache_positions(prefix[first : first + slots]))
+        self._seen[dst_row], self._held[dst_row] = slots, 0
+        return slots
+
+    @property
+    def cache(self) -> RaggedCache:
+        return self._cache
+
+    def cache_length(self, positions: int) -> int:
+        # a round writes at most `room` padded true slots, and the speculative ones, behind the text
+        speculative = self._depth if self._tree is None else self._tree.speculative_slots
+        return self._drafter.cache_length(positions + self._room + max(0, speculative - self.max_places))
+
+
+class _Enough(Exception):
+    """No further draft is wanted: raised through `Drafter.draft`, whose speculative slots are then rolled back here."""
+
+
+class _Asking:
+    """Between the head and the dice: how sure the head is of each draft, and whether it is drawn at all.
+
+    confidences  [b] per depth, the largest probability of the head's own distribution, if there is nobody to ask
+    drawn        [b] per depth, the drafts so far, if there is
+    lengths      of the cache's rows before the speculative slots
+    """
+
+    def __init__(self, sample: Callable[[Tensor], Tensor], go_on: GoOn | None, cache: RaggedCache, rows: int) -> None:
+        self._sample, self._go_on, self._cache, self._rows = sample, go_on, cache, rows
+        self.confidences: list[Tensor] = []
+        self.drawn: list[Tensor] = []
+        self.lengths: list[int] = []
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """[b, V_draft] of the next depth -> [b] target ids."""
+        logits = logits.float()
+        confidence = logits.softmax(-1).amax(-1)
+        if self._go_on is None:
+            self.confidences.append(confidence)
+            return self._sample(logits)
+        if not self.drawn:
+            self.lengths = self._cache.lengths[: self._rows]
+        wanted = self._go_on(confidence.tolist())
+        if wanted:
+            self.drawn.append(self._sample(logits))
+        if wanted <= 1:
+            raise _Enough
+        return self.drawn[-1]
+
+
+class _SampledChain:
+    """Draws drafts from q, each row with its own sampling parameters and its own generator.
+
+    A row takes as many numbers as it may draft, in one call, whatever its neighbours draft. Rows at temperature 0 take
+    none: their q is one-hot, and any number draws its argmax.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        depth: int,
+        draft_to_target: Tensor | None,
+        device: torch.device,
+    ) -> None:
+        self._params = [request.params for request in requests]
+        self._draft_to_target = draft_to_target
+        numbers = [
+            ([] if request.params.greedy else uniforms(request.generator, count)) + [0.0] * depth
+            for request, count in zip(requests, counts, strict=True)
+        ]
+        noise = on_device([row[:depth] for row in numbers], device, torch.float64)  # [b, depth]
+        self._noise = noise.unbind(1)
+        self._q: list[Tensor] = []
+        self._drawn: list[Tensor] = []
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """[b, V_draft] of the next depth -> [b] target ids."""
+        q = batch_probabilities(logits.unsqueeze(1), self._params).squeeze(1)  # [b, V_draft] float32
+        drawn = inverse_cdf(q, self._noise[len(self._q)])
+        self._q.append(q)
+        self._drawn.append(drawn)
+        return to_target_ids(drawn.clamp(max=q.shape[-1] - 1), self._draft_to_target)
+
+    def distributions(self) -> Tensor:
+        """[b, depth, V_draft], having checked that every draft could be drawn."""
+        check_drawn(torch.cat(self._drawn).tolist(), self._q[0].shape[-1])
+        return torch.stack(self._q, dim=1)
+
+
+def _slots(features: Tensor | None, row: int, position: int) -> Tensor | None:
+    """[1, 1, ·] of [b, T, ·]."""
+    return None if features is None else features[row : row + 1, position : position + 1]

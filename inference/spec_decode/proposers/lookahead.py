@@ -1,0 +1,195 @@
+"""Lookahead decoding: the target itself writes the n-grams it is drafted for with, in places it has left in a round.
+
+Fu et al., arXiv 2402.02057. Each round the target judges guesses, n-grams from a pool that start with the last token,
+and in the same forward takes one step of a parallel Jacobi iteration over a window of tokens further on, from which
+new n-grams enter the pool. Both are one tree behind the last token: guesses are drafts, the window is scaffold.
+
+The window has N-1 levels of W columns, level 0 being a chain behind the last token. Column i of level l stands i + l
+tokens after it and sees level 0 up to column i, then its own column on the levels before: its ancestors, if its
+parent is column i of the level before.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from inference.requests.request import Request
+from inference.sampling.sampler import argmax
+from inference.spec_decode.proposal import Proposal
+from inference.spec_decode.proposers.base import Proposer
+from speculators.errors import ConfigError
+from speculators.host_copy import on_device
+
+
+class NgramPool:
+    """The last `most` different continuations seen after each token."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._known: dict[int, dict[tuple[int, ...], None]] = {}  # first token -> the rest, oldest first
+
+    def add(self, first: int, rest: tuple[int, ...]) -> None:
+        known = self._known.setdefault(first, {})
+        known.pop(rest, None)
+        known[rest] = None
+        if len(known) > self._most:
+            del known[next(iter(known))]
+
+    def guesses(self, first: int) -> list[tuple[int, ...]]:
+        """The latest first."""
+        return list(reversed(self._known.get(first, {})))
+
+
+class JacobiWindow:
+    """Levels of tokens the target guessed at, each level read after the one before. It starts as one level of tokens
+    drawn from the text and grows by a level a round until there are N-1. Level 0 lacks its first column, which is the
+    last token of the text."""
+
+    def __init__(self, token_ids: Sequence[int], columns: int, ngram_size: int) -> None:
+        self._height = ngram_size - 1
+        self.levels = [random.Random(0).choices(token_ids, k=columns + ngram_size - 3)]
+
+    @property
+    def filled(self) -> bool:
+        return len(self.levels) == self._height
+
+    def tree(self, first: int) -> tuple[list[int], list[int]]:
+        """Its tokens and their parents, if the first token's place is `first`."""
+        tokens, parents = list(self.levels[0]), [-1, *range(first, first + len(self.levels[0]))][:-1]
+        above = [-1, *range(first, first + len(tokens))]  # places of the level before, column by column
+        for level in self.levels[1:]:
+            places = range(first + len(tokens), first + len(tokens) + len(level))
+            tokens += level
+            parents += above
+            above = [*places]
+        return tokens, parents
+
+    def read_at(self, first: int) -> list[int]:
+        """Entries of the logits (0 the last token's, 1 + k those of place k) that `advance` wants the argmax of."""
+        before = sum(len(level) for level in self.levels[:-1])
+        entries = range(1 + first + before, 1 + first + before + len(self.levels[-1]))
+        return [0, *entries] if len(self.levels) == 1 else [*entries]
+
+    def ngrams(self, last_token: int, written: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
+        """What the columns spell with what was written behind the last level: (first token, the rest)."""
+        if not self.filled:
+            return []
+        return list(zip([last_token, *self.levels[0]], zip(*self.levels[1:], written, strict=True), strict=True))
+
+    def advance(self, written: Sequence[int]) -> None:
+        """One token further: `written` is the new last level."""
+        if self.filled:
+            self.levels = [self.levels[1][1:], *self.levels[2:], list(written)]
+        else:
+            self.levels = [level[1:] for level in (*self.levels, list(written))]
+
+
+class _Row:
+    def __init__(self, window: JacobiWindow, pool: NgramPool) -> None:
+        self.window, self.pool = window, pool
+        self.pooled = 0  # tokens of the request's text whose n-grams the pool has
+
+
+class LookaheadProposer(Proposer):
+    """Deterministic drafts (q is one-hot), as trees. Of at most `num_speculative_tokens` drafts per row: the latest
+    guesses come first.
+
+    window_size       W, columns of the window
+    ngram_size        N: a guess has N-1 tokens
+    num_guesses       G, guesses kept for each first token
+    pool_from_prompt  n-grams of the prompt and of what is committed are guesses too
+    """
+
+    reads_logits = True
+
+    def __init__(
+        self,
+        num_speculative_tokens: int,
+        *,
+        window_size: int,
+        ngram_size: int,
+        num_guesses: int,
+        pool_from_prompt: bool,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(num_speculative_tokens)
+        for name, value, least in (("window", window_size, 1), ("ngram", ngram_size, 3)):
+            if value < least:
+                raise ConfigError(f"lookahead: lookahead_{name}_size={value}; expected {least} or more")
+        self._columns, self._n, self._most_guesses = window_size, ngram_size, num_guesses
+        self._pool_from_prompt, self._device = pool_from_prompt, device
+        self.num_scaffold_tokens = max(f * (window_size + ngram_size - 1 - f) - 1 for f in range(1, ngram_size))
+        self._rows: dict[int, _Row] = {}
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
+        drafts, parents, scaffold = [], [], []
+        for row, request in enumerate(requests):
+            state = self._state(row, request)
+            tokens, above = merged(
+                state.pool.guesses(request.token_ids[-1]), self.num_speculative_tokens, min(limits[row], self._n - 1)
+            )
+            window: tuple[list[int], list[int]] = ([], [])
+            # a row that is not drafted for gathers nothing either; near the context limit there is no place left
+            if limits[row] and request.draft_limit >= self._columns + self._n - 3:
+                window = state.window.tree(len(tokens))
+            drafts.append(tokens + window[0])
+            parents.append(above + window[1])
+            scaffold.append(len(window[0]))
+        return Proposal.deterministic(drafts, self._device, parents=parents, scaffold=scaffold)
+
+    def _state(self, row: int, request: Request) -> _Row:
+        text, n = request.token_ids, self._n
+        if row not in self._rows:
+            self._rows[row] = _Row(JacobiWindow(text, self._columns, n), NgramPool(self._most_guesses))
+        state = self._rows[row]
+        if self._pool_from_prompt:
+            for end in range(max(state.pooled + 1, n), len(text) + 1):
+                state.pool.add(text[end - n], tuple(text[end - n + 1 : end]))
+            state.pooled = len(text)
+        return state
+
+    def see_logits(self, requests: Sequence[Request], proposal: Proposal, logits: Tensor) -> None:
+        rows = [row for row, places in enumerate(proposal.scaffold or []) if places]
+        if not rows:
+            return
+        entries = [self._rows[row].window.read_at(proposal.counts[row]) for row in rows]
+        width = max(map(len, entries))
+        padded = on_device([each + [0] * (width - len(each)) for each in entries], logits.device)
+        index = on_device(rows, logits.device).unsqueeze(-1)
+        best = argmax(logits[index, padded]).tolist()  # [rows, width]
+        for row, each, written in zip(rows, entries, best, strict=True):
+            state, last_token = self._rows[row], requests[row].token_ids[-1]
+            for first, rest in state.window.ngrams(last_token, written[: len(each)]):
+                state.pool.add(first, rest)
+            state.window.advance(written[: len(each)])
+
+    def reset(self, row: int) -> None:
+        self._rows.pop(row, None)
+
+    def move(self, src_row: int, dst_row: int) -> None:
+        self.reset(dst_row)
+        if src_row in self._rows:
+            self._rows[dst_row] = self._rows.pop(src_row)
+
+
+def merged(guesses: Sequence[tuple[int, ...]], most: int, depth: int) -> tuple[list[int], list[int]]:
+    """Guesses as a tree of at most `most` tokens, `depth` levels deep: its tokens and their parents, which come first.
+    Tokens that guesses begin with alike are there once."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    place_of: dict[tuple[int, int], int] = {}  # (parent, token) -> place
+    for guess in guesses:
+        at = -1
+        for token in guess[:depth]:
+            if (at, token) not in place_of:
+                if len(tokens) == most:
+                    break
+                place_of[at, token] = len(tokens)
+                tokens.append(token)
+                parents.append(at)
+            at = place_of[at, token]
+    return tokens, parents

@@ -1,0 +1,79 @@
+"""Prompt lookup: what followed the last tokens when they were seen before. Training-free; reads committed tokens only.
+
+Saxena, "Prompt Lookup Decoding" (2023). The longest match wins; among equally long ones the most recent does, since
+text repeats what it said last (vLLM takes the first one instead). A continuation that reaches the end of the text
+goes on with what it has drafted itself, as a repetition would, so a match gives as many tokens as are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from inference.requests.request import Request
+from inference.spec_decode.proposal import Proposal
+from inference.spec_decode.proposers.base import Proposer
+from speculators.errors import ConfigError
+
+
+class NgramIndex:
+    """Of one text: where each n-gram was last followed by something. Appending a token costs O(max_n - min_n)."""
+
+    def __init__(self, min_n: int, max_n: int) -> None:
+        self._sizes = range(max_n, min_n - 1, -1)
+        self._follower: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after its last occurrence
+        self._indexed = 0  # n-grams followed by tokens before this index are known
+        self.matched = 0  # tokens of the match that was found last
+
+    def lookup(self, token_ids: list[int], count: int) -> list[int]:
+        """`count` tokens to follow the text, or [] without a match. Between calls the text only grows."""
+        follower, sizes = self._follower, self._sizes
+        length = len(token_ids)
+        for at in range(max(self._indexed, 1), length):
+            for n in sizes:
+                if n <= at:
+                    follower[tuple(token_ids[at - n : at])] = at
+        self._indexed = length
+        for n in sizes:
+            if n < length:
+                at = follower.get(tuple(token_ids[length - n :]))
+                if at is not None:
+                    self.matched = n
+                    return _continued(token_ids, at, count)
+        return []
+
+
+def _continued(token_ids: list[int], start: int, count: int) -> list[int]:
+    drafts = token_ids[start : start + count]
+    period = len(drafts)  # < count only if the text ended: it then repeats with this period
+    while len(drafts) < count:
+        drafts.append(drafts[len(drafts) - period])
+    return drafts
+
+
+class NgramProposer(Proposer):
+    """Deterministic drafts (q is one-hot). Nothing is drafted for a row without a match of at least `min_n` tokens."""
+
+    def __init__(self, num_speculative_tokens: int, min_n: int, max_n: int, device: torch.device | str = "cpu") -> None:
+        super().__init__(num_speculative_tokens)
+        if not 1 <= min_n <= max_n:
+            raise ConfigError(f"ngram: prompt_lookup_min={min_n}, prompt_lookup_max={max_n}; expected 1 <= min <= max")
+        self._min_n, self._max_n, self._device = min_n, max_n, device
+        self._indices: dict[int, NgramIndex] = {}  # by row
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
+        drafts = [
+            self._indices[row].lookup(request.token_ids, min(limits[row], self.num_speculative_tokens))
+            for row, request in enumerate(requests)
+        ]
+        proposal = Proposal.deterministic(drafts, self._device)
+        matched = [self._indices[row].matched for row in range(len(drafts))]
+        proposal.confidence = torch.tensor([[n / (n + 1)] * proposal.width for n in matched], dtype=torch.float64)
+        return proposal
+
+    def reset(self, row: int) -> None:
+        self._indices[row] = NgramIndex(self._min_n, self._max_n)
+
+    def move(self, src_row: int, dst_row: int) -> None:
+        self._indices[dst_row] = self._indices.pop(src_row)

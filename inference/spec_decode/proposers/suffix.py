@@ -1,0 +1,105 @@
+"""SuffixDecoding: the most frequent continuation of the last tokens, in this request's text or in earlier responses.
+
+Oliaro et al., arXiv 2411.04975; options and arithmetic are those of vLLM's method "suffix" (arctic-inference).
+Training-free; reads committed tokens only. How long a draft is depends on how much was matched and on how sure the
+counts are, so repetitive text gets long drafts and new text none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from inference.requests.request import Request
+from inference.spec_decode.proposal import Proposal
+from inference.spec_decode.proposers.base import Proposer
+from inference.spec_decode.proposers.suffix_automaton import SuffixCounts, SuffixStore
+from speculators.errors import ConfigError
+
+
+class _Row:
+    """A request and the patterns of its text."""
+
+    def __init__(self, request: Request, depth: int) -> None:
+        self.request, self.counts, self._known = request, SuffixCounts(depth), 0
+
+    def catch_up(self) -> None:
+        """Counts what was committed since the last call."""
+        token_ids = self.request.token_ids
+        self.counts.extend(token_ids[self._known :])
+        self._known = len(token_ids)
+
+
+class SuffixProposer(Proposer):
+    """Deterministic drafts (q is one-hot).
+
+    max_tree_depth       longest pattern counted: the match and its draft together are no longer
+    max_cached_requests  finished responses remembered, the oldest forgotten first; 0: each request's own text only
+    max_spec_factor      tokens drafted per token matched
+    min_token_prob       a draft ends before its estimated probability falls below this
+    """
+
+    def __init__(
+        self,
+        num_speculative_tokens: int,
+        *,
+        max_tree_depth: int,
+        max_cached_requests: int,
+        max_spec_factor: float,
+        min_token_prob: float,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(num_speculative_tokens)
+        if max_tree_depth < 2:
+            raise ConfigError(f"suffix: suffix_decoding_max_tree_depth={max_tree_depth}; expected 2 or more")
+        self._depth, self._least_probability, self._device = max_tree_depth, min_token_prob, device
+        # drafts for a match of each length
+        self._budget = [min(int(m * max_spec_factor + 1e-6), max_tree_depth - m) for m in range(max_tree_depth)]
+        self._ample = max(range(max_tree_depth), key=self._budget.__getitem__)  # the length that gives the most
+        self._store = SuffixStore(max_tree_depth, max_cached_requests)
+        self._rows: dict[int, _Row] = {}
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
+        for row in [row for row in self._rows if row >= len(requests)]:
+            self.reset(row)
+        drafts, confidence = [], []
+        for row, request in enumerate(requests):
+            if row not in self._rows:
+                self._rows[row] = _Row(request, self._depth)
+            self._rows[row].catch_up()
+            tokens, sure = self._draft(self._rows[row], min(limits[row], self.num_speculative_tokens))
+            drafts.append(tokens)
+            confidence.append(sure)
+        proposal = Proposal.deterministic(drafts, self._device)
+        padded = [sure + [0.5] * (proposal.width - len(sure)) for sure in confidence]
+        proposal.confidence = torch.tensor(padded, dtype=torch.float64).view(len(drafts), proposal.width)
+        return proposal
+
+    def _draft(self, row: _Row, most: int) -> tuple[list[int], list[float]]:
+        """Of all matches the draft of the highest score; of equals the request's own, then the longest match's."""
+        earlier = self._store.counts
+        matches = earlier.matches(row.request.token_ids[1 - self._depth :])
+        found = [(row.counts, row.counts.endings()), (earlier, matches)]
+        drafted: list[int] = []
+        confidence: list[float] = []
+        best = 0.0
+        for counts, matches in found:
+            for state, shortest, longest in matches:
+                # a state's patterns have one continuation: the length among them that allows the longest draft
+                budget = self._budget[min(max(self._ample, shortest), longest)]
+                tokens, score, sure = counts.follow(state, min(most, budget), self._least_probability)
+                if score > best:
+                    drafted, best, confidence = tokens, score, sure
+        return drafted, confidence
+
+    def reset(self, row: int) -> None:
+        """Forgets the row; a response that was finished there is remembered."""
+        left = self._rows.pop(row, None)
+        if left is not None and left.request.finished:
+            self._store.add(left.request.output_token_ids)
+
+    def move(self, src_row: int, dst_row: int) -> None:
+        self.reset(dst_row)
+        if src_row in self._rows:
+            self._rows[dst_row] = self._rows.pop(src_row)

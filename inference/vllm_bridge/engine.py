@@ -1,0 +1,296 @@
+"""vLLM as a measured engine, started for the evaluation: one process that drafts, and one that does not.
+
+vLLM usually lives in an environment of its own, so it is run by that environment's interpreter (worker.py). What
+it is told is the same as this runtime is told: tokens, sampling parameters, tokens that end a response, precision.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from inference.entrypoints.loading import default_device, saved_ending_tokens, target_config
+from inference.evaluation.engines import Drafting, MeasuredEngine, Prompts
+from inference.outputs import RequestOutput
+from inference.report.schema import EngineFacts
+from inference.sampling_params import SamplingParams
+from inference.vllm_bridge.counters import metrics_of, response_of
+from speculators.errors import ConfigError, DraftsmithError
+from speculators.export import read_drafter_config, resolve
+from speculators.precision import running_dtype
+
+VLLM = "vllm"
+PYTHON = "DRAFTSMITH_VLLM_PYTHON"  # names the interpreter of an environment that has vLLM
+METHODS = {"mlp": "mlp_speculator"}  # under another name there
+SAMPLES_DRAFTS = ("eagle", "eagle3", "mtp", "draft_model")  # its other proposers take the best token
+EACH_OF_TWO = 0.45  # of a GPU's memory; vLLM's own 0.9 is for one engine
+LOG_LINES, MESSAGE = 15, 500  # of its own words: lines, and characters of one
+
+
+LAUNCHER = (  # what torchrun, accelerate and the like tell each process of its place; vLLM would take it for its own
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
+    "ROLE_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_", "PET_")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class VllmError(DraftsmithError):
+    """vLLM refused, or its process ended."""
+
+
+def vllm_python(given: str | None = None) -> str:
+    """The interpreter to run vLLM with: the one given, that of DRAFTSMITH_VLLM_PYTHON, or this one if it has vLLM.
+
+    ConfigError if there is none, or if it has no vLLM.
+    """
+    python = given or os.environ.get(PYTHON)
+    if python is None:
+        found = importlib.util.find_spec("vllm")
+        if found is None or found.origin is None:  # the latter: a folder of that name
+            raise ConfigError(
+                f"vLLM: it is not installed beside this project, and no other interpreter is named; set {PYTHON} (or "
+                "--vllm-python) to the python of an environment that has it, such as /opt/vllm/bin/python"
+            )
+        return sys.executable
+    where = "--vllm-python" if given else PYTHON
+    ask = "import importlib.util as i, sys; sys.exit(getattr(i.find_spec('vllm'), 'origin', None) is None)"
+    try:
+        done = subprocess.run([python, "-c", ask], capture_output=True, text=True, timeout=300, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{where}={python}: cannot be run ({error}); name the python of an environment") from None
+    if done.returncode != 0:
+        raise ConfigError(f"{where}={python}: this interpreter has no package vllm; install it there, or name another")
+    return python
+
+
+@dataclass
+class VllmOptions:
+    """How vLLM is run.
+
+    python      the interpreter that has it; None: see `vllm_python`
+    engine      further options of its LLM (tensor_parallel_size, gpu_memory_utilization, hf_overrides, …)
+    drafting    further options of its speculative_config (draft_tensor_parallel_size, …)
+    """
+
+    python: str | None = None
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    drafting: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, drafting: Drafting) -> VllmEngine:
+        return VllmEngine(drafting, self)
+
+
+def child_environment(devices: Sequence[int] | None = None) -> dict[str, str]:
+    """This process's environment without its place among others. `devices`: numbers of those that vLLM may use, among
+    the ones that this process sees; None: all of them."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in LAUNCHER and not name.startswith(LAUNCHER_PREFIXES)
+    }
+    if devices is not None:
+        seen = [each for each in kept.get(VISIBLE, "").split(",") if each]
+        kept[VISIBLE] = ",".join(seen[device] if seen else str(device) for device in devices)
+    return kept
+
+
+class Worker:
+    """A process of worker.py: one question, one answer. `devices`: see `child_environment`."""
+
+    def __init__(self, python: str, question: Mapping[str, Any], devices: Sequence[int] | None = None) -> None:
+        self.log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed by `stop`)
+        script = Path(__file__).with_name("worker.py")
+        self.process = subprocess.Popen(
+            [python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
+            env=child_environment(devices),
+        )  # fmt: skip
+        try:
+            self.facts = self.ask(question)
+        except BaseException:
+            self.stop()
+            raise
+
+    def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """VllmError with vLLM's own words if it gives no answer."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps(question) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # what it said before it ended is read below
+        line = self.process.stdout.readline()
+        answer = json.loads(line) if line else {"error": f"its process ended with code {self.process.wait()}"}
+        if "error" in answer:
+            raise VllmError(f"vLLM: {answer['error'][:MESSAGE]}\n{self._last_words()}")
+        return answer
+
+    def stop(self) -> None:
+        """Ends it: it has nothing left to save."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        if self.process.poll() is None:
+            self.process.stdin.close()
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self.process.stdout.close()
+        self.log.close()
+
+    def _last_words(self) -> str:
+        self.log.seek(0)
+        lines = [line.rstrip() for line in self.log if line.strip()]
+        return "\n".join(f"  {line[:MESSAGE]}" for line in lines[-LOG_LINES:])
+
+
+class VllmEngine(MeasuredEngine):
+    """Two processes of vLLM around one target, with drafting and without."""
+
+    def __init__(self, drafting: Drafting, options: VllmOptions) -> None:
+        super().__init__(drafting)
+        self.options, self.python = options, vllm_python(options.python)
+        self.config, self.needs = speculative_config(drafting)
+        self.end = ending_token_ids(drafting, self.tokenizer)
+        self.workers: dict[bool, Worker] = {}  # by whether they draft
+
+    def prepare(self, prompts: Prompts, max_tokens: int, temperatures: Sequence[float]) -> None:
+        # Where one row comes within K tokens of the limit, vLLM drafts for no row of the batch: nobody shall.
+        room = max(map(len, prompts)) + max_tokens + 2 * (self.drafting.num_speculative_tokens + 1)
+        limit = getattr(self._target, "max_position_embeddings", None)
+        options = {
+            "dtype": self._dtype,
+            "max_model_len": room if limit is None else min(room, limit),
+            "max_num_seqs": self.drafting.rows,
+            "seed": self.drafting.seed,
+            "gpu_memory_utilization": EACH_OF_TWO,
+            **self.drafting.source,
+            **self.needs,
+            **self.options.engine,
+        }
+        for speculate in (True, False):
+            question = {
+                "model": self.drafting.model,
+                "options": options,
+                "speculative_config": {**self.config, **self.options.drafting} if speculate else None,
+            }
+            self.workers[speculate] = Worker(self.python, question)
+            self._found = self.workers[speculate].facts
+            if speculate and max(temperatures) > 0 and not self._found["sampling_is_sound"]:
+                raise ConfigError(unsound(f"vLLM {self._found['version']}", temperatures))
+
+    @cached_property
+    def _target(self) -> Any:
+        return target_config(self.drafting.model, **self.drafting.source)
+
+    @property
+    def _dtype(self) -> str:
+        """Ours, for the same figures; vLLM's `auto` is another."""
+        options = self.drafting.options
+        dtype = running_dtype(options.get("dtype", "auto"), self._target.dtype, default_device(options.get("device")))
+        return str(dtype).removeprefix("torch.")
+
+    def facts(self) -> EngineFacts:
+        found = {name: value for name, value in self._found.items() if name in EngineFacts.model_fields}
+        return EngineFacts(
+            name=VLLM, draft_sample_method=self.config.get("draft_sample_method") or self._greedy, **found
+        )
+
+    @property
+    def _greedy(self) -> str | None:
+        return "greedy" if self.drafting.drafter is not None else None
+
+    def in_float32(self, rows: int) -> VllmEngine | None:
+        return None if self._dtype == "float32" else VllmEngine(self.drafting.in_float32(rows), self.options)
+
+    def write(
+        self, prompts: Prompts, params: Sequence[SamplingParams], *, speculate: bool, batch: int, counted: bool = True
+    ) -> list[RequestOutput]:
+        outputs = []
+        size = len(prompts) if batch >= self.drafting.rows else batch
+        for start in range(0, len(prompts), size):
+            part = [list(prompt) for prompt in prompts[start : start + size]]
+            sampling = [sampling_fields(each, self.end) for each in params[start : start + size]]
+            answer = self.workers[speculate].ask({"prompts": part, "params": sampling})
+            for prompt, response in zip(part, answer["responses"], strict=True):
+                tokens = [token for step in response["steps"] for token in step]
+                metrics = None
+                if speculate:
+                    sizes = [len(step) for step in response["steps"]]
+                    metrics = metrics_of(sizes, response["accepted"] or [], response["drafted"] or [])
+                outputs.append(response_of(prompt, tokens, response["finish_reason"], metrics))
+        return outputs
+
+    def stop(self) -> None:
+        while self.workers:
+            self.workers.popitem()[1].stop()
+
+
+def ending_token_ids(drafting: Drafting, tokenizer: Any) -> list[int]:
+    """Tokens that end a response in this runtime."""
+    return sorted(saved_ending_tokens(drafting.model, tokenizer, **drafting.source))
+
+
+def sampling_fields(params: SamplingParams, end: Sequence[int]) -> dict[str, Any]:
+    """The same request under vLLM's names; tokens that end a response are spelled out, and so is what is off: a server
+    takes what a request leaves open from the model's generation_config.json."""
+    fields: dict[str, Any] = {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": max(params.top_k, 0),
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "max_tokens": params.max_tokens,
+        "ignore_eos": True,  # its own idea of them; ours follow
+        "stop_token_ids": list(end),
+    }
+    return fields if params.greedy else fields | {"seed": params.seed}
+
+
+def speculative_config(drafting: Drafting) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What vLLM's `speculative_config` is to say, and options that its LLM needs for it.
+
+    The method always: it would be guessed from the path otherwise. ConfigError for an export that is no model.
+    """
+    config, needs = dict(drafting.speculative_config), dict[str, Any]()
+    if drafting.drafter is None:
+        return config, needs
+    target = target_config(drafting.model, **drafting.source)
+    head: Any = read_drafter_config(drafting.drafter, target.num_hidden_layers)
+    config |= {"method": METHODS.get(head.family, head.family), "model": str(resolve(drafting.drafter))}
+    if getattr(head, "adapter_of", None):
+        raise ConfigError(
+            f"{drafting.drafter}: holds an adapter of {head.adapter_of}, which vLLM does not load as a draft model; "
+            "export it merged"
+        )
+    other_tokenizer = getattr(head, "other_tokenizer", False)
+    if other_tokenizer:
+        config["use_heterogeneous_vocab"] = True
+        needs["skip_tokenizer_init"] = False
+    if head.family in SAMPLES_DRAFTS and not other_tokenizer:
+        config["draft_sample_method"] = "probabilistic"  # as here; vLLM's default is greedy
+    if getattr(head, "layout", None) == "mimo" and not getattr(target, "num_nextn_predict_layers", None):
+        needs["hf_overrides"] = {"num_nextn_predict_layers": 1}  # vLLM asks the target for it
+    return config, needs
+
+
+def unsound(where: str, temperatures: Sequence[float]) -> str:
+    """Why nothing is measured above temperature 0."""
+    asked = ", ".join(f"{t:g}" for t in temperatures if t > 0)
+    return (
+        f"{where}: on a CPU this build verifies drafts at temperatures above 0 with whatever lies in memory in place "
+        f"of temperature and top_p, so what it accepts at {asked} means nothing. Measure at temperature 0 alone "
+        "(--temperature 0, or evaluation.vllm.temperatures: [0]), or install draftsmith in vLLM's environment: its "
+        "plugin repairs this"
+    )

@@ -1,0 +1,100 @@
+"""Hidden states of texts by real vLLM (its method `extract_hidden_states`): whoever vLLM can run, it can ask.
+
+vLLM leaves the states of each prompt in a file; this reads and removes them. Its own connector writes them on a GPU; on
+a CPU, where that one asks for CUDA streams, `vllm_bridge/connectors/cpu_hidden_states.py`. Knows no target of ours.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load
+from torch import Tensor
+
+from inference.vllm_bridge.engine import VllmError, Worker, vllm_python
+
+CONNECTORS = Path(__file__).with_name("connectors")
+
+
+class HiddenStates:
+    """`with HiddenStates(model, layers, …) as engine: engine.of(texts)`.
+
+    layers: k is the residual stream after k layers, the number of layers the one before the final norm.
+    longest: tokens of a text, at most.
+    folder: where vLLM's files lie until they are read; None: the system's.
+    devices: numbers of those that it may use; None: all that this process sees.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        layers: Sequence[int],
+        *,
+        longest: int,
+        dtype: str,
+        python: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        folder: Path | None = None,
+        devices: Sequence[int] | None = None,
+    ) -> None:
+        self.layers, self._python = tuple(layers), vllm_python(python)
+        self._folder = tempfile.TemporaryDirectory(prefix="hidden-states-", dir=folder)
+        extraction = {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}},
+        }
+        self._question = {
+            "model": model,
+            "options": {"dtype": dtype, "max_model_len": longest + 2, **(options or {})},
+            "speculative_config": extraction,
+            "hidden_states": {"folder": self._folder.name, "connectors": str(CONNECTORS)},
+        }
+        self._devices = devices
+        self._worker: Worker | None = None
+
+    def __enter__(self) -> HiddenStates:
+        try:
+            self._worker = Worker(self._python, self._question, self._devices)
+        except BaseException:
+            self._folder.cleanup()
+            raise
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._worker is not None:
+            self._worker.stop()
+        self._folder.cleanup()
+
+    def of(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+        """[L, layers, H] of each text. VllmError if vLLM leaves none, or those of another text."""
+        assert self._worker is not None, "enter it first"
+        params = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True}
+        question = {"prompts": [list(map(int, text)) for text in texts], "params": [params] * len(texts)}
+        answers = self._worker.ask(question)["responses"]
+        return [self._read(answer["hidden_states"], text) for answer, text in zip(answers, texts, strict=True)]
+
+    def _read(self, path: str | None, text: Sequence[int]) -> Tensor:
+        if path is None or not Path(path).exists():
+            raise VllmError(f"vLLM: left no hidden states of a text of {len(text)} tokens")
+        file, lock = Path(path), Path(f"{path}.lock")
+        if lock.exists():  # held until the file is whole
+            with lock.open() as held:
+                fcntl.flock(held, fcntl.LOCK_SH)
+            lock.unlink()
+        found = load(file.read_bytes())
+        file.unlink()
+        states: Tensor = found["hidden_states"]
+        if found["token_ids"].tolist() != list(text) or states.shape[:2] != (len(text), len(self.layers)):
+            raise VllmError(
+                f"vLLM: left hidden states {tuple(states.shape)} of {len(found['token_ids'])} tokens; expected those "
+                f"of {len(self.layers)} layers and {len(text)} tokens"
+            )
+        if not torch.isfinite(states).all():
+            raise VllmError(f"vLLM: hidden states of a text of {len(text)} tokens are not finite")
+        return states

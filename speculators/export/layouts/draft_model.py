@@ -1,0 +1,143 @@
+"""Draft models: folders as transformers itself writes them, whole models or adapters of peft.
+
+What transformers would initialise at random is refused here, tensor by tensor. A draft model with another tokenizer
+than its target's has the map between the two beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from speculators.config import DrafterConfig
+from speculators.drafter import Drafter
+from speculators.errors import CheckpointError, ConfigError
+from speculators.export.layouts.base import (
+    COMMON_MEANINGS,
+    Layout,
+    WeightFault,
+    dtype_of,
+    misshaped,
+    missing,
+    not_finite,
+    own_fields,
+    refuse,
+    unexpected,
+)
+from speculators.families.draft_model.model import DraftModel, DraftModelConfig, sizes_of
+from speculators.families.draft_model.student import plain_fields
+from speculators.hub import hub_trouble, split_revision
+from speculators.layers.peft_adapter import CONFIG, merge_saved_adapter
+from speculators.precision import in_dtype
+from speculators.registry import build_config
+from speculators.target.probe import needs_eager
+from speculators.vocab.token_map import TokenMap
+
+
+class DraftModelLayout(Layout):
+    """The names and shapes of the tensors are transformers' own."""
+
+    family = "draft_model"
+    meanings: ClassVar = {
+        "architectures": "the model's class in transformers; its other fields are transformers' own too",
+        **COMMON_MEANINGS,
+    }
+
+    def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
+        return any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in fields.get("architectures") or [])
+
+    def to_config(self, config: Any) -> dict[str, Any]:
+        own = own_fields(config)
+        own["draftsmith"] |= {
+            name: value for name in ("adapter_of", "other_tokenizer") if (value := getattr(config, name))
+        }
+        architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model["model_type"]]
+        return {**config.model, "architectures": [architecture], "dtype": config.dtype, **own}
+
+    def from_config(
+        self, fields: Mapping[str, Any], names: set[str], where: str, num_target_layers: int | None
+    ) -> DrafterConfig:
+        own = fields.get("draftsmith") or {}
+        try:
+            model = plain_fields(fields, where)
+        except ConfigError as error:
+            raise CheckpointError(str(error)) from error
+        return build_config(
+            where,
+            self.family,
+            num_target_layers=own.get("num_target_layers", num_target_layers) or 1,  # it reads none of them
+            adapter_of=own.get("adapter_of"),
+            other_tokenizer=bool(own.get("other_tokenizer")),
+            dtype=dtype_of(fields),
+            **sizes_of(model),
+        )
+
+    # -------------------------------------------------------------- files
+
+    def write(self, drafter: Drafter, config: DrafterConfig, folder: Path, dtype: torch.dtype) -> None:
+        drafter = cast(DraftModel, drafter)
+        if drafter.adapter is not None and cast(DraftModelConfig, config).adapter_of is not None:
+            drafter.adapter.save(folder)
+        else:
+            drafter.model.save_pretrained(folder, state_dict=in_dtype(drafter.state_of_model(), dtype))
+        if drafter.tokenizer is not None:
+            drafter.tokenizer.save_pretrained(folder)
+        if drafter.token_map is not None:
+            drafter.token_map.save(folder)
+
+    def read(self, drafter: Drafter, folder: Path, files: Sequence[Path]) -> None:
+        drafter, own = cast(DraftModel, drafter), cast(DraftModelConfig, drafter.config)
+        base = own.adapter_of
+        if base is None and (folder / CONFIG).exists():
+            raise CheckpointError(
+                f"drafter {folder}: {CONFIG} says that this is an adapter, config.json does not; load the merged model"
+            )
+        drafter.take_model(_load(base or folder))
+        if base is not None:
+            drafter.take_model(merge_saved_adapter(drafter.model, folder))
+            drafter.config = own.model_copy(update={"adapter_of": None})  # it is a whole model now
+        _refuse_infinite(drafter, folder)
+        if own.other_tokenizer:
+            drafter.token_map = TokenMap.load(folder, drafter.target.vocab_size, own.vocab_size)
+
+
+def _load(path: str | Path) -> Any:
+    """The causal LM of a folder or repository id in float32. CheckpointError names every tensor that is not its own."""
+    loaded: Any
+    name, revision = split_revision(str(path))
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            name,
+            revision=revision,
+            dtype=torch.float32,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
+            output_loading_info=True,
+        )
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        raise CheckpointError(f"drafter {path}: transformers cannot load it: {hub_trouble(error) or error}") from error
+    model, info = loaded
+    faults = [missing(name) for name in sorted(info.get("missing_keys") or ())]
+    faults += [unexpected(name) for name in sorted(info.get("unexpected_keys") or ())]
+    faults += [misshaped(*mismatch) for mismatch in sorted(info.get("mismatched_keys") or ())]
+    faults += [WeightFault("other", "", str(message)) for message in info.get("error_msgs") or ()]
+    refuse(faults, Path(path))
+    if needs_eager(model.config):
+        model.set_attn_implementation("eager")
+    return model
+
+
+def _refuse_infinite(drafter: DraftModel, folder: Path) -> None:
+    refuse(
+        [
+            not_finite(name)
+            for name, tensor in drafter.model.state_dict().items()
+            if not torch.isfinite(tensor.float()).all()
+        ],
+        folder,
+    )

@@ -1,0 +1,112 @@
+"""IBM's layout of MLP speculators, `MLPSpeculatorPreTrainedModel`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from speculators.config import DrafterConfig
+from speculators.errors import CheckpointError
+from speculators.export.layouts.base import COMMON_MEANINGS, Layout, Table, dtype_of, own_fields, require, target_layers
+from speculators.registry import build_config
+
+ARCHITECTURE = "MLPSpeculatorPreTrainedModel"
+SWITCHES = ("tie_weights", "scale_input")
+_NAME = re.compile(r"speculator\.(?P<part>emb|proj|ln|head)\.(?P<index>\d+)\.(?P<rest>weight|bias)")
+
+
+class MLPLayout(Layout):
+    """Every tensor is numbered by its head. Of tied ones the lowest number is written; any number is read."""
+
+    family = "mlp"
+    meanings: ClassVar = {
+        "architectures": f"`{ARCHITECTURE}`",
+        "model_type": "`mlp_speculator`",
+        "vocab_size": "the target's vocabulary",
+        "emb_dim": "width of the target's states",
+        "inner_dim": "width of the heads' own",
+        "n_predict": "heads; one drafts one token",
+        "top_k_tokens_per_head": "candidates of each head: 1, a chain",
+        "n_candidates": "1",
+        "tie_weights": "all heads share their tensors, but for the first projection",
+        "scale_input": "the target's state is normed first",
+        **COMMON_MEANINGS,
+    }
+
+    def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
+        named = ARCHITECTURE in (fields.get("architectures") or []) or fields.get("model_type") == "mlp_speculator"
+        return named and any(name.startswith("speculator.emb.") for name in names)
+
+    def tensors(self, config: Any) -> Table:
+        V, I = config.vocab_size, config.inner_dim
+        table: Table = {}
+        for i in range(config.n_predict):
+            rows = {
+                f"emb.{i}.weight": (f"emb.{i}.weight", (V, I)),
+                f"proj.{i}.weight": (f"proj.{i}.weight", (I, I if i else config.target_hidden_size)),
+                f"ln.{i}.weight": (f"ln.{i}.weight", (I,)),
+                f"ln.{i}.bias": (f"ln.{i}.bias", (I,)),
+                f"head.{i}.weight": (f"heads.{i}.weight", (V, I)),
+            }
+            table |= {f"speculator.{name}": row for name, row in rows.items()}
+        return {name: row for name, row in table.items() if _kept(name, config) == name}
+
+    def to_config(self, config: Any) -> dict[str, Any]:
+        return {
+            "architectures": [ARCHITECTURE],
+            "model_type": "mlp_speculator",
+            "vocab_size": config.vocab_size,
+            "emb_dim": config.target_hidden_size,
+            "inner_dim": config.inner_dim,
+            "n_predict": config.n_predict,
+            "top_k_tokens_per_head": [1] * config.n_predict,  # a chain, which is what was measured
+            "n_candidates": 1,
+            **{switch: getattr(config, switch) for switch in SWITCHES},
+            "dtype": config.dtype,
+            **own_fields(config),
+        }
+
+    def from_config(
+        self, fields: Mapping[str, Any], names: set[str], where: str, num_target_layers: int | None
+    ) -> DrafterConfig:
+        require(fields, ("vocab_size", "emb_dim", "n_predict"), where, "an MLP speculator")
+        return build_config(
+            where,
+            "mlp",
+            vocab_size=fields["vocab_size"],
+            draft_vocab_size=fields["vocab_size"],
+            hidden_size=fields.get("inner_dim") or fields["emb_dim"],
+            target_hidden_size=fields["emb_dim"],
+            num_target_layers=target_layers(fields, num_target_layers, where),
+            n_predict=fields["n_predict"],
+            dtype=dtype_of(fields),
+            **{switch: bool(fields.get(switch, False)) for switch in SWITCHES},
+        )
+
+    def canonical(self, found: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+        """One copy of every tied tensor. CheckpointError if copies in the file differ: one of them would be lost."""
+        kept: dict[str, Tensor] = {}
+        source: dict[str, str] = {}
+        for name in sorted(found):
+            wanted = _kept(name, config)
+            if wanted in kept and not torch.equal(kept[wanted], found[name]):
+                raise CheckpointError(
+                    f"{source[wanted]} and {name} differ, but config.json says tie_weights: true, one tensor for all "
+                    "heads; set tie_weights to false if the heads were trained apart"
+                )
+            kept.setdefault(wanted, found[name])
+            source.setdefault(wanted, name)
+        return kept
+
+
+def _kept(name: str, config: Any) -> str:
+    """The name under which a tensor is kept: its own, or that of the first head it is tied to."""
+    match = _NAME.fullmatch(name)
+    if match is None or not config.tie_weights or int(match["index"]) >= config.n_predict:
+        return name
+    first = min(int(match["index"]), 1) if match["part"] == "proj" else 0  # the first projection reads another width
+    return f"speculator.{match['part']}.{first}.{match['rest']}"

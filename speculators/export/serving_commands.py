@@ -1,0 +1,171 @@
+"""How a drafter is served: vLLM's --speculative-config, SGLang's flags, this runtime's options.
+
+A training-free method has no folder; this is all there is to export of it. What an engine cannot serve, or would serve
+as something else, is said with the reason and what to do. Knows names and fields, opens no file and asks no engine.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from speculators.config import DrafterConfig
+from speculators.errors import ConfigError
+from speculators.export.formats import layout_for
+from speculators.export.layouts.base import NUM_SPECULATIVE_TOKENS
+from speculators.families.medusa import MedusaConfig
+from speculators.families.mlp import MLPConfig
+
+# The options of vLLM's speculative_config for a training-free method; None: vLLM has no such method.
+TRAINING_FREE: dict[str, Mapping[str, Any] | None] = {
+    "ngram": {"prompt_lookup_max": 4, "prompt_lookup_min": 2},
+    "suffix": {},
+    "lookahead": None,
+}
+VLLM_METHODS = {"mlp": "mlp_speculator"}  # family -> vLLM's name, where it is another
+SGLANG_ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "mtp": "EAGLE", "draft_model": "STANDALONE"}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One engine. `options`: of its speculative_config, or its flags; None where it cannot serve the drafter."""
+
+    engine: str
+    command: str = ""
+    options: dict[str, Any] | None = None
+    note: str = ""  # why not, or what to know
+
+
+def serving(
+    method: str,
+    *,
+    folder: str = "",
+    target: str = "",
+    tokens: int | None = None,
+    config: DrafterConfig | None = None,
+    format: str = "vllm",
+) -> list[Way]:
+    """Every engine in turn. `method`: a family, whose `folder` holds a drafter of `config` in `format`, or a
+    training-free method. `target`: folder or id, if known; `tokens`: drafts of a round. ConfigError for neither."""
+    if (config is None) != (method in TRAINING_FREE):
+        known = ", ".join(TRAINING_FREE)
+        raise ConfigError(f"serving {method!r}: expected the folder of a drafter, or a training-free method: {known}")
+    drafts = _drafts(tokens, config)
+    of = _Served(method, folder or "DRAFTER", target or "TARGET", drafts, config, format)
+    return [_vllm(of), _sglang(of), _draftsmith(of)]
+
+
+@dataclass(frozen=True)
+class _Served:
+    method: str
+    folder: str
+    target: str
+    tokens: int
+    config: DrafterConfig | None
+    format: str
+
+    @property
+    def base(self) -> dict[str, Any]:
+        """Options that this runtime and vLLM share."""
+        model = {} if self.config is None else {"model": self.folder}
+        return {"method": self.method, **model, "num_speculative_tokens": self.tokens}
+
+    def again(self, format_: str) -> str:
+        return f"draftsmith export {shlex.quote(self.folder)} OUT --format {format_}"
+
+
+def _drafts(tokens: int | None, config: DrafterConfig | None) -> int:
+    heads = None
+    if isinstance(config, MedusaConfig):
+        heads = config.num_heads
+    elif isinstance(config, MLPConfig):
+        heads = config.n_predict
+    wanted = tokens or heads or NUM_SPECULATIVE_TOKENS
+    return min(wanted, heads) if heads else wanted
+
+
+def _vllm(of: _Served) -> Way:
+    options, extra, note = of.base, "", ""
+    options["method"] = VLLM_METHODS.get(of.method, of.method)
+    own = of.config
+    if own is None:
+        given = TRAINING_FREE[of.method]
+        if given is None:
+            return Way("vLLM", note=f"vLLM has no {of.method} decoding; ngram and suffix are the nearest")
+        options |= given
+        note = "needs the package arctic-inference" if of.method == "suffix" else ""
+    elif of.format == "sglang" and of.method in ("eagle", "eagle3"):
+        why = "refuses its architecture" if of.method == "eagle" else "would read every tap one layer too early"
+        return Way("vLLM", note=f"this folder is in SGLang's format, and vLLM {why}: {of.again('vllm')}")
+    elif of.format == "speculators":
+        command = f"vllm serve {shlex.quote(of.folder)}"
+        return Way("vLLM", command, options, "config.json names the target; with other options: --speculative-config")
+    elif of.method == "mtp":
+        if getattr(own, "layout", "mimo") != "mimo":
+            note = "vLLM reads such a module from the target's own checkpoint: write_back puts it there"
+            return Way("vLLM", note=note)
+        extra = """ --hf-overrides '{"num_nextn_predict_layers": 1}'"""
+    elif of.method == "mlp":
+        note = "vLLM itself has no such model any more: install Draftsmith's plugin beside it (the extra `vllm`)"
+    elif getattr(own, "adapter_of", None):
+        return Way("vLLM", note="the folder holds an adapter, not a model: export it merged (drafter.peft_export)")
+    elif getattr(own, "other_tokenizer", False):
+        options["use_heterogeneous_vocab"] = True
+    return Way("vLLM", vllm_command(of.target, options) + extra, options, note)
+
+
+def vllm_command(target: str, options: Mapping[str, Any]) -> str:
+    """`options`: of this runtime or of vLLM."""
+    options = {**options, "method": VLLM_METHODS.get(options["method"], options["method"])}
+    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(options))}"
+
+
+def draftsmith_snippet(target: str, options: Mapping[str, Any]) -> str:
+    """Python that loads both and generates."""
+    return (
+        "from inference import LLM, SamplingParams\n\n"
+        f"llm = LLM({target!r}, speculative_config={dict(options)!r})\n"
+        'for output in llm.generate(["Hello"], SamplingParams(max_tokens=64)):\n'
+        "    print(output.outputs[0].text)"
+    )
+
+
+def _sglang(of: _Served) -> Way:
+    head = f"python -m sglang.launch_server --model-path {shlex.quote(of.target)}"
+    if of.method == "ngram":
+        flags: dict[str, Any] = {"speculative-algorithm": "NGRAM", "speculative-num-draft-tokens": of.tokens + 1}
+        note = "SGLang keeps a tree of n-grams of all requests, not the latest match"
+        return Way("SGLang", f"{head} {_flags(flags)}", flags, note)
+    if of.config is None or of.method not in SGLANG_ALGORITHMS:
+        return Way("SGLang", note=f"SGLang has no {of.method} decoding")
+    try:
+        layout_for("sglang", of.method).check(of.config)
+    except ConfigError as error:
+        return Way("SGLang", note=str(error).removeprefix("export format sglang: "))
+    if of.format != "sglang" and of.method in ("eagle", "eagle3"):
+        return Way("SGLang", note=f"its tap numbers and names are others: {of.again('sglang')}")
+    if getattr(of.config, "adapter_of", None) or getattr(of.config, "other_tokenizer", False):
+        return Way("SGLang", note="STANDALONE wants a whole model with the target's own tokenizer")
+    flags = {
+        "speculative-algorithm": SGLANG_ALGORITHMS[of.method],
+        "speculative-draft-model-path": of.folder,
+        "speculative-num-steps": of.tokens,
+        "speculative-eagle-topk": 1,
+        "speculative-num-draft-tokens": of.tokens + 1,
+    }
+    return Way("SGLang", f"{head} {_flags(flags)}", flags)
+
+
+def _draftsmith(of: _Served) -> Way:
+    options = of.base
+    if getattr(of.config, "other_tokenizer", False):
+        options["use_heterogeneous_vocab"] = True
+    given = f"--model {shlex.quote(of.target)} --speculative-config {shlex.quote(json.dumps(options))}"
+    return Way("Draftsmith", f"draftsmith generate PROMPT {given}", options)
+
+
+def _flags(flags: Mapping[str, Any]) -> str:
+    return " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in flags.items())

@@ -1,0 +1,136 @@
+"""Heads without attention: Medusa, the MLP speculator.
+
+Slot t of such a head reads what the target computed at t and no other slot, so that depth k, which predicts x_{t+2+k},
+is a function of that one state and, if the family wants them, of the tokens x_{t+1} .. x_{t+1+k}. `unroll` does that
+for all slots that have a term, `draft` for the newest slot of each row; both run the family's `start`, `advance` and
+`read`. The cache of such a head holds no keys, only the lengths of its rows. Knows no tensor of any family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from speculators.drafter import Drafter, DraftStep, Grow, term_paths
+from speculators.host_copy import on_device
+from speculators.layers.checkpointing import kept_or_recomputed
+from speculators.target.frozen_target import TargetFeatures
+
+
+class SlotwiseDrafter(Drafter):
+    """A family gives its first state, how a token moves the state on, and what its head reads of it; and `max_depth`.
+
+    As written here the heads are independent: the state is the target's at every depth, and `read` is all they do.
+    """
+
+    reads_last_hidden: ClassVar[bool] = True
+    one_head: ClassVar[bool] = False
+
+    # -------------------------------------------------------------- the family's part
+
+    def start(self, last_hidden: Tensor) -> Tensor:
+        """last_hidden of the target [N, H] -> the state before depth 0 [N, S]."""
+        return last_hidden.to(next(self.parameters()).dtype)
+
+    def advance(self, state: Tensor, token_ids: Tensor, depth: int) -> Tensor:
+        """State before `depth` [N, S] and the tokens x_{t+1+depth} [N] -> state of that depth [N, S]."""
+        return state
+
+    def read(self, state: Tensor, depth: int) -> Tensor:
+        """State of a depth [N, S] -> what `head` reads there [N, D]."""
+        return state
+
+    # -------------------------------------------------------------- training
+
+    def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
+        """`steps` depths; a slot's terms are those of `term_paths`. A slot goes on while a term is to come."""
+        ids, (B, T) = features.input_ids.flatten(), features.input_ids.shape
+        found = [term_paths(features, depth) for depth in range(steps)]
+        valid = torch.stack([each for each, _ in found]).flatten(1)  # [K, B·T]
+        rows = T * torch.arange(B, device=ids.device)[:, None]
+        paths = [(path + rows).flatten() for _, path in found]  # each [B·T], flat slots
+        slots = valid.any(0).nonzero().flatten()  # [N]
+        state = self.start(features.last_hidden.flatten(0, 1)[slots])
+        for depth in range(steps):
+            going = valid[depth:, slots].any(0).nonzero().flatten()
+            slots, state = slots[going], state[going]
+            state = kept_or_recomputed(self.recomputes, self.advance, state, ids[paths[depth][slots]], depth)
+            terms = valid[depth, slots].nonzero().flatten()
+            anchors = slots[terms]
+            yield DraftStep(
+                depth=depth,
+                hidden=kept_or_recomputed(self.recomputes, self.read, state[terms], depth),
+                target_index=paths[depth][anchors],
+                anchor_index=anchors,
+                weight=torch.ones(len(anchors), device=state.device),
+            )
+
+    # -------------------------------------------------------------- inference
+
+    def step(self, state: Tensor, token_ids: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """State before `depth` [b, S] and the tokens before it [b] -> its state, and its draft logits [b, V]."""
+        state = self.advance(state, token_ids, depth)
+        return state, self.head(self.read(state, depth), depth)
+
+    def draft(
+        self,
+        cache,
+        start: int,
+        stop: int,
+        token_ids: Tensor,
+        taps: Tensor | None,
+        last_hidden: Tensor | None,
+        counts: Sequence[int],
+        k: int,
+        sample: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """See `Drafter.draft`."""
+        state, tokens = self._true_slots(cache, start, stop, token_ids, last_hidden, counts)
+        return self.chain(state, tokens, k, sample)
+
+    def chain(self, state: Tensor, token_ids: Tensor, k: int, sample: Callable[[Tensor], Tensor]) -> Tensor:
+        """State before depth 0 [b, S] and the newest token [b] of each row -> [b, k] drafted tokens."""
+        drafted = [token_ids]
+        for depth in range(k):
+            state, logits = self.step(state, drafted[-1], depth)
+            drafted.append(sample(logits))
+        return torch.stack(drafted, dim=1)[:, 1:]
+
+    def draft_tree(
+        self,
+        cache,
+        start: int,
+        stop: int,
+        token_ids: Tensor,
+        taps: Tensor | None,
+        last_hidden: Tensor | None,
+        counts: Sequence[int],
+        grow: Grow,
+    ) -> None:
+        """See `Drafter.draft_tree`. Heads that read no draft are computed once per depth."""
+        state, tokens = self._true_slots(cache, start, stop, token_ids, last_hidden, counts)
+        states, tokens, depth = state[:, None], tokens[:, None], 0  # [b, w, S], [b, w]
+        while True:
+            rows = states if self.reads_drafts else states[:, :1]
+            b, w = rows.shape[:2]
+            state = self.advance(rows.flatten(0, 1), tokens[:, :w].flatten(), depth)
+            logits = self.head(self.read(state, depth), depth).unflatten(0, (b, w))
+            if (level := grow(logits.expand(-1, tokens.shape[1], -1))) is None:
+                return
+            state = state.unflatten(0, (b, w)).expand(-1, tokens.shape[1], -1)
+            states, tokens = level.of_parents(state), level.token_ids
+            depth += 1
+
+    def _true_slots(
+        self, cache, start: int, stop: int, token_ids: Tensor, last_hidden: Tensor | None, counts: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Counts the slots; the state before depth 0 [b, S] and the token [b] of each row's newest one."""
+        cache.reserve(start, stop, token_ids.shape[1])
+        for row, count in enumerate(counts, start):
+            cache.advance(row, count)
+        rows = torch.arange(len(counts), device=token_ids.device)
+        newest = on_device(counts, token_ids.device) - 1
+        return self.start(last_hidden[rows, newest]), token_ids[rows, newest]

@@ -1,0 +1,275 @@
+"""Heads that feed their own state back: EAGLE, EAGLE-3, multi-token prediction.
+
+Slot t of such a head pairs the token x_{t+1} with what the target computed at t and predicts x_{t+2}; depth k of the
+slot reads x_{t+1+k} and the depth k-1 output, at rotary position t + k, and predicts x_{t+2+k}. `unroll` does that for
+all slots at once (training-time test, arXiv 2503.01840), `draft` for the newest slot of each row with a cache; both run
+the family's `run`. The tokens that deeper depths read may be drafts that were rejected (`term_paths`). Knows no tensor
+of any family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from speculators.drafter import Drafter, DraftStep, Grow, term_paths
+from speculators.host_copy import on_device
+from speculators.layers.attention import unrolled_attention
+from speculators.layers.cached_attention import cached_attends
+from speculators.layers.checkpointing import kept_or_recomputed
+from speculators.layers.decoder import Attend, Rotary, RotaryTable
+from speculators.target.frozen_target import TargetFeatures
+
+
+class ChainDrafter(Drafter):
+    """A family gives its first state, its embedding, its layers, and how it rotates."""
+
+    asks = True  # whether `run` can leave out the queries that nobody asks for
+
+    # -------------------------------------------------------------- the family's part
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers with keys and values of their own."""
+        raise NotImplementedError
+
+    def first_state(self, taps: Tensor | None, last_hidden: Tensor | None) -> Tensor:
+        """taps [B, T, n·H], last_hidden [B, T, H] of the target -> the state that depth 0 reads [B, T, H]."""
+        raise NotImplementedError
+
+    def embed(self, token_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """token_ids and the positions of their slots [B, T] -> [B, T, H] from the own table, or the target's."""
+        table = self.embed_tokens if self.config.own_embeddings else self.target.embed_tokens
+        return table(token_ids)
+
+    def rotary(self, position_ids: Tensor, like: Tensor, length: int | None = None) -> Rotary:
+        """position_ids [B, T] -> cosines and sines [B, T, d]; `length`: all positions are below it."""
+        raise NotImplementedError
+
+    def run(
+        self, embeds: Tensor, state: Tensor, rotary: Rotary, attends: Sequence[Attend], asking: Tensor | None = None
+    ) -> Tensor:
+        """All layers: embeds, state [B, T, H] -> what `head` reads and the next depth gets [B, T, H], or [B, M, H]."""
+        raise NotImplementedError
+
+    def feed_back(self, state: Tensor) -> Tensor:
+        """The state as the next depth of an unroll reads it."""
+        return state
+
+    # -------------------------------------------------------------- training
+
+    def multiplied(self, depth: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """See `Drafter.multiplied`: at depth 0 all but the last layer's queries and what follows them is everywhere."""
+        if depth or not self.asks:
+            return ([], self.weight_matrices()) if depth else (self.weight_matrices(), [])
+        asking = {id(p) for p in self.asking_matrices()}
+        both = self.weight_matrices()
+        return [p for p in both if id(p) not in asking], [p for p in both if id(p) in asking]
+
+    def asking_matrices(self) -> list[nn.Parameter]:
+        """What `run` multiplies with the slots of `asking` only."""
+        raise NotImplementedError
+
+    def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
+        """`steps` depths; a slot's terms, and what they read and match, are those of `term_paths`.
+
+        Every slot gives keys and values at depth 0, since later slots attend to it. All the rest, from the last layer's
+        queries on, runs over slots that have a term at some depth, which in chat data is the smaller part of a row.
+        """
+        ids, segments, positions = features.input_ids, features.segment_ids, features.position_ids
+        B, T = ids.shape
+        valid, paths = zip(*(term_paths(features, depth) for depth in range(steps)))  # each [B, T]
+        slots = torch.arange(T, device=ids.device).expand(B, T)
+        rows = T * torch.arange(B, device=ids.device)[:, None]
+        chosen = _slots_in_use(torch.stack(valid).any(0)) if self.asks else slots  # [B, M]
+        state = self.first_state(features.taps, features.last_hidden)
+        layers = self.attention_layers
+        causal: list[tuple[Tensor, Tensor]] = []  # per layer: keys and values of depth 0
+        own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(layers)]  # per layer: those of each later depth
+        for depth in range(steps):
+            tokens = ids.gather(1, paths[depth].gather(1, slots))  # x_{t+1+depth}
+            asking = chosen if depth == 0 and self.asks else None
+            attends = [
+                self._unrolled(i, depth, causal, own[i], slots if i < layers - 1 else chosen, segments)
+                for i in range(layers)
+            ]
+            places = positions.gather(1, slots) + depth
+            state = self.feed_back(state) if depth else state
+            state = kept_or_recomputed(self.recomputes, self._depth, tokens, places, state, attends, asking)
+            slots = chosen
+            terms = valid[depth].gather(1, slots).flatten().nonzero().flatten()  # [N] of the flat [B·M]
+            anchors = (slots + rows).flatten()[terms]
+            yield DraftStep(
+                depth=depth,
+                hidden=state.flatten(0, 1)[terms],
+                target_index=(paths[depth].gather(1, slots) + rows).flatten()[terms],
+                anchor_index=anchors,
+                weight=torch.ones(len(anchors), device=state.device),
+            )
+
+    def _unrolled(
+        self, layer: int, depth: int, causal: list, own: list, slots: Tensor, segment_ids: Tensor
+    ) -> Callable:
+        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            """Keeps its keys and values for later depths, the first time it is called."""
+            if depth == 0:
+                causal[layer:] = causal[layer:] or [(k, v)]
+                return unrolled_attention(q, k, v, (), slots, segment_ids, scale)
+            before = own[: depth - 1]
+            own[depth - 1 :] = own[depth - 1 :] or [(k, v)]
+            return unrolled_attention(q, *causal[layer], [*before, (k, v)], slots, segment_ids, scale)
+
+        return attend
+
+    def _depth(
+        self, tokens: Tensor, places: Tensor, state: Tensor, attends: Sequence[Attend], asking: Tensor | None
+    ) -> Tensor:
+        return self.run(self.embed(tokens, places), state, self.rotary(places, state), attends, asking)
+
+    # -------------------------------------------------------------- inference
+
+    def draft(
+        self,
+        cache,
+        start: int,
+        stop: int,
+        token_ids: Tensor,
+        taps: Tensor | None,
+        last_hidden: Tensor | None,
+        counts: Sequence[int],
+        k: int,
+        sample: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """See `Drafter.draft`."""
+        if k == 0:
+            nobody = token_ids[:, :0]  # nothing is drafted: keys and values are all that is wanted
+            self._true_slots(cache, start, stop, token_ids, taps, last_hidden, counts, nobody if self.asks else None)
+            return nobody
+        state = self._true_slots(cache, start, stop, token_ids, taps, last_hidden, counts)
+        drafted = [sample(self.head(state[:, 0]))]
+        for _ in range(k - 1):
+            state = self._extend(cache, start, stop, drafted[-1][:, None], state)
+            for row in range(start, stop):
+                cache.advance(row, 1)
+            drafted.append(sample(self.head(state[:, 0])))
+        for row in range(start, stop):
+            cache.truncate(row, cache.lengths[row] - (k - 1))
+        return torch.stack(drafted, dim=1)
+
+    def draft_tree(
+        self,
+        cache,
+        start: int,
+        stop: int,
+        token_ids: Tensor,
+        taps: Tensor | None,
+        last_hidden: Tensor | None,
+        counts: Sequence[int],
+        grow: Grow,
+    ) -> None:
+        """See `Drafter.draft_tree`."""
+        states = self._true_slots(cache, start, stop, token_ids, taps, last_hidden, counts)
+        base, depth = cache.lengths[start:stop], 0
+        while (level := grow(self.head(states))) is not None:
+            mask = cache.tree_mask(start, stop, base, level.visible)[0]
+            position_ids = on_device(base, states.device)[:, None] + depth
+            position_ids = position_ids.expand_as(level.token_ids)
+            states = self._extend(
+                cache, start, stop, level.token_ids, level.of_parents(states), placed=(position_ids, mask)
+            )
+            depth += 1
+            for row in range(start, stop):
+                cache.advance(row, level.token_ids.shape[1])
+        for row, length in enumerate(base, start):
+            cache.truncate(row, length)
+
+    def _true_slots(
+        self,
+        cache,
+        start: int,
+        stop: int,
+        token_ids: Tensor,
+        taps: Tensor | None,
+        last_hidden: Tensor | None,
+        counts: Sequence[int],
+        asking: Tensor | None = None,
+    ) -> Tensor:
+        """Appends counts[i] slots per row; the state of the newest one of each [b, 1, H], unless nobody is asking."""
+        states = self._extend(cache, start, stop, token_ids, self.first_state(taps, last_hidden), asking)
+        for row, count in enumerate(counts, start):
+            cache.advance(row, count)
+        if states.shape[1] <= 1:
+            return states
+        last = on_device(counts, states.device) - 1
+        return states[torch.arange(len(counts), device=states.device), last][:, None]
+
+    def _extend(
+        self,
+        cache,
+        start: int,
+        stop: int,
+        token_ids: Tensor,
+        state: Tensor,
+        asking: Tensor | None = None,
+        placed: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """One pass over M new slots per row, written at each row's own length: states [b, M, H], or of the asking.
+        `placed`: their positions [b, M] and what they see, bool [b, 1, M, S], where they are no text."""
+        M = token_ids.shape[1]
+        position_ids, mask = placed or (cache.position_ids(start, stop, M), cache.mask(start, stop, M))
+        attends = cached_attends(cache.view(start, stop, M), mask, M, self.attention_layers)
+        rotary = self.rotary(position_ids, state, cache.capacity)
+        return self.run(self.embed(token_ids, position_ids), state, rotary, attends, asking)
+
+
+class DecoderChain(ChainDrafter):
+    """A chain whose `layers` are those of speculators/layers/decoder.py, at the `positions` of a RotaryTable."""
+
+    layers: nn.ModuleList
+    positions: RotaryTable
+
+    @property
+    def attention_layers(self) -> int:
+        return len(self.layers)
+
+    def asking_matrices(self) -> list[nn.Parameter]:
+        return self.layers[-1].asking_matrices()
+
+    def rotary(self, position_ids: Tensor, like: Tensor, length: int | None = None) -> Rotary:
+        if length is None:
+            return self.positions(like, position_ids)
+        return self.positions.lookup(position_ids, length, like)
+
+    @torch.no_grad()
+    def start_small(self) -> None:
+        """Random weights of half the usual size outside the head, and layers that hardly add to their input."""
+        apart = {id(parameter) for parameter in self.head_parameters()}
+        for module in self.modules():
+            if isinstance(module, nn.Linear) and id(module.weight) not in apart:
+                nn.init.normal_(module.weight, std=module.in_features**-0.5 * 0.5)
+        for layer in self.layers:
+            layer.self_attn.o_proj.weight.mul_(0.2)
+            layer.mlp.down_proj.weight.mul_(0.2)
+
+    @torch.no_grad()
+    def freeze(self) -> Drafter:
+        super().freeze()
+        for layer in self.layers:
+            layer.fuse()
+        return self
+
+    def thaw(self) -> None:
+        super().thaw()
+        for layer in self.layers:
+            layer.unfuse()
+
+
+def _slots_in_use(wanted: Tensor) -> Tensor:
+    """wanted bool [B, T] -> [B, M] slots of each row, wanted ones first and ascending; M is the most a row wants.
+
+    A row that wants fewer is filled up with slots that are not wanted: they have no term, and nobody reads them.
+    """
+    M = max(int(wanted.sum(1).max()), 1)
+    return torch.argsort(~wanted, dim=1, stable=True)[:, :M]

@@ -1,0 +1,149 @@
+"""Drafting with a language model that reads tokens alone: as a chain, as a tree, and in another tokenizer's tokens.
+
+Slot p of its cache holds token x_p, so that a draft depends on the text and the drafts before it and on nothing of the
+target. What a round committed is read at once, at most as many tokens as were drafted and one more. Knows no weights,
+no loss and no checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from speculators.drafter import Drafter, Grow
+from speculators.errors import ConfigError
+from speculators.families.draft_model.fast_decoder import PlainDecoder, plain_decoder
+from speculators.host_copy import on_device
+from speculators.target.frozen_target import FrozenTarget
+from speculators.vocab.token_map import TokenMap
+
+
+class TokenDrafter(Drafter):
+    """A family gives `runner`, its model run as a target is, and `head`; `token_map` where the tokenizer is another."""
+
+    first_token = 0
+    token_map: TokenMap | None = None
+    _plain: PlainDecoder | None = None  # the runner in fewer calls, while frozen
+
+    @property
+    def runner(self) -> FrozenTarget:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def freeze(self) -> Drafter:
+        self._plain = plain_decoder(self.runner)
+        return super().freeze()
+
+    def thaw(self) -> None:
+        super().thaw()
+        self._plain = None
+
+    @property
+    def _run(self) -> PlainDecoder | FrozenTarget:
+        return self.runner if self._plain is None else self._plain
+
+    def _positions(self, positions: Tensor) -> Tensor:
+        """Those that it has: drafts that will not be verified may be asked for behind the last one, too."""
+        most = getattr(self.model.config, "max_position_embeddings", None)
+        return positions if most is None else positions.clamp(max=most - 1)
+
+    def _known(self, token_ids: Tensor) -> Tensor:
+        """Ids within its own table; what only the padding of the target's could bring becomes its last token."""
+        return token_ids.clamp(max=self.config.vocab_size - 1)
+
+    def draft(
+        self,
+        cache,
+        start: int,
+        stop: int,
+        token_ids: Tensor,
+        taps: Tensor | None,
+        last_hidden: Tensor | None,
+        counts: Sequence[int],
+        k: int,
+        sample: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """See `Drafter.draft`; slot p holds token x_p."""
+        state = self._true_slots(cache, start, stop, token_ids, counts)
+        if k == 0:
+            return token_ids[:, :0]
+        kept, drafted = cache.lengths[start:stop], [sample(self.head(state))]
+        for _ in range(k - 1):
+            ids, counts = self._spelt(drafted[-1][:, None], [1] * (stop - start), kept)  # one each: they are shared
+            state = self._extend(cache, start, stop, ids)[:, 0]
+            for row in range(start, stop):
+                cache.advance(row, 1)
+            drafted.append(sample(self.head(state)))
+        for row, length in enumerate(kept, start):
+            cache.truncate(row, length)
+        return torch.stack(drafted, dim=1)
+
+    def draft_tree(
+        self,
+        cache,
+        start: int,
+        stop: int,
+        token_ids: Tensor,
+        taps: Tensor | None,
+        last_hidden: Tensor | None,
+        counts: Sequence[int],
+        grow: Grow,
+    ) -> None:
+        """See `Drafter.draft_tree`. ConfigError with another tokenizer: a draft may be several of its tokens there."""
+        if self.token_map is not None:
+            raise ConfigError("a draft model with another tokenizer than its target's drafts chains only; ask for none")
+        states = self._true_slots(cache, start, stop, token_ids, counts)[:, None]
+        base, depth = cache.lengths[start:stop], 0
+        first = on_device(base, states.device)[:, None]
+        while (level := grow(self.head(states))) is not None:
+            mask, index = cache.tree_mask(start, stop, base, level.visible)
+            width, spread = level.token_ids.shape[1], level.visible.shape[2]
+            if depth == 0:
+                depths = first.new_zeros(len(base), 0)
+            depths = torch.cat([depths, depths.new_full((len(base), width), depth)], dim=1)  # of all drafts so far
+            keys = first + torch.where(index < 0, index, depths.gather(1, index.clamp(0, spread - 1)))
+            positions, view = self._positions(first + depth), cache.view(start, stop, width)
+            states = self._run(self._known(level.token_ids), positions.expand(-1, width), mask, view, keys)[1]
+            for row in range(start, stop):
+                cache.advance(row, width)
+            depth += 1
+        for row, length in enumerate(base, start):
+            cache.truncate(row, length)
+
+    def _true_slots(self, cache, start: int, stop: int, token_ids: Tensor, counts: Sequence[int]) -> Tensor:
+        """Appends counts[i] tokens per row; the state after the newest one of each [b, D]."""
+        ids, counts = self._spelt(token_ids, counts, cache.lengths[start:stop])
+        states = self._extend(cache, start, stop, ids)
+        for row, count in enumerate(counts, start):
+            cache.advance(row, count)
+        return self._newest(cache, start, stop, states, counts)
+
+    def _spelt(self, token_ids: Tensor, counts: Sequence[int], before: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
+        """counts [b] target tokens of rows that hold `before` [b] of its own -> its own ids [b, M'] and counts."""
+        if self.token_map is None:
+            return self._known(token_ids), counts
+        given = on_device(list(counts), token_ids.device)
+        empty = on_device([n == 0 for n in before], token_ids.device, torch.bool)
+        ids, found = self.token_map.spell_rows(token_ids, given, empty)
+        return ids, found.tolist()
+
+    def _extend(self, cache, start: int, stop: int, token_ids: Tensor) -> Tensor:
+        """One pass over M new tokens per row, written at each row's own length: states [b, M, D]."""
+        M = token_ids.shape[1]
+        positions, mask = self._positions(cache.position_ids(start, stop, M)), cache.mask(start, stop, M)
+        view = cache.view(start, stop, M)
+        states = self._run(token_ids, positions, mask, view)[1]
+        if self.token_map is not None:  # a target token may be spelt by nothing: the state before it is asked for then
+            view.update(states[:, None], states[:, None, :, :1], self.runner.num_layers)
+        return states
+
+    def _newest(self, cache, start: int, stop: int, states: Tensor, counts: Sequence[int]) -> Tensor:
+        """The state after the last token of each row [b, D]."""
+        rows = torch.arange(stop - start, device=states.device)
+        if self.token_map is None:
+            return states[rows, on_device(counts, states.device) - 1]
+        kept = cache.keys_of(self.runner.num_layers, start, stop)[:, 0]  # [b, capacity, D]
+        lengths = on_device(cache.lengths[start:stop], states.device)
+        return torch.where(lengths[:, None] > 0, kept[rows, (lengths - 1).clamp(min=0)], 0.0)

@@ -1,0 +1,366 @@
+"""A small language model as the drafter (DistillSpec, arXiv 2310.08461).
+
+It reads tokens alone, so that its distribution after a prefix is the same at every depth: slot p holds token x_p, and
+depth k of a round anchored at x_a is the model's own next-token distribution after x_a and k drafts. Any causal LM of
+transformers serves: one that exists, one cut out of the target (speculators/families/draft_model/student.py), or one
+from a configuration; trained whole, or by any adapter of peft that changes its layers. With another tokenizer than the
+target's it drafts the tokens that both have (speculators/vocab/token_map.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, field_validator, model_validator
+from torch import Tensor, nn
+
+from speculators.config import DrafterConfig
+from speculators.drafter import Drafter, DraftStep, term_paths
+from speculators.errors import ConfigError
+from speculators.families.draft_model.drafting import TokenDrafter
+from speculators.families.draft_model.student import (
+    build_model,
+    config_of,
+    copy_layers,
+    cut_fields,
+    cut_layers,
+    plain_fields,
+)
+from speculators.layers.peft_adapter import Adapter, check_adapter
+from speculators.options import Count, DrafterOptions, PositiveInt
+from speculators.sizes import AttentionSizes, attention_sizes
+from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from speculators.vocab.token_bytes import same_vocabulary
+from speculators.vocab.token_map import TokenMap
+
+Kept = dict[Literal["first", "last", "spread"], PositiveInt]
+
+
+class DraftModelConfig(DrafterConfig):
+    """Any causal LM. `vocab_size` and `draft_vocab_size` are its own; which of its tokens the target has is found when
+    it is attached."""
+
+    model: dict[str, Any] = Field(description="the fields of its config.json")
+    adapter_of: str | None = Field(None, description="the folder holds an adapter of this model")
+    other_tokenizer: bool = Field(False, description="drafts by a map between its tokens and the target's")
+
+    @property
+    def size(self) -> str:
+        model = config_of(self.model)
+        return f"{model.num_hidden_layers} x {self.hidden_size}, {model.num_attention_heads} heads"
+
+    def describe(self) -> str:
+        return f"a causal LM of its own: {self.model.get('model_type')}, {self.size}"
+
+    @property
+    def attention(self) -> AttentionSizes:
+        return attention_sizes(config_of(self.model))
+
+    def activation_bytes(self, tokens: int, width: int, *, recompute: bool) -> int:
+        """See `DrafterConfig.activation_bytes`: as a decoder of the usual shape."""
+        model = config_of(self.model)
+        inner = self.model.get("intermediate_size") or self.model.get("ffn_dim") or 4 * self.hidden_size
+        scores = 0 if recompute else model.num_attention_heads * tokens * (4 + width % 4)
+        return model.num_hidden_layers * (width * (14 * self.hidden_size + 3 * inner) + scores)
+
+
+class DraftModelOptions(DrafterOptions):
+    """The student. Exactly one of init_from, from_target and config says what it starts as."""
+
+    unroll_steps: PositiveInt = Field(
+        1, description="depths with a term in the loss; a draft model is the same at each, so that one is enough"
+    )
+    from_target: Kept | list[Count] | None = Field(
+        None,
+        description="cut the student from the target: {first: n}, {last: n}, {spread: n} or a list of layers; its "
+        "embedding, norm and head are kept",
+    )
+    config: dict[str, Any] | None = Field(
+        None, description="config.json fields of a student with random weights, model_type among them"
+    )
+    vocab: Literal["same", "intersection"] = Field(
+        "same",
+        description="same: the student's tokenizer must be the target's; intersection: it may be another, and only "
+        "tokens that both have are drafted",
+    )
+    peft: dict[str, Any] | None = Field(
+        None,
+        description="train an adapter: any peft configuration that changes layers, such as {peft_type: LORA, r: 16, "
+        "target_modules: all-linear}; null: every weight is trained",
+    )
+    peft_export: Literal["merged", "adapter"] = Field(
+        "merged", description="what is written of it: a whole model with the adapter merged, or the adapter alone"
+    )
+
+    @field_validator("from_target")
+    @classmethod
+    def _one_way(cls, kept: Any) -> Any:
+        if isinstance(kept, dict) and len(kept) != 1:
+            raise ValueError(f"expected one of first, last, spread, got {kept}")
+        if kept == []:
+            raise ValueError("expected at least one layer, got []")
+        return kept
+
+    @field_validator("peft")
+    @classmethod
+    def _known_adapter(cls, fields: dict[str, Any] | None) -> dict[str, Any] | None:
+        if fields is not None:
+            check_adapter(fields)
+        return fields
+
+    @model_validator(mode="after")
+    def _one_start(self) -> DraftModelOptions:
+        given = [name for name in ("init_from", "from_target", "config") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"expected one of init_from, from_target, config, got {' and '.join(given)}")
+        if self.peft_export == "adapter" and (self.peft is None or self.init_from is None):
+            raise ValueError(
+                "peft_export: adapter needs peft, and init_from: an adapter is loaded onto a model that others have"
+            )
+        return self
+
+    @property
+    def start(self) -> str:
+        """See `DrafterOptions.start`."""
+        return f"layers of the target ({self.from_target})" if self.from_target is not None else "random weights"
+
+    def accept(self, head: Any) -> None:
+        """See `DrafterOptions.accept`."""
+        if head.adapter_of is not None and self.peft_export == "adapter":
+            raise ConfigError(
+                f"drafter.peft_export: adapter, but {self.init_from} is itself an adapter of {head.adapter_of}, and "
+                "nobody loads one on another; set peft_export: merged, or start from a whole model"
+            )
+
+    def shape(self, fields: dict[str, Any], target: Any = None) -> dict[str, Any]:
+        """See `DrafterOptions.shape`. ConfigError if nothing says what the student starts as."""
+        if self.init_from is not None:
+            return {}
+        if self.from_target is not None:
+            where = "drafter.from_target"
+            layers = cut_layers(self.from_target, target.num_layers, where)
+            model = cut_fields(target.config, layers, where)
+        elif self.config is not None:
+            model = plain_fields({"vocab_size": target.vocab_size} | self.config, "drafter.config")
+        else:
+            raise ConfigError(
+                "drafter: what is the student? Give init_from (a model), from_target (layers of the target, such as "
+                "{first: 2}) or config (fields of a new model)"
+            )
+        return sizes_of(model)
+
+
+def sizes_of(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a DraftModelConfig that follow from its model's."""
+    config = config_of(model)
+    return {
+        "model": dict(model),
+        "hidden_size": config.hidden_size,
+        "target_hidden_size": config.hidden_size,  # it reads no state of the target
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.vocab_size,
+    }
+
+
+class DraftModel(TokenDrafter):
+    """`model` is transformers' own; `runner` runs it as the target is run: packed rows, ragged caches, any mask."""
+
+    config_class = DraftModelConfig
+    options = DraftModelOptions
+    writes = True
+    defaults: ClassVar[dict[str, Any]] = {"training": {"learning_rate": 3e-5, "max_grad_norm": 1.0}}
+
+    def __init__(self, config: DraftModelConfig) -> None:
+        super().__init__(config)
+        self.model = build_model(config.model)
+        self.adapter: Adapter | None = None
+        self.token_map: TokenMap | None = None
+        self.tokenizer: Any = None  # goes into the export, which is a model like any other
+        self._runners: list[FrozenTarget] = []  # in a list, so that nn.Module does not register it
+        self._shared: Tensor | None = None
+
+    # -------------------------------------------------------------- the model
+
+    @property
+    def runner(self) -> FrozenTarget:
+        if not self._runners:
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            with torch.autocast(self.model.device.type, enabled=False):  # its probes compare in the model's precision
+                self._runners = [FrozenTarget(self.model)]
+            for parameter in trained:
+                parameter.requires_grad_(True)
+            self.model.train(self.training)
+        return self._runners[0]
+
+    def take_model(self, model: Any) -> None:
+        """Another one of the same configuration in its place."""
+        self._runners, self._plain, self.model = [], None, model.eval()
+
+    def state_of_model(self) -> dict[str, Tensor]:
+        """The tensors of the model, with an adapter's merged."""
+        return self.model.state_dict() if self.adapter is None else self.adapter.merged_state()
+
+    def _apply(self, fn: Callable, *args, **kwargs) -> Drafter:
+        self._runners = []
+        super()._apply(fn, *args, **kwargs)
+        if self.token_map is not None:
+            self.token_map = self.token_map.to(next(self.parameters()).device)
+        return self
+
+    @property
+    def reads_drafts(self) -> bool:  # type: ignore[override]
+        """Branches are in the target's tokens."""
+        return self.token_map is None
+
+    @property
+    def writer(self) -> FrozenTarget | None:
+        return self.runner if self.token_map is None else None
+
+    def twin(self) -> Drafter:
+        self._runners = []
+        return super().twin()
+
+    def shard_units(self) -> Sequence[nn.Module]:
+        return list(self.runner.layers)  # the runner's probes want whole weights: it is made now
+
+    # -------------------------------------------------------------- the two vocabularies
+
+    def attach(self, target: FrozenTarget) -> Drafter:
+        """Any target with the same tokenizer; the tables of the two may be padded to different sizes."""
+        self._target = [target]
+        return self
+
+    @property
+    def draft_to_target(self) -> Tensor | None:
+        if self.token_map is not None:
+            return self.token_map.target_ids
+        own, vocab = self.config.vocab_size, self.target.vocab_size
+        if own >= vocab:
+            return None
+        if self._shared is None or self._shared.device != self.target.device:
+            self._shared = torch.arange(own, device=self.target.device)
+        return self._shared
+
+    def meet_tokenizers(
+        self, of_target: Any, own: Callable[[], Any] | None = None, *, intersection: bool = False, where: str = ""
+    ) -> None:
+        """See `Drafter.meet_tokenizers`."""
+        self.tokenizer = of_target if own is None else own()
+        reason = same_vocabulary(of_target, self.tokenizer)
+        if reason is None or self.token_map is not None:
+            return
+        if not intersection:
+            raise ConfigError(
+                f"the draft model's tokenizer is not the target's: {reason}. Its drafts would mean other text; choose "
+                f"a draft model of the target's family, or set {where} to draft only the tokens that both have"
+            )
+        found = TokenMap.between(of_target, self.tokenizer, self.target.vocab_size, self.config.vocab_size)
+        self.token_map = found.to(next(self.parameters()).device)
+        self.config = self.config.model_copy(update={"other_tokenizer": True})
+
+    def cache_length(self, slots: int) -> int:
+        """See `Drafter.cache_length`: as if every token were the one with the longest spelling."""
+        return slots if self.token_map is None else self.token_map.longest_row(slots)
+
+    def cache_positions(self, token_ids: Sequence[int]) -> int:
+        """See `Drafter.cache_positions`."""
+        return len(token_ids) if self.token_map is None else self.token_map.row_length(token_ids)
+
+    @property
+    def max_length(self) -> int | None:
+        """See `Drafter.max_length`. With another tokenizer a text has more or fewer positions, and the last one is
+        used again beyond."""
+        return getattr(self.model.config, "max_position_embeddings", None) if self.token_map is None else None
+
+    # -------------------------------------------------------------- starting weights, and how it is trained
+
+    def initialise_from(
+        self, target: FrozenTarget, options: Any = None, features: Sequence[TargetFeatures] | None = None
+    ) -> Drafter:
+        """The target's layers, or weights as transformers initialises them."""
+        if options is not None and options.from_target is not None:
+            layers = cut_layers(options.from_target, target.num_layers, "drafter.from_target")
+            copy_layers(target.model, layers, self.model)
+        return self
+
+    def prepare_training(self, options: DraftModelOptions) -> Drafter:
+        if options.peft is None:
+            self.requires_grad_(True)
+        elif self.adapter is None:
+            self._runners = []
+            self.adapter = Adapter(self.model, options.peft, options.init_from)
+            alone = options.peft_export == "adapter"
+            self.config = self.config.model_copy(update={"adapter_of": options.init_from if alone else None})
+        return self
+
+    def checkpoint_activations(self, wanted: bool) -> None:
+        super().checkpoint_activations(wanted)
+        if wanted:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            self.model.gradient_checkpointing_disable()
+
+    def freeze(self) -> Drafter:
+        if self.adapter is not None:
+            self.adapter.merge()
+        return super().freeze()
+
+    def thaw(self) -> None:
+        super().thaw()
+        if self.adapter is not None:
+            self.adapter.unmerge()
+
+    # -------------------------------------------------------------- training
+
+    def multiplied(self, depth: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """See `Drafter.multiplied`: one pass serves every depth. An adapter's matrices are among them."""
+        head = {id(p) for p in self.model.get_output_embeddings().parameters()}  # not named where it is frozen
+        return [p for p in self.weight_matrices() if depth == 0 and id(p) not in head], []
+
+    def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
+        """The states of one pass over the rows, as every depth reads them."""
+        states = self._states(features)  # [B·T, D], after the token of each slot
+        for depth in range(steps):
+            valid, path = term_paths(features, depth)
+            row, slot = valid.nonzero(as_tuple=True)
+            anchors, index = row * valid.shape[1] + slot, row * valid.shape[1] + path[row, slot]
+            yield DraftStep(
+                depth=depth,
+                hidden=states[index],
+                target_index=index,
+                anchor_index=anchors,
+                weight=torch.ones(len(anchors), device=states.device),
+            )
+
+    def _states(self, features: TargetFeatures) -> Tensor:
+        ids, positions, segments = features.input_ids, features.position_ids, features.segment_ids
+        ends = None
+        if self.token_map is not None:
+            rows = self.token_map.spell_packed(ids, segments)
+            ids, segments, ends = rows.input_ids, rows.segment_ids, rows.ends
+            positions = self._positions(rows.position_ids)
+        own = self.runner.features(
+            self._known(ids),
+            positions,
+            segments,
+            segments >= 0,
+            forks=features.forks,
+            gradients=torch.is_grad_enabled(),
+            autocast=True,
+        ).last_hidden  # [B, T', D]
+        if ends is not None:  # after each target token; zero before the first
+            states = own.gather(1, ends.clamp(min=0)[..., None].expand(-1, -1, own.shape[-1]))
+            own = torch.where(ends[..., None] < 0, 0.0, states)
+        return own.flatten(0, 1)
+
+    def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
+        """[N, D] -> [N, V_draft]: the model's own head, over the tokens that the target has."""
+        logits = self.runner.logits(hidden)
+        if self.token_map is not None:
+            return logits[..., self.token_map.draft_ids]
+        return logits[..., : self.target.vocab_size] if logits.shape[-1] > self.target.vocab_size else logits
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.model.get_output_embeddings().parameters() if p.requires_grad]

@@ -1,0 +1,131 @@
+"""Small language models as drafters: which one is built, and how one is cut out of its target.
+
+A model is described by the plain fields of its config.json, so that a drafter's configuration says all there is to
+know. A cut student keeps the target's embedding, norm and head and some of its layers, in their order; every field of
+the configuration that holds one value per layer is cut with them. Knows no training and no drafting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from speculators.errors import ConfigError
+from speculators.target.probe import needs_eager
+
+# Fields that say nothing of the weights, and differ between a model, its folder and an export.
+_ELSEWHERE = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "draftsmith")
+# Fields that say how many layers, from the first on, are of one kind.
+_LEADING_LAYERS = {"max_window_layers", "first_k_dense_replace"}
+
+
+def plain_fields(config: PretrainedConfig | Mapping[str, Any], where: str = "model") -> dict[str, Any]:
+    """A causal LM's configuration as plain JSON: the same for the model, its folder and its export.
+
+    ConfigError for what transformers does not know, or what is no plain causal LM.
+    """
+    if isinstance(config, Mapping):
+        fields = {name: value for name, value in config.items() if name not in _ELSEWHERE}
+        try:
+            config = AutoConfig.for_model(**fields)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ConfigError(
+                f"{where}: transformers builds no model of {fields.get('model_type')!r}: {error}"
+            ) from error
+    if config.get_text_config() is not config:
+        raise ConfigError(
+            f"{where}: model type {config.model_type!r} has a text model inside a larger one; a draft model must be a "
+            "plain causal LM. Give the text model's own checkpoint"
+        )
+    return {name: value for name, value in config.to_dict().items() if name not in _ELSEWHERE}
+
+
+def config_of(fields: Mapping[str, Any]) -> PretrainedConfig:
+    """transformers' own object of `plain_fields`: it answers to the usual names, whatever the architecture's are."""
+    return AutoConfig.for_model(**fields)
+
+
+def build_model(fields: Mapping[str, Any]) -> PreTrainedModel:
+    """The causal LM of `plain_fields`, in float32, its weights as transformers initialises them."""
+    config = config_of(fields)
+    attention = "eager" if needs_eager(config) else None  # None: transformers' choice
+    try:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    except ValueError as error:
+        raise ConfigError(f"draft model: transformers builds no causal LM of {config.model_type!r}: {error}") from error
+    model.tie_weights()
+    return model
+
+
+def cut_layers(kept: Sequence[int] | Mapping[str, int], total: int, where: str) -> list[int]:
+    """Which of a target's `total` layers a student keeps: a list of them, or {first|last|spread: how many}.
+
+    spread: evenly from the first to the last. ConfigError for layers that there are not.
+    """
+    if isinstance(kept, Mapping):
+        ((how, count),) = kept.items()
+        if not 1 <= count <= total:
+            raise ConfigError(f"{where}: {how}: {count} of the target's {total} layers; give 1 to {total}")
+        if how == "spread":
+            return [round(i * (total - 1) / max(count - 1, 1)) for i in range(count)]
+        return list(range(count)) if how == "first" else list(range(total - count, total))
+    if bad := [layer for layer in kept if not 0 <= layer < total]:
+        raise ConfigError(f"{where}: layers {bad} do not exist; the target has layers 0..{total - 1}")
+    if list(kept) != sorted(set(kept)):
+        raise ConfigError(f"{where}: {list(kept)} must be ascending and distinct")
+    return list(kept)
+
+
+def cut_fields(target: PretrainedConfig, layers: Sequence[int], where: str) -> dict[str, Any]:
+    """`plain_fields` of a model like `target` that keeps some of its layers."""
+    fields, total = plain_fields(deepcopy(target), where), target.num_hidden_layers
+    names = target.attribute_map  # an architecture may have names of its own for the usual fields
+    for name, value in fields.items():
+        if isinstance(value, list) and len(value) == total and not name.endswith("_token_id"):
+            fields[name] = [value[layer] for layer in layers]
+    for name in _LEADING_LAYERS & fields.keys():
+        fields[name] = sum(layer < fields[name] for layer in layers)
+    fields[names.get("num_hidden_layers", "num_hidden_layers")] = len(layers)
+    return plain_fields(fields, where)
+
+
+@torch.no_grad()
+def copy_layers(source: PreTrainedModel, layers: Sequence[int], student: PreTrainedModel) -> None:
+    """Fills `student` with the weights of `source`, its i-th layer with those of `source`'s layers[i].
+
+    ConfigError names every tensor that the two do not share.
+    """
+    prefix = layers_name(source)
+    places = {layer: place for place, layer in enumerate(layers)}
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in source.state_dict().items():
+        if name.startswith(prefix):
+            number, _, rest = name[len(prefix) :].partition(".")
+            if int(number) not in places:
+                continue
+            name = f"{prefix}{places[int(number)]}.{rest}"
+        renamed[name] = tensor
+    own = student.state_dict()
+    faults = sorted(own.keys() ^ renamed.keys())
+    faults += [name for name in own.keys() & renamed.keys() if own[name].shape != renamed[name].shape]
+    if faults:
+        raise ConfigError(
+            f"draft model: a student cut from a {source.config.model_type} target does not share its tensors: "
+            f"{', '.join(faults[:3])} ({len(faults)} in all); start from a model of its own with drafter.init_from"
+        )
+    for name, tensor in own.items():
+        tensor.copy_(renamed[name])
+    student.generation_config = deepcopy(source.generation_config)  # what ends a text
+
+
+def layers_name(model: nn.Module) -> str:
+    """The prefix of the tensors of a model's decoder layers, such as `model.layers.`."""
+    from speculators.target.probe import find_parts
+
+    layers = find_parts(model).layers
+    return next(name for name, module in model.named_modules() if module is layers) + "."

@@ -1,0 +1,274 @@
+"""Decoder layers of draft heads, as Llama has them: attention that leaves the attending to its caller.
+
+Training and decoding differ only in what a query may see, so a layer projects, hands query, key and value to `attend`,
+and goes on with what comes back. While a head is frozen for drafting, projections of one input are one product.
+Knows no family, no cache and no loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
+
+from speculators.config import DecoderConfig
+from speculators.errors import ConfigError
+from speculators.layers.frozen_linear import FrozenLinear
+
+Rotary = tuple[Tensor, Tensor]  # cosines and sines [B or 1, T, d]
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # query, key, value, scale -> [B, h, T, d]
+
+
+class RMSNorm(nn.RMSNorm):
+    """Root-mean-square norm in few calls; a drafter's step is short enough for their number to matter."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__(width, eps=eps)
+        self._twice: Tensor | None = None  # [2n], while frozen on a CPU
+
+    def freeze(self) -> None:
+        """The weight will not change again, until `thaw`."""
+        self._twice = torch.cat([self.weight.detach()] * 2) if self.weight.device.type == "cpu" else None
+
+    def thaw(self) -> None:
+        self._twice = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        twice = self._twice
+        if twice is None or x.dtype != twice.dtype or torch.is_grad_enabled():
+            return rms_norm(x, self.weight.to(x.dtype), self.eps)
+        return _first_half_of_layer_norm(x, twice, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., n] and weight, which is [n] or has more of the dimensions of x.
+
+    On a CPU torch computes this in eight calls and a layer norm in one. The layer norm of (x, -x), whose mean is 0 and
+    whose variance is the mean square of x, has it as its first half.
+    """
+    if weight.dim() == 1 and (x.device.type != "cpu" or torch.is_grad_enabled()):
+        return nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+    if x.device.type != "cpu":
+        return nn.functional.rms_norm(x, x.shape[-1:], None, eps) * weight
+    return _first_half_of_layer_norm(x, None, eps) * weight
+
+
+def _first_half_of_layer_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Of (x, -x) [..., 2n], with a weight [2n]."""
+    mirrored = torch.cat([x, -x], -1)
+    return torch.layer_norm(mirrored, mirrored.shape[-1:], weight, None, eps).narrow(-1, 0, x.shape[-1])
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over inputs of any width."""
+
+    def __init__(self, config: DecoderConfig, inputs: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        self.scale = config.head_dim**-0.5
+        self.q_proj = nn.Linear(inputs, self.heads * self.head_dim, bias=config.attention_bias)
+        self.k_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=config.attention_bias)
+        self.v_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=config.attention_bias)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.qk_norm = config.qk_norm
+        self.fused: FrozenLinear | None = None  # all three, while frozen for drafting
+        self.qk_weight: Tensor | None = None  # of both norms [h + g, d], while frozen
+
+    def project(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], asking: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, inputs] -> query [B, h, T, d], key and value [B, g, T, d], rotated.
+
+        `asking` [B, M]: the slots that have a query, which is then [B, h, M, d].
+        """
+        B, T, _ = x.shape
+        if asking is not None:
+            return self._project_some(x, rotary, asking)
+        if self.fused is None:
+            q, k, v = (part(x).view(B, T, -1, self.head_dim) for part in (self.q_proj, self.k_proj, self.v_proj))
+            if self.qk_norm:
+                q, k = self.q_norm(q), self.k_norm(k)
+            qk = torch.cat([q, k], dim=2)
+        else:
+            heads = self.fused(x).view(B, T, -1, self.head_dim)  # of queries, keys and values
+            qk, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
+            if self.qk_weight is not None:
+                qk = rms_norm(qk, self.qk_weight, self.q_norm.eps)
+        qk = _rotated(qk.transpose(1, 2), rotary)  # [B, h + g, T, d]: one rotation for both
+        q, k = qk.to(v.dtype).split([self.heads, self.kv_heads], dim=1)
+        return q, k, v.transpose(1, 2)
+
+    def _project_some(self, x: Tensor, rotary: tuple[Tensor, Tensor], asking: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        B, T, _ = x.shape
+        q = self.q_proj(at_slots(x, asking)).view(B, asking.shape[1], self.heads, self.head_dim)
+        k, v = (part(x).view(B, T, -1, self.head_dim) for part in (self.k_proj, self.v_proj))
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        cos, sin = rotary
+        q = _rotated(
+            q.transpose(1, 2), (at_slots(cos.expand(B, -1, -1), asking), at_slots(sin.expand(B, -1, -1), asking))
+        )
+        k, v = _rotated(k.transpose(1, 2), rotary), v.transpose(1, 2)
+        return q.to(v.dtype), k.to(v.dtype), v
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) · up(x)), gate and up as one product while frozen."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        if config.hidden_act not in ACT2FN:
+            raise ConfigError(f"drafter: hidden_act {config.hidden_act!r} is not one of transformers' activations")
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act = ACT2FN[config.hidden_act]
+        self.fused: FrozenLinear | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fused is None:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        else:
+            gate, up = self.fused(x).chunk(2, dim=-1)
+        return self.down_proj(self.act(gate) * up)
+
+
+class DecoderLayer(nn.Module):
+    """One pre-norm decoder layer. `attend(q, k, v, scale)` is the caller's.
+
+    `inputs`: width of what the projections read, where it is not the state's. `input_norm=False`: they read the state
+    as it is.
+    """
+
+    def __init__(self, config: DecoderConfig, *, inputs: int | None = None, input_norm: bool = True) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(width, eps=eps) if input_norm else None
+        self.self_attn = Attention(config, inputs or width)
+        self.post_attention_layernorm = RMSNorm(width, eps=eps)
+        self.mlp = GatedMLP(config)
+
+    def forward(self, state: Tensor, rotary: Rotary, attend: Attend, asking: Tensor | None = None) -> Tensor:
+        """state [B, T, H] -> the layer's output before any final norm [B, T, H].
+
+        `asking` [B, M]: the slots whose output is wanted, [B, M, H]; the others give keys and values only.
+        """
+        x = state if self.input_layernorm is None else self.input_layernorm(state)
+        return self.finish(x, state, rotary, attend, asking)
+
+    def finish(
+        self, x: Tensor, residual: Tensor, rotary: Rotary, attend: Attend, asking: Tensor | None = None
+    ) -> Tensor:
+        """x [B, T, inputs], what the projections read; residual [B, T, H]."""
+        attended = attend(*self.self_attn.project(x, rotary, asking), self.self_attn.scale)  # [B, h, T or M, d]
+        if asking is not None:
+            residual = at_slots(residual, asking)
+            if not asking.shape[1]:
+                return residual
+        x = residual + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+    def asking_matrices(self) -> list[nn.Parameter]:
+        """Those that slots without a query of their own do not meet: all but the projections to keys and values."""
+        a, m = self.self_attn, self.mlp
+        return [each.weight for each in (a.q_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj)]
+
+    def fuse(self) -> None:
+        """Projections of one input become one product, a step of decoding being mostly calls."""
+        a, m = self.self_attn, self.mlp
+        a.fused = FrozenLinear(a.q_proj, a.k_proj, a.v_proj)
+        if a.qk_norm:
+            norms = a.q_norm.weight.expand(a.heads, -1), a.k_norm.weight.expand(a.kv_heads, -1)
+            a.qk_weight = torch.cat(norms).detach().to(a.q_proj.weight.dtype)
+        m.fused = FrozenLinear(m.gate_proj, m.up_proj)
+
+    def unfuse(self) -> None:
+        self.self_attn.fused = self.self_attn.qk_weight = self.mlp.fused = None
+
+
+def freeze_norms(module: nn.Module) -> None:
+    """Every RMSNorm in it, until `thaw_norms`."""
+    for each in module.modules():
+        if isinstance(each, RMSNorm):
+            each.freeze()
+
+
+def thaw_norms(module: nn.Module) -> None:
+    """Undoes `freeze_norms`; nothing where it was not called."""
+    for each in module.modules():
+        if isinstance(each, RMSNorm):
+            each.thaw()
+
+
+class ExactBuffers(nn.Module):
+    """A module whose buffers keep their precision when its weights change theirs: frequencies, biases of a router."""
+
+    def _apply(self, fn: Callable, *args, **kwargs) -> nn.Module:
+        exact = [(each, name, b) for each in self.modules() for name, b in each._buffers.items() if b is not None]
+        super()._apply(fn, *args, **kwargs)
+        for each, name, before in exact:
+            each._buffers[name] = before.to(each._buffers[name].device)
+        return self
+
+
+class RotaryTable(ExactBuffers):
+    """Cosines and sines of a head's positions; `rotary_emb`: how an architecture makes them, if not as Llama does."""
+
+    def __init__(self, config: DecoderConfig, rotary_emb: nn.Module | None = None) -> None:
+        super().__init__()
+        self.rotary_emb = rotary_emb or LlamaRotaryEmbedding(config=_llama_config(config))
+        self._table: Tensor | None = None  # [positions, 2 d], made when drafting begins
+
+    def forward(self, like: Tensor, position_ids: Tensor) -> Rotary:
+        """position_ids [B, T] -> [B, T, d] in the dtype of `like`."""
+        return self.rotary_emb(like, position_ids)
+
+    def lookup(self, position_ids: Tensor, length: int, like: Tensor) -> Rotary:
+        """The same for positions below `length`, looked up where they depend on nothing else."""
+        if self.rotary_emb.rope_type in ("dynamic", "longrope"):  # these change with the length of the text
+            return self.rotary_emb(like, position_ids)
+        table = self._table
+        if table is None or table.shape[0] < length or table.dtype != like.dtype or table.device != like.device:
+            table = torch.cat(self.rotary_emb(like, torch.arange(length, device=like.device)[None]), -1)[0]
+            self._table = table
+        cos, sin = torch.embedding(table, position_ids).chunk(2, -1)
+        return cos, sin
+
+
+def at_slots(x: Tensor, slots: Tensor) -> Tensor:
+    """x [B, T, D] at slots [B, M] -> [B, M, D]."""
+    return x.gather(1, slots[..., None].expand(-1, -1, x.shape[-1]))
+
+
+def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """x [B, heads, T, d] by the angles of its positions, cos and sin [B, T, d]."""
+    cos, sin = (each.unsqueeze(1) for each in rotary)
+    return torch.addcmul(x * cos, rotate_half(x), sin)
+
+
+def _llama_config(config: DecoderConfig) -> LlamaConfig:
+    """What transformers' Llama modules read of a head's configuration."""
+    return LlamaConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        hidden_act=config.hidden_act,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        mlp_bias=False,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=dict(config.rope_parameters),
+    )

@@ -1,0 +1,123 @@
+"""A decoder layer of transformers as part of a draft head, for heads that are one more layer of their target.
+
+The layer is transformers' own class, built from the target's configuration, so that its maths and the names of its
+tensors are the target's. Its attention goes through an implementation registered here, which hands query, key and value
+to the `attend` of the moment: the very same layer trains over unrolled chains and drafts over a ragged cache. Experts
+are told apart by their names in files (`experts.{i}.gate_proj`), though transformers keeps them in one tensor.
+Knows no family, no cache and no loss.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, PretrainedConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer, Qwen3NextRotaryEmbedding
+
+from speculators.errors import ConfigError
+from speculators.layers.decoder import Attend, ExactBuffers, Rotary
+
+NAME = "draftsmith_attend"
+# Fields of a configuration that say nothing of a layer, and differ between a model, its folder and an export.
+_ELSEWHERE = (
+    "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache",
+    "quantization_config", "num_nextn_predict_layers", "draftsmith", "mtp_hidden_state", "pad_token_id",
+    "bos_token_id", "eos_token_id", "output_router_logits", "initializer_range",
+)  # fmt: skip
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float, **others: Any
+) -> tuple[Tensor, None]:
+    """query [B, h, T, d], key [B, g, T, d], value [B, g, T, v] -> [B, T, h, v], as the layer's `attend` says."""
+    return module.attend(query, key, value, scaling).transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, _attention)
+
+
+def layer_fields(config: PretrainedConfig | Mapping[str, Any]) -> dict[str, Any]:
+    """What there is to know of a model in order to build one of its layers: plain JSON, the same for the model and for
+    the config.json it came from."""
+    if not isinstance(config, PretrainedConfig):
+        config = AutoConfig.for_model(**{k: v for k, v in config.items() if k not in _ELSEWHERE})
+    fields = json.loads(json.dumps(config.to_diff_dict(), default=str))
+    return {name: value for name, value in fields.items() if name not in _ELSEWHERE}
+
+
+class BorrowedLayer(ExactBuffers):
+    """One layer of the architecture that `fields` (see `layer_fields`) describe, of the kind that follows its last."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        super().__init__()
+        config = AutoConfig.for_model(**fields)
+        config._attn_implementation = NAME
+        config._experts_implementation = "grouped_mm"
+        if config.model_type == "deepseek_v3":
+            self.block = DeepseekV3DecoderLayer(config, config.num_hidden_layers)
+            self._rotary: Any = DeepseekV3RotaryEmbedding
+        elif config.model_type == "qwen3_next":
+            config.layer_types = ["full_attention"]
+            self.block = Qwen3NextDecoderLayer(config, 0)
+            self._rotary = Qwen3NextRotaryEmbedding
+        else:
+            raise ConfigError(
+                f"a layer of model_type {config.model_type!r} cannot be borrowed; expected deepseek_v3 or qwen3_next"
+            )
+        self._config = config
+
+    def norm(self) -> nn.Module:
+        """A fresh norm of the layer's own kind, as wide as its input."""
+        return type(self.block.input_layernorm)(self._config.hidden_size, eps=self._config.rms_norm_eps)
+
+    def rotary_embedding(self) -> nn.Module:
+        return self._rotary(self._config)
+
+    def forward(self, state: Tensor, rotary: Rotary, attend: Attend, asking: Tensor | None = None) -> Tensor:
+        """state [B, T, H] -> the layer's output before any final norm [B, T, H]. Every slot asks."""
+        self.block.self_attn.attend = attend
+        try:
+            return self.block(state, position_embeddings=rotary, attention_mask=None)
+        finally:
+            self.block.self_attn.attend = None
+
+
+# ---------------------------------------------------------------------- names in files
+
+
+def unpack_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state of a module under the names that checkpoints have: every expert's matrices on their own."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        stem, _, part = name.rpartition(".experts.")
+        if not stem or tensor.dim() != 3:
+            found[name] = tensor
+            continue
+        for i, expert in enumerate(tensor):
+            pieces = dict(zip(("gate_proj", "up_proj"), expert.chunk(2))) if part == "gate_up_proj" else {part: expert}
+            found |= {f"{stem}.experts.{i}.{piece}.weight": value for piece, value in pieces.items()}
+    return found
+
+
+def pack_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Undoes `unpack_experts`."""
+    found: dict[str, Tensor] = {}
+    experts: dict[str, dict[int, dict[str, Tensor]]] = {}
+    for name, tensor in state.items():
+        stem, _, rest = name.rpartition(".experts.")
+        number, _, part = rest.partition(".")
+        if stem and number.isdigit():
+            experts.setdefault(stem, {}).setdefault(int(number), {})[part.removesuffix(".weight")] = tensor
+        else:
+            found[name] = tensor
+    for stem, numbered in experts.items():
+        each = [numbered[i] for i in sorted(numbered)]
+        gate_up = [torch.cat([one["gate_proj"], one["up_proj"]]) for one in each]
+        found[f"{stem}.experts.gate_up_proj"] = torch.stack(gate_up)
+        found[f"{stem}.experts.down_proj"] = torch.stack([one["down_proj"] for one in each])
+    return found

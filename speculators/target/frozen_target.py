@@ -1,0 +1,378 @@
+"""FrozenTarget: any Hugging Face causal LM as the fixed model whose distribution is preserved.
+
+One forward gives the taps (hidden states a drafter reads) and the last hidden state (the input of the output head);
+`logits` turns the latter into the model's logits. Nothing here names an architecture: the decoder layers are the
+module list as long as the config says, taps are forward hooks on it, and which mask each layer wants and how the
+logits are scaled are observed on a short probe when the target is made. What cannot be confirmed is refused.
+
+This module must not know about drafters, caches with rows of different length, sampling or training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
+from speculators.hub import hub_trouble, split_revision
+from speculators.layers.grouped_attention import decoding, worthwhile
+from speculators.precision import as_dtype, running_dtype, say_widened
+from speculators.target import longrope
+from speculators.target.packed_attention import LONG_ROW, Spans, packed, text_spans
+from speculators.target.packed_mask import packed_mask
+from speculators.target.probe import (
+    ATTENTION,
+    FULL,
+    SLIDING,
+    additive_mask,
+    attends_by_name,
+    confirm_logits,
+    confirm_masks,
+    confirm_packing,
+    find_final_norm,
+    find_parts,
+    needs_eager,
+    refuse_incomplete,
+)
+
+_SHIFTED_NORMS = ("gemma", "gemma2", "gemma3", "gemma3_text")  # their norms scale by 1 + weight
+
+
+@dataclass
+class TargetFeatures:
+    """What a drafter learns from; all but `taps`, `last_hidden` and `seeds` as given to `FrozenTarget.features`.
+
+    `paths` and `forks` are those of rows whose text is followed by branches, tokens that were drafted and rejected:
+    the paths lead into them (`drafter.term_paths`). Other rows have neither.
+    """
+
+    input_ids: Tensor  # [B, T]
+    position_ids: Tensor  # [B, T], restarting in each segment
+    segment_ids: Tensor  # [B, T], which packed sequence a token belongs to; padding = -1
+    loss_mask: Tensor  # [B, T]
+    taps: Tensor | None  # [B, T, n·H], in the order of tap_layers; None without taps
+    last_hidden: Tensor  # [B, T, H], after the final norm: the output head's input
+    paths: Tensor | None = None  # [B, T, K], the slot that depth k of slot t reads and must match; -1: no term
+    forks: Tensor | None = None  # [B, T], of a branch's token the slot after which it left its text; of others -1
+    seeds: Tensor | None = None  # [B], in the host's memory: of the random numbers of each row; None: any
+
+
+class FrozenTarget(nn.Module):
+    """A causal LM in evaluation mode whose parameters never require gradients.
+
+    `tap_layers` = [i, …] reads `hidden_states[i]` of transformers for i < num_layers (0 is the embedding output, i the
+    output of layer i-1) and the residual stream before the final norm for i = num_layers.
+    """
+
+    def __init__(self, model: PreTrainedModel, tap_layers: Sequence[int] = ()) -> None:
+        super().__init__()
+        self.model = model.eval().requires_grad_(False)
+        self._parts = find_parts(model)  # not a module: nothing in it is registered twice
+        self.name_or_path: str = self._parts.name
+        self.config: PretrainedConfig = self._parts.config
+        self.num_layers = len(self._parts.layers)
+        self.tap_layers = _check_taps(tap_layers, self.num_layers, self.name_or_path)
+        self._dtype, self._device = self._parts.dtype, self._parts.device
+        self._eager = self.config._attn_implementation == "eager"
+        self._window = self._parts.window
+        self._has_full, self._has_sliding = FULL in self._parts.kinds, SLIDING in self._parts.kinds
+        with torch.no_grad():
+            self._masks_by_kind = confirm_masks(self._parts)
+            self._attends_by_name = attends_by_name(self._parts)
+            self._head_to_logits, self.vocab_size = confirm_logits(self._parts)
+            self._collected: dict[int, Tensor] | None = None  # taps of the forward in progress
+            self._handles = [self._hook_tap(tap) for tap in self.tap_layers]
+            self._tapped = bool(self.tap_layers)
+            self._final_norm: Callable[[Tensor], Tensor] | None = None  # looked for when it is asked for
+            confirm_packing(self._parts, self._probe_packed)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_id: str,
+        *,
+        tap_layers: Sequence[int] = (),
+        dtype: torch.dtype | str = "auto",
+        device: torch.device | str = "cpu",
+        attn_implementation: str = "auto",
+        trust_remote_code: bool = False,
+        revision: str | None = None,
+        on_host: bool = False,
+    ) -> FrozenTarget:
+        """Loads safetensors weights strictly.
+
+        dtype: "auto" is the checkpoint's own, where the device computes in it (`running_dtype`)
+        attn_implementation: "sdpa", "eager", or "auto" (sdpa where it computes all of the architecture's attention,
+            else eager: sinks, soft caps)
+        on_host: it stays in the host's memory for now, to be moved to `device` later
+        Errors: CheckpointError, UnsupportedTarget.
+        """
+        if attn_implementation not in ("auto", *ATTENTION):
+            raise ConfigError(
+                f"target: attn_implementation={attn_implementation!r}; expected auto, sdpa or eager: "
+                "the others cannot honour the masks of rows with different lengths"
+            )
+        if dtype != "auto":
+            as_dtype(dtype)
+        name, revision = split_revision(path_or_id, revision)
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                name,
+                dtype=dtype,
+                attn_implementation=None if attn_implementation == "auto" else attn_implementation,
+                trust_remote_code=trust_remote_code,
+                revision=revision,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
+                output_loading_info=True,
+            )
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(
+                f"target {path_or_id}: the weights could not be loaded: {hub_trouble(error) or error}"
+            ) from error
+        except (ValueError, KeyError, ImportError) as error:
+            raise UnsupportedTarget(f"target {path_or_id}: transformers cannot build it: {error}") from error
+        refuse_incomplete(info, path_or_id)
+        if attn_implementation == "auto" and needs_eager(model.config.get_text_config()):
+            model.set_attn_implementation("eager")
+        if running_dtype(dtype, model.dtype, device) != model.dtype:
+            model.float()
+            say_widened(path_or_id)
+        return cls(model if on_host else model.to(device), tap_layers)
+
+    # ------------------------------------------------------------------ what it is
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def checkpoint_dtype(self) -> torch.dtype:
+        """What is exported for it: its own, and bfloat16 where it runs in float32 for want of instructions."""
+        own = as_dtype(self.config.dtype or self.dtype)
+        widened = self.dtype == running_dtype("auto", own, self.device) != own
+        return own if widened else self.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def has_window(self) -> bool:
+        """Whether some layers attend to the latest positions only."""
+        return self._has_sliding
+
+    @property
+    def embed_tokens(self) -> nn.Module:
+        """The input embedding as the architecture has it, with its scale where the module applies one (Gemma)."""
+        return self._parts.embed_tokens
+
+    @property
+    def decoder(self) -> nn.Module:
+        return self._parts.decoder
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self._parts.layers
+
+    @property
+    def lm_head(self) -> nn.Module:
+        return self._parts.lm_head
+
+    @property
+    def final_norm_weight(self) -> Tensor | None:
+        """[H] scale of the norm before the head, where the decoder has a plain RMS norm called `norm`; else None."""
+        weight = getattr(getattr(self._parts.decoder, "norm", None), "weight", None)
+        return weight.float() if weight is not None and self.config.model_type not in _SHIFTED_NORMS else None
+
+    def train(self, mode: bool = True) -> FrozenTarget:
+        """A frozen target has no training mode."""
+        return super().train(False)
+
+    def _apply(self, fn: Callable, *args, **kwargs) -> FrozenTarget:
+        super()._apply(fn, *args, **kwargs)
+        self._dtype, self._device = self._parts.dtype, self._parts.device
+        return self
+
+    def close(self) -> None:
+        """Removes the hooks; the model is then as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._tapped = [], False
+
+    # ------------------------------------------------------------------ what it computes
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        key_position_ids: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor]:
+        """input_ids, position_ids [B, T] -> taps [B, T, n·H] (None without taps), last_hidden [B, T, H].
+
+        `attention_mask`: None for plain causal attention over rows of equal length, or bool [B, 1, T, S], True =
+        attend; layers with a sliding window narrow it by themselves. Key j is the row's position j, unless
+        `key_position_ids` [B, S] say otherwise, as in a tree of drafts. `past_key_values` must keep every position in
+        every layer. The output head is not computed.
+        """
+        past = 0
+        if past_key_values is not None:
+            past = past_key_values.get_seq_length()
+            if any(past_key_values.is_sliding):
+                raise ConfigError(
+                    "target: past_key_values drops positions in its sliding layers; pass a cache that keeps them all "
+                    "(RaggedCache, or DynamicCache() without a config)"
+                )
+        places = (position_ids, key_position_ids)
+        return self._run(input_ids, position_ids, attention_mask, places, past, past_key_values)
+
+    def serve_up_to(self, max_length: int) -> None:
+        """From now on every text is read as one of `max_length` tokens at most would be: of LongRoPE, whose frequencies
+        otherwise depend on the longest row of a forward."""
+        longrope.fix_frequencies(self._parts.decoder, max_length)
+
+    def logits(self, last_hidden: Tensor) -> Tensor:
+        """last_hidden [..., H] -> logits [..., V], with the architecture's own scale and soft cap."""
+        return self._head_to_logits(self._parts.lm_head(last_hidden))
+
+    def final_norm(self, residual: Tensor) -> Tensor:
+        """The residual stream after the last layer (tap `num_layers`) [..., H] -> last_hidden [..., H]."""
+        if self._final_norm is None:
+            with torch.no_grad():
+                self._final_norm = find_final_norm(self._parts)
+        with torch.no_grad():
+            return self._final_norm(residual)
+
+    def features(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        segment_ids: Tensor,
+        loss_mask: Tensor,
+        paths: Tensor | None = None,
+        forks: Tensor | None = None,
+        *,
+        gradients: bool = False,
+        autocast: bool = False,
+    ) -> TargetFeatures:
+        """Shapes as in TargetFeatures. Packed rows: a token attends to earlier tokens of its own segment only, and one
+        of a branch to the text before its branch and to the branch. `gradients`: for whoever trains weights in the
+        model; `autocast`: under the one in force, instead of in the model's own precision."""
+        kept = nullcontext() if autocast else torch.autocast(self._device.type, enabled=False)
+        with torch.set_grad_enabled(gradients), kept:
+            long = input_ids.shape[1] >= LONG_ROW and forks is None and self._attends_by_name
+            spans = text_spans(segment_ids) if long else None
+            if spans is not None:
+                taps, last_hidden = self._run_long(input_ids, position_ids, spans)
+            else:
+                mask = packed_mask(segment_ids, forks)
+                places = (None, None) if mask is None else (position_ids, position_ids)
+                taps, last_hidden = self._run(input_ids, position_ids, mask, places, 0, None)
+        return TargetFeatures(input_ids, position_ids, segment_ids, loss_mask, taps, last_hidden, paths, forks)
+
+    def _probe_packed(self, *packed: Tensor) -> Tensor:
+        """input_ids, position_ids, segment_ids [1, T] -> last_hidden [1, T, H], having looked at the taps' shape."""
+        features = self.features(*packed, loss_mask=packed[0])
+        expected = (*packed[0].shape, len(self.tap_layers) * self.hidden_size)
+        if features.taps is not None and features.taps.shape != expected:
+            raise UnsupportedTarget(
+                f"target {self.name_or_path}: its layers pass on {tuple(features.taps.shape)} instead of "
+                f"[batch, tokens, hidden size] {expected}; a drafter cannot tap several residual streams"
+            )
+        return features.last_hidden
+
+    def _run_long(self, input_ids: Tensor, position_ids: Tensor, spans: Spans) -> tuple[Tensor | None, Tensor]:
+        """Rows too long for masks [T, T], text by text."""
+        full, sliding = (torch.zeros(1, 1, 1, 1, dtype=self._dtype, device=self._device) for _ in range(2))
+        windows = {full.data_ptr(): 0, sliding.data_ptr(): self._window}
+        with packed(self.config, spans, windows):
+            return self._decode(input_ids, position_ids, self._shape_masks(full, sliding), None)
+
+    def _run(self, input_ids, position_ids, mask, places, past, past_key_values) -> tuple[Tensor | None, Tensor]:
+        """`places`: the positions of queries and keys, where a mask is given."""
+        masks = self._masks(mask, *places, past, *input_ids.shape)
+        with decoding(self.config, self._attends_by_name and worthwhile(self._device, past_key_values)):
+            return self._decode(input_ids, position_ids, masks, past_key_values)
+
+    def _decode(self, input_ids, position_ids, masks, past_key_values) -> tuple[Tensor | None, Tensor]:
+        self._collected = {}
+        try:
+            output = self._parts.decoder(
+                input_ids=input_ids,
+                attention_mask=masks,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=past_key_values is not None,
+            )
+            taps = torch.cat([self._collected[i] for i in self.tap_layers], dim=-1) if self._tapped else None
+        finally:
+            self._collected = None
+        return taps, output.last_hidden_state
+
+    def _masks(self, mask: Tensor | None, queries: Tensor | None, keys: Tensor | None, past: int, B: int, T: int):
+        """What the decoder takes as attention_mask: additive [B, 1, T, S] per kind of layer, or None where the
+        attention kernel's own causal rule is enough. Positions `queries` [B, T] and `keys` [B, S], between which a
+        window is measured; None: those of one text per row."""
+        narrow = self._has_sliding and past + T > self._window
+        if mask is None:
+            if not narrow and (T == 1 or (past == 0 and not self._eager)):
+                return self._shape_masks(None, None)
+            keys = torch.arange(past + T, device=self._device)[None]  # [1, S]
+            queries = keys[:, past:]
+            mask = keys <= queries[:, None, :, None]  # [1, 1, T, S]
+        full = self._additive(mask, B) if self._has_full or not narrow else None
+        if not narrow:
+            return self._shape_masks(full, full)
+        keys = torch.arange(mask.shape[-1], device=self._device)[None] if keys is None else keys
+        queries = keys[:, past:] if queries is None else queries
+        inside = keys[:, None, None, :] > queries[:, None, :, None] - self._window  # [B, 1, T, S]
+        return self._shape_masks(full, self._additive(mask & inside, B))
+
+    def _additive(self, mask: Tensor, B: int) -> Tensor:
+        """[B or 1, 1, T, S] -> [B, 1, T, S], in no more memory."""
+        return additive_mask(mask, self._dtype).expand(B, -1, -1, -1)
+
+    def _shape_masks(self, full: Tensor | None, sliding: Tensor | None):
+        if self._masks_by_kind:
+            return {FULL: full, SLIDING: sliding}
+        return sliding if self._has_sliding else full
+
+    def _hook_tap(self, tap: int) -> torch.utils.hooks.RemovableHandle:
+        """Tap 0 is the first layer's input, tap i the output of layer i-1."""
+
+        def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            if self._collected is not None:
+                self._collected[tap] = args[0] if args else kwargs["hidden_states"]
+
+        def after(module: nn.Module, args: tuple, output) -> None:
+            if self._collected is not None:
+                self._collected[tap] = output[0] if isinstance(output, tuple) else output
+
+        if tap == 0:
+            return self._parts.layers[0].register_forward_pre_hook(before, with_kwargs=True)
+        return self._parts.layers[tap - 1].register_forward_hook(after)
+
+
+def _check_taps(tap_layers: Sequence[int], n: int, name: str) -> tuple[int, ...]:
+    bad = [tap for tap in tap_layers if not isinstance(tap, int) or not 0 <= tap <= n]
+    if bad:
+        raise ConfigError(
+            f"target {name}: tap_layers={list(tap_layers)}: {bad} outside the valid range 0..{n} "
+            f"(0 = embedding output, i = output of layer i-1, {n} = before the final norm)"
+        )
+    if len(set(tap_layers)) != len(tap_layers):
+        raise ConfigError(f"target {name}: tap_layers={list(tap_layers)} names a layer twice")
+    return tuple(sorted(tap_layers))

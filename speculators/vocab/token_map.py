@@ -1,0 +1,295 @@
+"""What a draft model with another tokenizer than the target's needs in order to draft: token-level intersection
+(TLI, arXiv 2502.05202).
+
+It proposes only the tokens that both vocabularies have, and reads what was committed spelt in its own tokens. Tokens
+are compared by the bytes they stand for (`token_bytes.py`). Knows tokenizers and tensors; no models, families or
+engines.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from speculators.errors import CheckpointError, ConfigError
+from speculators.vocab import draft_vocab as vocab
+from speculators.vocab.token_bytes import Surfaces, surfaces
+
+FILE = "token_map/model.safetensors"  # below: engines take every *.safetensors beside config.json for weights
+LEAST_SHARED = 64  # text tokens; fewer are not even the letters, digits and the space
+
+
+@dataclass(frozen=True, eq=False)
+class SpelledRows:
+    """Packed rows of target tokens in the draft model's tokens, padded at the end.
+
+    `ends`: the draft position after which the draft model has read target token t of its document and nothing more: the
+    last one that spells t, or an earlier token where t is spelt by nothing. -1: nothing of the document is read yet,
+    or t is padding.
+    """
+
+    input_ids: Tensor  # [B, T'], padding = 0
+    position_ids: Tensor  # [B, T'], restarting in each segment; padding = 0
+    segment_ids: Tensor  # [B, T'], those of the target tokens; padding = -1
+    ends: Tensor  # [B, T]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenMap:
+    """Two vocabularies side by side. S shared tokens, V target ids, N draft ids in all spellings.
+
+    q is the draft model's distribution over `draft_ids`, renormalised, and `vocab.scatter_to_target` with `target_ids`
+    takes it to the target's vocabulary. A shared token is spelt by its counterpart; any other text by the longest draft
+    tokens that fit, from the left; bytes that no draft token covers are left out. Special tokens without a counterpart
+    are spelt by nothing: written out, '<|im_start|>' would tell the draft model that someone typed it. So are ids that
+    no token has (embeddings are often padded).
+
+    `opening_ids`: what the draft model's tokenizer puts before any text (a BOS token, mostly), and what the model has
+    to see there, unless the target's own opening is spelt so already.
+    """
+
+    target_ids: Tensor  # [S], ascending
+    draft_ids: Tensor  # [S], the same tokens
+    spelling_ids: Tensor  # [N]
+    spelling_offsets: Tensor  # [V + 1]: id i is spelt by spelling_ids[offsets[i] : offsets[i + 1]]
+    opening_ids: Tensor  # [K], mostly one or none
+
+    @classmethod
+    def between(
+        cls,
+        target_tokenizer: PreTrainedTokenizerBase,
+        draft_tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        draft_vocab_size: int,
+    ) -> TokenMap:
+        """The map between two tokenizers whose models have so many embeddings; ids beyond those cannot occur.
+
+        ConfigError if a tokenizer does not say what its tokens stand for, or if the two share next to nothing.
+        """
+        target = _within(surfaces(target_tokenizer, "the target's tokenizer"), vocab_size)
+        draft = _within(surfaces(draft_tokenizer, "the draft model's tokenizer"), draft_vocab_size)
+        shared = _shared(target, draft)
+        texts = sum(id in target.text for id in shared)
+        if texts < LEAST_SHARED:
+            shares = [f"{texts / max(len(found.text), 1):.1%}" for found in (target, draft)]
+            raise ConfigError(
+                f"the target's tokenizer ({len(target.text):,} text tokens) and the draft model's "
+                f"({len(draft.text):,}) share {texts:,} of them, {shares[0]} of the target's and {shares[1]} of the "
+                f"draft model's: too few to draft with (at least {LEAST_SHARED}); choose a draft model for the same "
+                "languages"
+            )
+        speller = _Speller(draft)
+        spellings = [
+            [shared[id]] if id in shared else speller.spell(target.text.get(id, b"")) for id in range(vocab_size)
+        ]
+        opening = _opening(draft_tokenizer)
+        if opening == [draft_id for id in _opening(target_tokenizer) for draft_id in spellings[id]]:
+            opening = []
+        lengths = torch.tensor([0] + [len(spelling) for spelling in spellings])
+        target_ids = sorted(shared)
+        return cls(
+            target_ids=torch.tensor(target_ids),
+            draft_ids=torch.tensor([shared[id] for id in target_ids]),
+            spelling_ids=torch.tensor([id for spelling in spellings for id in spelling]),
+            spelling_offsets=lengths.cumsum(0),
+            opening_ids=torch.tensor(opening, dtype=torch.long),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """V: how many ids the target has."""
+        return len(self.spelling_offsets) - 1
+
+    def to(self, device: torch.device | str) -> TokenMap:
+        return TokenMap(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
+    def longest_row(self, tokens: int) -> int:
+        """Draft ids that so many target tokens may become, the opening included."""
+        return tokens * max(int(self.spelling_offsets.diff().max()), 1) + len(self.opening_ids)
+
+    def row_length(self, token_ids: Sequence[int]) -> int:
+        """Draft ids that a row of these target tokens becomes, the opening included if there are any."""
+        if not token_ids:
+            return 0
+        ids = torch.tensor(list(token_ids), device=self.spelling_offsets.device)
+        return int(self.spelling_offsets.diff()[ids].sum()) + len(self.opening_ids)
+
+    def coverage(self, counts: Tensor) -> float:
+        """counts [V], how often the target wrote each token -> the share of its text that can be drafted."""
+        return vocab.coverage(counts, self.target_ids)
+
+    def spell(self, token_ids: list[int]) -> list[int]:
+        """Target ids in the draft model's, without an opening."""
+        ids = torch.tensor(token_ids, dtype=torch.long, device=self.spelling_offsets.device)
+        bounds = torch.stack([self.spelling_offsets[ids], self.spelling_offsets[ids + 1]], dim=1).tolist()
+        return [id for start, end in bounds for id in self.spelling_ids[start:end].tolist()]
+
+    def spell_rows(self, token_ids: Tensor, counts: Tensor, begins: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """token_ids [b, M], of which the first counts [b] of each row are meant -> draft ids [b, M'], counts [b].
+
+        Padding is 0; M' is at least 1. `begins` [b]: rows that start here and so get the opening, if they have a token.
+        """
+        columns = torch.arange(token_ids.shape[1], device=token_ids.device)
+        meant = columns < counts[:, None]  # [b, M]
+        first = torch.zeros_like(meant) if begins is None else meant & (columns == 0) & begins[:, None]
+        ids, _, lengths = self._spell(token_ids, meant, first)
+        return ids, lengths.sum(1)
+
+    def spell_packed(self, input_ids: Tensor, segment_ids: Tensor) -> SpelledRows:
+        """input_ids, segment_ids [B, T] (padding = -1) of packed target text -> the same in the draft model's tokens.
+
+        Every document begins with the opening. Rows without any token to spell hold one position of padding.
+        """
+        meant = segment_ids >= 0
+        first = meant.clone()
+        first[:, 1:] &= segment_ids[:, 1:] != segment_ids[:, :-1]
+        ids, source, lengths = self._spell(input_ids, meant, first)
+        segments = segment_ids.gather(1, source.clamp(min=0)).masked_fill(source < 0, -1)  # [B, T']
+        columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        starts = torch.ones_like(segments, dtype=torch.bool)
+        starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
+        since = (columns * starts).cummax(1).values
+        positions = (columns - since).masked_fill(segments < 0, 0)
+        ends = lengths.cumsum(1) - 1  # [B, T]
+        read = meant & (ends >= 0) & (segments.gather(1, ends.clamp(min=0)) == segment_ids)
+        return SpelledRows(ids, positions, segments, ends.masked_fill(~read, -1))
+
+    def _spell(self, token_ids: Tensor, meant: Tensor, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """token_ids, meant, first (gets the opening) [b, M] -> draft ids [b, M'], the column each spells (-1: padding)
+        [b, M'], how many draft ids there are for each target token [b, M]."""
+        rows, width = token_ids.shape
+        table = torch.cat([self.spelling_ids, self.opening_ids])
+        known = token_ids.masked_fill(~meant, 0)
+        starts = self.spelling_offsets[known]
+        opening = first * len(self.opening_ids)  # [b, M]
+        lengths = (self.spelling_offsets[known + 1] - starts) * meant + opening
+        before = lengths.cumsum(1) - lengths
+        total = lengths.sum(1)
+        out = token_ids.new_zeros(rows, max(int(total.max()) if rows else 0, 1))
+        source = torch.full_like(out, -1)
+        token = torch.repeat_interleave(lengths.flatten())  # [n], which of the b·M each draft id is for
+        first_of = lengths.flatten().cumsum(0) - lengths.flatten()
+        within = torch.arange(len(token), device=token.device) - first_of[token]
+        skipped = opening.flatten()[token]
+        place = torch.where(
+            within < skipped, len(self.spelling_ids) + within, starts.flatten()[token] + within - skipped
+        )
+        row, column = token // width, before.flatten()[token] + within
+        out[row, column] = table[place]
+        source[row, column] = token % width
+        return out, source, lengths
+
+    def save(self, folder: Path) -> None:
+        """Writes `FILE` below `folder`."""
+        (folder / FILE).parent.mkdir(exist_ok=True)
+        tensors = {field.name: getattr(self, field.name).cpu().contiguous() for field in fields(self)}
+        save_file(tensors, folder / FILE, metadata={"format": "pt"})
+
+    @classmethod
+    def load(cls, folder: Path, vocab_size: int, draft_vocab_size: int) -> TokenMap:
+        """Reads what `save` wrote, for models with so many embeddings. CheckpointError names everything wrong."""
+        path = folder / FILE
+        try:
+            tensors = load_file(path)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path}: not there; a draft model with its own tokenizer needs one") from error
+        except SafetensorError as error:
+            raise CheckpointError(f"{path}: not a safetensors file ({error})") from error
+        names = {field.name for field in fields(cls)}
+        faults = [f"{name} is missing" for name in sorted(names - set(tensors))]
+        faults += [f"{name} is unexpected" for name in sorted(set(tensors) - names)]
+        for name in sorted(names & set(tensors)):
+            if tensors[name].dtype != torch.int64 or tensors[name].ndim != 1:
+                faults.append(f"{name} is {tensors[name].dtype} {list(tensors[name].shape)}, expected int64 in one row")
+        made = None if faults else cls(**tensors)
+        faults = faults if made is None else made._faults(vocab_size, draft_vocab_size)
+        if made is None or faults:
+            raise CheckpointError(f"{path}: {len(faults)} fault(s): {'; '.join(faults)}; export the drafter again")
+        return made
+
+    def _faults(self, vocab_size: int, draft_vocab_size: int) -> list[str]:
+        """What contradicts itself, or the sizes of the two models."""
+        offsets, faults = self.spelling_offsets, []
+        if self.vocab_size != vocab_size:
+            faults.append(f"it spells {self.vocab_size:,} target ids, the target has {vocab_size:,}")
+        if len(offsets) == 0 or offsets[0] != 0 or (offsets.diff() < 0).any() or offsets[-1] != len(self.spelling_ids):
+            return [*faults, f"spelling_offsets do not divide the {len(self.spelling_ids):,} spelling_ids"]
+        for name in ("target_ids", "draft_ids", "spelling_ids", "opening_ids"):
+            ids, size = getattr(self, name), self.vocab_size if name == "target_ids" else draft_vocab_size
+            if len(ids) and (ids.min() < 0 or ids.max() >= size):
+                faults.append(f"{name} run from {int(ids.min())} to {int(ids.max())} in a vocabulary of {size:,}")
+        if (self.target_ids.diff() <= 0).any():
+            faults.append("target_ids are not ascending")
+        if len(self.draft_ids.unique()) != len(self.draft_ids):
+            faults.append("draft_ids repeat")
+        if len(self.target_ids) != len(self.draft_ids):
+            faults.append(f"{len(self.target_ids):,} target_ids stand beside {len(self.draft_ids):,} draft_ids")
+        elif not faults:
+            starts = offsets[self.target_ids]
+            single = offsets[self.target_ids + 1] - starts == 1
+            if not single.all() or (self.spelling_ids[starts] != self.draft_ids).any():
+                faults.append("shared tokens are not spelt by their draft_ids")
+        return faults
+
+
+def _within(found: Surfaces, size: int) -> Surfaces:
+    """Without the tokens that a model of so many embeddings cannot have, and without those that stand for no text."""
+    text = {id: surface for id, surface in found.text.items() if id < size and surface}
+    added = {id: content for id, content in found.added.items() if id < size}
+    return Surfaces(text, added, found.byte_tokens)
+
+
+def _shared(target: Surfaces, draft: Surfaces) -> dict[int, int]:
+    """target id -> draft id, one to one: texts of the same bytes, then added tokens of the same content.
+
+    Where several tokens of one vocabulary stand for the same bytes, those that are not byte tokens come first, then the
+    lower ids: a byte token meets a plain one only if there is no better.
+    """
+    mine, theirs = _by_surface(target), _by_surface(draft)
+    shared = {a: b for surface in mine.keys() & theirs.keys() for a, b in zip(mine[surface], theirs[surface])}
+    taken = set(shared.values())
+    counterparts = {content: id for id, content in draft.added.items() if id not in taken}
+    for id, content in target.added.items():
+        if id not in shared and content in counterparts:
+            shared[id] = counterparts[content]
+    return shared
+
+
+def _by_surface(found: Surfaces) -> dict[bytes, list[int]]:
+    """The tokens that stand for the same bytes, the first choice first."""
+    groups: defaultdict[bytes, list[int]] = defaultdict(list)
+    for id in sorted(found.text, key=lambda id: (id in found.byte_tokens, id)):
+        groups[found.text[id]].append(id)
+    return groups
+
+
+class _Speller:
+    """Bytes into draft tokens: from the left, the longest that fits."""
+
+    def __init__(self, draft: Surfaces) -> None:
+        self._ids = {surface: group[0] for surface, group in _by_surface(draft).items()}
+        self._longest = max(map(len, self._ids))
+
+    def spell(self, text: bytes) -> list[int]:
+        ids, at = [], 0
+        while at < len(text):
+            ends = range(min(len(text), at + self._longest), at, -1)
+            end = next((end for end in ends if text[at:end] in self._ids), 0)
+            if end:
+                ids.append(self._ids[text[at:end]])
+            at = end or at + 1
+        return ids
+
+
+def _opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts before any text, whichever of its tokens it calls BOS."""
+    whole, text = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+    return next((whole[:at] for at in range(len(whole)) if text and whole[at : at + len(text)] == text), [])

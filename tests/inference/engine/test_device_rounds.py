@@ -1,0 +1,199 @@
+"""Rounds of every drafter on a device, as far as an emulation shows them: nothing is mixed with the host, the text is
+the one written on a CPU, and the host waits for the device as often for sixteen rows as for one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from inference import LLM, SamplingParams, StructuredOutputsParams
+from inference.entrypoints.prompts import Prompt
+from inference.requests.request import Request
+from inference.server.async_engine import AsyncEngine, Generation, Ticket
+from inference.server.metrics import ServerMetrics
+from inference.spec_decode.draft_length.costs import RoundCosts
+from inference.spec_decode.draft_length.policy import AdaptiveDraftLength
+from inference.spec_decode.proposers.ab_split import Arm, SplitProposer
+from inference.spec_decode.proposers.drafter import HeadProposer
+from inference.spec_decode.proposers.lookahead import LookaheadProposer
+from inference.spec_decode.proposers.ngram import NgramProposer
+from inference.spec_decode.proposers.suffix import SuffixProposer
+from inference.spec_decode.tree_shape import DynamicTree, StaticTree
+from tests.inference.engine.test_proof_ladder import FAMILIES
+from tests.speculators.families.conftest import make
+from tests.speculators.families.draft_model.test_draft_model_vocabulary import other_tokens
+
+K, VOCAB, EOS = 3, 260, 257
+STATIC = StaticTree.parse([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
+DYNAMIC = DynamicTree(topk=3, depth=3, budget=7)
+PROCESSORS = dict(
+    repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.1, logit_bias={3: 1.0}, min_tokens=8,
+    stop_token_ids=[4], allowed_token_ids=list(range(90)), bad_words=["ab", "c"],
+)  # fmt: skip
+JSON = StructuredOutputsParams(json={"type": "array", "items": {"type": "integer"}, "minItems": 40})
+
+
+@dataclass(frozen=True)
+class Way:
+    """`waits`: the most that a round may have, however many rows there are."""
+
+    drafter: str
+    waits: int
+    params: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+HOT, COLD, FILTERED = (
+    {"temperature": 1.0},
+    {"temperature": 0},
+    {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
+)
+MATCHED = {"rule": "sample_match", "draft_sample_method": "greedy"}
+WAYS = {
+    # what was decided, and what was drafted: the host commits both
+    "off, greedy": Way("off", 1, COLD),
+    "off": Way("off", 1, HOT),
+    "off, filtered": Way("off", 1, FILTERED),
+    "ngram, greedy": Way("ngram", 1, COLD),
+    "ngram": Way("ngram", 1, HOT),
+    "ngram, block": Way("ngram", 2, FILTERED, {"rule": "block"}),
+    "suffix": Way("suffix", 1, HOT),
+    "lookahead, greedy": Way("lookahead", 2, COLD),
+    "lookahead": Way("lookahead", 2, HOT),
+    **{f"{family}, greedy": Way(family, 2, COLD) for family in FAMILIES},
+    # whether every draft could be drawn, how many are kept, what follows them, and the drafts
+    **{f"{family}, block": Way(family, 4, HOT) for family in FAMILIES},
+    "draft_model, another tokenizer": Way("other_tokens", 4 + 2 * K, HOT),  # how long drafts are in its tokens
+    "eagle3, token": Way("eagle3", 4, FILTERED, {"rule": "token"}),
+    "eagle3, typical": Way("eagle3", 4, HOT, {"rule": "lossy:typical"}),
+    "eagle3, matched": Way("eagle3", 2, HOT, MATCHED),
+    # a tree is read once; what of it is refused is asked for in as many steps as the row has that refuses most
+    **{f"{family}, grown tree": Way(family, 4 + DYNAMIC.budget, HOT, {"tree": DYNAMIC}) for family in FAMILIES},
+    "eagle3, grown tree, greedy": Way("eagle3", 3, COLD, {"tree": DYNAMIC}),
+    "eagle3, tree, greedy": Way("eagle3", 3, COLD, {"tree": STATIC}),
+    "eagle3, tree, traversal": Way("eagle3", 4 + STATIC.budget, FILTERED, {"tree": STATIC}),
+    "eagle3, tree, recursive": Way("eagle3", 4 + 2, HOT, {"tree": STATIC, "rule": "recursive"}),
+    "eagle3, tree, matched": Way("eagle3", 3, HOT, {"tree": STATIC, **MATCHED}),
+    "split": Way("split", 2, COLD),
+    "split, block": Way("split", 4, HOT, {"rule": "block"}),
+    "adaptive": Way("adaptive", 3, COLD),
+    # the drafts so far, depth by depth, and where nothing is left
+    "off, processors": Way("off", 2, {**HOT, **PROCESSORS}),
+    "eagle3, processors": Way("eagle3", 5 + K, {**FILTERED, **PROCESSORS}),
+    "eagle3, processors, tree": Way("eagle3", 5 + 2 + DYNAMIC.budget, {**HOT, **PROCESSORS}, {"tree": DYNAMIC}),
+    "ngram, grammar": Way("ngram", 2, {**HOT, "structured_outputs": JSON}),
+    "mlp, grammar": Way("mlp", 3 + K, {**COLD, "structured_outputs": JSON}),
+    "eagle3, logprobs": Way("eagle3", 3, {**COLD, "logprobs": 2}),
+    "ngram, logprobs": Way("ngram", 2, {**HOT, "logprobs": 2}),
+}  # fmt: skip
+
+
+@pytest.fixture(params=WAYS.values(), ids=WAYS.keys())
+def way(request) -> Way:
+    return request.param
+
+
+def llm_of(way: Way, model, tokenizer, device: str, rows: int) -> LLM:
+    model.generation_config.eos_token_id = EOS
+    options = {"max_num_seqs": rows, "max_model_len": 200, "num_speculative_tokens": K, "tokenizer": tokenizer}
+    family = {"split": "mlp", "adaptive": "eagle3"}.get(way.drafter, way.drafter)
+    if family == "other_tokens":
+        target, drafter = other_tokens(model, 240, [4])
+    else:
+        target, drafter = make(FAMILIES.get(family, FAMILIES["mlp"]), model)
+    target.to(device)
+    drafter = drafter.to(device).freeze()
+    if way.drafter in (*FAMILIES, "other_tokens"):
+        return LLM._assemble(target, drafter=drafter, **options | way.options)
+    if way.drafter == "adaptive":
+        costs = RoundCosts.given({"verify": [1.0, 1.1, 1.2, 1.3], "draft": [0.1] * 3}, K)
+        return LLM._assemble(target, drafter=drafter, draft_length=AdaptiveDraftLength(K, costs), **options)
+    options.pop("num_speculative_tokens")
+    lookup = NgramProposer(K, 1, 3, device=device)
+    proposer = {
+        "off": lambda: None,
+        "ngram": lambda: lookup,
+        "suffix": lambda: SuffixProposer(
+            K, max_tree_depth=12, max_cached_requests=0, max_spec_factor=1.0, min_token_prob=0.05, device=device
+        ),
+        "lookahead": lambda: LookaheadProposer(
+            6, window_size=4, ngram_size=3, num_guesses=3, pool_from_prompt=True, device=device
+        ),
+        "split": lambda: SplitProposer(
+            [Arm("a", HeadProposer(drafter, VOCAB, K, rows, 200, device=device)), Arm("b", lookup)], VOCAB
+        ),
+    }[way.drafter]()
+    return LLM._assemble(target, proposer=proposer, **options | way.options)
+
+
+def requests_of(way: Way, rows: int, max_tokens: int) -> list[tuple[Prompt, SamplingParams]]:
+    """That write to the end, with prompts that begin alike."""
+    return [
+        (
+            Prompt(None, [40, 41, 50, 51] * 5 + [60 + row] * (1 + row % 4)),
+            SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=row, **way.params),
+        )
+        for row in range(rows)
+    ]
+
+
+def submit(llm: LLM, way: Way, rows: int, max_tokens: int) -> list[Request]:
+    return [request for each in requests_of(way, rows, max_tokens) for request in llm.submit(*each).requests]
+
+
+def assert_few_waits(gpu: Any, way: Way, step: Callable[[], Any]) -> None:
+    with gpu.waits() as waits:
+        step()
+    assert waits.total() <= way.waits, gpu.sites
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16])
+def test_waits_do_not_grow_with_the_rows(way, rows, claimed_gpu, tiny_model, byte_tokenizer):
+    llm = llm_of(way, tiny_model("qwen3", vocab_size=VOCAB), byte_tokenizer, "cuda", rows)
+    requests = submit(llm, way, rows, 60)
+    llm.engine.step()
+    for _ in range(2):
+        assert_few_waits(claimed_gpu, way, llm.engine.step)
+    assert not any(request.finished for request in requests)
+
+
+def test_text_is_the_one_written_on_a_cpu(way, tiny_model, byte_tokenizer, request):
+    def written(device: str) -> list[list[int]]:
+        llm = llm_of(way, tiny_model("qwen3", vocab_size=VOCAB), byte_tokenizer, device, 5)
+        requests = submit(llm, way, 5, 10)
+        while llm.engine.has_unfinished:
+            llm.engine.step()
+        return [each.output_token_ids for each in requests]
+
+    on_a_cpu = written("cpu")
+    request.getfixturevalue("claimed_gpu")
+    assert written("cuda") == on_a_cpu
+
+
+@pytest.mark.parametrize("name", ["eagle3, block", "eagle3, grown tree, greedy", "ngram"])
+def test_the_servers_round(name, claimed_gpu, tiny_model, byte_tokenizer):
+    """Streamed, traced, and joined by others whose prompts begin alike: as few waits as without."""
+    way = WAYS[name]
+    llm = llm_of(way, tiny_model("qwen3", vocab_size=VOCAB), byte_tokenizer, "cuda", 8)
+    engine = AsyncEngine(llm, ServerMetrics("tiny", 200))
+
+    def begin(rows: int) -> list[Generation]:
+        ticket = Ticket(engine, rows)
+        asked = enumerate(requests_of(way, rows, 30))
+        begun = [Generation(ticket, i, *each, streaming=True, deadline=math.inf, traced=True) for i, each in asked]
+        engine.begin(begun)
+        return begun
+
+    first = begin(4)
+    engine._round()
+    for _ in range(3):
+        assert_few_waits(claimed_gpu, way, engine._round)
+    later = begin(8)
+    while llm.engine.has_unfinished:
+        engine._round()
+    assert llm.engine.counters.prefix_cache_hits > 0
+    assert [len(each.answer.requests[0].output_token_ids) for each in first + later] == [30] * 12

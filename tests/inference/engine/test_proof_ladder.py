@@ -1,0 +1,105 @@
+"""Ladder d and f as one product: every drafter, under every lossless rule that it can be judged by, with processors on,
+in batches of one, two and five. What each case proves alone is in test_engine.py and test_logits_processors.py."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from inference import LLM, SamplingParams
+from inference.spec_decode.tree_shape import DynamicTree, StaticTree
+from tests.inference.engine.test_engine import SMALL_PROMPT, TRAINING_FREE, WRITTEN, ids_of
+from tests.inference.sampling.test_logits_processors import (  # noqa: F401 (fixtures among them)
+    JOINT,
+    check_joint,
+    mixed,
+    model,
+    small,
+    texts,
+)
+from tests.speculators.families.conftest import Case, make
+
+FAMILIES = {
+    "draft_model": Case("draft_model", options={"from_target": {"last": 1}}, noise=0.05),
+    "eagle": Case("eagle", options={"init": "pass_through"}, noise=0.12),
+    "eagle3": Case("eagle3", taps=(1, 2)),
+    "medusa": Case("medusa", {"num_heads": 3}),
+    "mlp": Case("mlp", options={"unroll_steps": 3}),
+    "mtp": Case("mtp"),
+}
+STATIC = StaticTree.parse([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
+DYNAMIC = DynamicTree(topk=3, depth=3, budget=7)
+WAYS: dict[str, dict[str, Any]] = {
+    "token": {"rule": "token"},
+    "block": {"rule": "block"},
+    "sample_match": {"rule": "sample_match", "draft_sample_method": "greedy"},
+    "recursive": {"rule": "recursive", "tree": STATIC},
+    "traversal": {"rule": "traversal", "tree": STATIC},
+    "traversal, grown": {"rule": "traversal", "tree": DYNAMIC},
+    "sample_match, tree": {"rule": "sample_match", "draft_sample_method": "greedy", "tree": DYNAMIC},
+}
+OF_A_LIST = ("token", "block", "sample_match")  # what texts that were looked up can be judged by
+SAMPLES = 1200
+
+
+@dataclass(frozen=True)
+class Combination:
+    drafter: str
+    way: str
+
+    def llm(self, model: Any, tokenizer: Any, **options: Any) -> LLM:  # noqa: F811
+        options |= {"tokenizer": tokenizer, "max_num_batched_tokens": options.get("max_num_batched_tokens", 16)}
+        if self.drafter in TRAINING_FREE:
+            config = {"method": self.drafter, "num_speculative_tokens": 3, **TRAINING_FREE[self.drafter]}
+            if self.drafter == "suffix" and self.way != "sample_match":  # the others draw by the drafts, and with
+                config["suffix_decoding_max_cached_requests"] = 0  # earlier responses these depend on who was first
+            if self.drafter != "lookahead":
+                return LLM(model, speculative_config=config | {"rejection_sample_method": self.way}, **options)
+            return LLM(model, speculative_config=config, **options)
+        target, drafter = make(FAMILIES[self.drafter], model)
+        return LLM._assemble(target, drafter=drafter.freeze(), num_speculative_tokens=3, **WAYS[self.way], **options)
+
+
+COMBINATIONS = [Combination(drafter, way) for drafter in FAMILIES for way in WAYS]
+COMBINATIONS += [Combination(drafter, way) for drafter in ("ngram", "suffix") for way in OF_A_LIST]
+COMBINATIONS += [Combination("lookahead", "sample_match")]
+
+
+@pytest.fixture(params=COMBINATIONS, ids=lambda each: f"{each.drafter}-{each.way}")
+def combination(request) -> Combination:
+    return request.param
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_greedy_text_is_the_targets(combination, rows, model, byte_tokenizer, texts):  # noqa: F811
+    llm = combination.llm(model, byte_tokenizer, max_num_seqs=rows)
+    assert ids_of(llm.generate(*mixed(temperature=0), False)) == list(texts.values())
+    assert llm.get_metrics().num_drafts > 0
+
+
+@pytest.fixture(scope="module")
+def double(model):  # noqa: F811
+    """The model in float64: a float32 product of another width may round a draw across a token's edge."""
+    return copy.deepcopy(model).double()
+
+
+def test_sampled_text_does_not_depend_on_the_batch(combination, double, byte_tokenizer):
+    prompts, params = mixed(seed=3)
+    found = [
+        ids_of(combination.llm(double, byte_tokenizer, max_num_seqs=rows).generate(prompts, params, False))
+        for rows in (1, 2, 5)
+    ]
+    assert found[0] == found[1] == found[2]
+
+
+def test_joint_of_the_first_four_tokens(combination, small):  # noqa: F811
+    """χ² with processors; in which batch the rows were does not matter, by the test above."""
+    setting = JOINT[COMBINATIONS.index(combination) % len(JOINT)]
+    params = SamplingParams(**{"temperature": 1.0, **setting}, max_tokens=WRITTEN, n=SAMPLES)
+    llm = combination.llm(small, None, seed=11, max_num_seqs=500, max_num_batched_tokens=8000)
+    (output,) = llm.generate({"prompt_token_ids": SMALL_PROMPT}, params, False)
+    check_joint(output, small, params)
+    assert llm.get_metrics().num_accepted_tokens > 50

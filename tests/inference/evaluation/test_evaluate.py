@@ -1,0 +1,355 @@
+"""What is measured: replay is the runtime, differences are judged by measured noise, the report is whole."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import weakref
+
+import pytest
+import torch
+
+from inference import LLM, SamplingParams
+from inference.evaluation import expected_acceptance as expected_module
+from inference.evaluation.engines import RuntimeEngine
+from inference.evaluation.evaluate import EvaluationSettings, evaluate
+from inference.evaluation.expected_acceptance import accept_probabilities, expected_acceptance
+from inference.evaluation.lossless import compare_greedy, first_difference
+from inference.evaluation.timing import IsolatedCosts, costs_of, interleaved, transformers_generate
+from inference.report.build import expected_acceptance as compare_expected
+from inference.report.measurement import RequestRounds
+from inference.report.schema import Bound, load_report, save_report
+from inference.sampling.sampler import probabilities
+from inference.spec_decode.replay import ReplayResult
+from speculators.errors import CheckpointError, DataError
+from speculators.export import export_drafter, load_drafter
+from speculators.families.eagle3 import Eagle3
+from speculators.registry import config_for_target
+from speculators.target.frozen_target import FrozenTarget
+from speculators.vocab.draft_vocab import scatter_to_target
+
+V, K = 259, 3  # the byte tokenizer's vocabulary
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_model, byte_tokenizer, tmp_path_factory) -> tuple[str, str]:
+    """A tiny target whose distributions are neither flat nor sure, and a head that has learnt a little of it."""
+    root = tmp_path_factory.mktemp("evaluate")
+    model = tiny_model("qwen3", vocab_size=V, eos_token_id=257, pad_token_id=258, initializer_range=0.08)
+    model.lm_head.weight.data *= 6
+    model.save_pretrained(root / "target")
+    byte_tokenizer.save_pretrained(root / "target")
+    target = FrozenTarget(model, [1, 2, 3])
+    config = config_for_target(target, "eagle3", tap_layers=[1, 2, 3], draft_vocab_size=200)
+    torch.manual_seed(3)
+    drafter = Eagle3(config).attach(target)
+    drafter.target_ids.copy_(torch.randperm(V)[:200].sort().values)
+    drafter.initialise_from(target)
+    learn(target, drafter)
+    export_drafter(drafter, root / "head", dtype=torch.float32)
+    return str(root / "target"), str(root / "head")
+
+
+def learn(target: FrozenTarget, drafter: Eagle3, steps: int = 40) -> None:
+    """Cross-entropy between the head and the target on random text: enough for some drafts to be accepted."""
+    optimizer = torch.optim.Adam([p for p in drafter.parameters() if p.requires_grad], lr=5e-3)
+    zeros, positions = torch.zeros(8, 24, dtype=torch.long), torch.arange(24).expand(8, 24)
+    for step in range(steps):
+        ids = torch.randint(3, 250, (8, 24), generator=torch.Generator().manual_seed(step))
+        features = target.features(ids, positions, zeros, torch.ones_like(ids).bool())
+        loss = 0.0
+        for draft in drafter.unroll(features, K):
+            p = target.logits(features.last_hidden.flatten(0, 1)[draft.target_index]).softmax(-1)
+            p = p[:, drafter.draft_to_target]
+            loss = loss - (p * drafter.head(draft.hidden).log_softmax(-1)).sum(-1).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.fixture(scope="module")
+def llm(folders) -> LLM:
+    speculative = {"method": "eagle3", "model": folders[1], "num_speculative_tokens": K}
+    return LLM(folders[0], speculative_config=speculative, max_num_seqs=8)
+
+
+@pytest.fixture(scope="module")
+def drafter(llm, folders) -> Eagle3:
+    return load_drafter(folders[1], llm.engine.target)
+
+
+def some_prompts(count: int, seed: int = 0) -> list[list[int]]:
+    source = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 250, (4 + i % 7,), generator=source).tolist() for i in range(count)]
+
+
+def written(llm: LLM, count: int, temperature: float, **options):
+    prompts = [{"prompt_token_ids": prompt} for prompt in some_prompts(count)]
+    params = [SamplingParams(temperature=temperature, seed=i, **{"max_tokens": 30, **options}) for i in range(count)]
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def texts_of(outputs) -> list[tuple[list[int], list[int]]]:
+    return [(output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs]
+
+
+# ---------------------------------------------------------------------------------- expected = measured
+
+
+@pytest.mark.parametrize("k", [1, K])
+def test_greedy_replay_counts_the_rounds_of_the_runtime(llm, drafter, folders, k) -> None:
+    """At temperature 0 nothing is left to chance: rounds and accepted drafts are equal, request by request."""
+    speculative = {"method": "eagle3", "model": folders[1], "num_speculative_tokens": k}
+    outputs = written(LLM(llm.engine.target, speculative_config=speculative), 12, 0.0)
+    results = expected_acceptance(llm.engine.target, drafter, texts_of(outputs), 0.0, k)
+    rounds = [RequestRounds.of(output, k) for output in outputs]
+    assert [r.rounds for r in results] == [r.num_drafts for r in rounds]
+    assert [r.accepted_per_position for r in results] == [r.accepted_per_pos for r in rounds]
+    assert sum(r.accepted for r in rounds) > 20, "a drafter that is never right proves nothing"
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 7}], ids=["plain", "top_p", "top_k"])
+def test_sampled_replay_is_the_runtime_in_expectation(llm, drafter, filters) -> None:
+    """On the text that drafting wrote only the accept decisions differ from replay, and they average out."""
+    outputs = written(llm, 48, 0.8, max_tokens=24, **filters)
+    results = expected_acceptance(llm.engine.target, drafter, texts_of(outputs), 0.8, K, **filters)
+    rounds = [RequestRounds.of(output, K) for output in outputs]
+    found = compare_expected(rounds, results, paired=True)
+    assert found.acceptance_length > 1.1
+    assert abs(found.relative_difference) < 4 * found.standard_error
+    assert found.standard_error < 0.05
+
+
+def test_replay_does_not_depend_on_how_texts_are_batched(llm, drafter, monkeypatch) -> None:
+    texts = texts_of(written(llm, 9, 1.0))
+    together = expected_acceptance(llm.engine.target, drafter, texts, 1.0, K)
+    monkeypatch.setattr(expected_module, "BATCH_TOKENS", 1)
+    alone = expected_acceptance(llm.engine.target, drafter, texts, 1.0, K)
+    for a, b in zip(together, alone, strict=True):
+        assert a.rounds_by_accepted == pytest.approx(b.rounds_by_accepted, abs=1e-4)
+
+
+def test_a_text_of_one_token_has_no_rounds(llm, drafter) -> None:
+    (result,) = expected_acceptance(llm.engine.target, drafter, [([5, 6], [7])], 1.0, K)
+    assert result.rounds == 0 and result.expected_acceptance_length == 1
+    with pytest.raises(DataError, match="text 1 needs a prompt"):
+        expected_acceptance(llm.engine.target, drafter, [([5], [7, 8]), ([], [7])], 1.0, K)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.7}, {"top_k": 3}], ids=["plain", "top_p", "top_k"])
+def test_accept_probability_is_the_ratio_of_the_processed_distributions(temperature, filters) -> None:
+    torch.manual_seed(0)
+    draft_to_target = torch.tensor([1, 2, 5, 8, 11])
+    q_logits, p_logits, labels = 2 * torch.randn(40, 5), 2 * torch.randn(40, 12), torch.randint(12, (40,))
+    params = SamplingParams(temperature=temperature, **filters)
+    q = scatter_to_target(probabilities(q_logits, params), draft_to_target, 12).gather(-1, labels[:, None])[:, 0]
+    p = probabilities(p_logits, params).gather(-1, labels[:, None])[:, 0]
+    got = accept_probabilities(
+        q_logits, lambda x: x, p_logits, lambda x: x, labels, temperature, draft_to_target, 16, **filters
+    )
+    if temperature == 0:  # the text says what the target chose, whatever its logits are here
+        assert torch.equal(got, q)
+    else:
+        drawn = p > 0  # the others cannot come out
+        torch.testing.assert_close(got[drawn], (q / p).clamp(max=1)[drawn])
+
+
+# ---------------------------------------------------------------------------------- the same tokens
+
+
+def test_first_difference() -> None:
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2
+
+
+def check(target, prompt, reference, output):
+    return compare_greedy(target, [prompt], [reference], [output], num_speculative_tokens=K, rows=2)
+
+
+def test_float32_has_no_ties(llm) -> None:
+    output = written(llm, 1, 0.0)[0]
+    tokens, prompt = output.outputs[0].token_ids, output.prompt_token_ids
+    assert check(llm.engine.target, prompt, tokens, tokens).mismatches == 0
+    changed = [*tokens[:6], (tokens[6] + 1) % 250, *tokens[7:]]
+    found = check(llm.engine.target, prompt, tokens, changed)
+    assert (found.dtype, found.mismatches, found.ties) == ("float32", 1, 0)
+    detail = found.details[0]
+    assert (detail.position, detail.reference_token, detail.token) == (6, tokens[6], changed[6])
+    assert detail.noise < 1e-3 < detail.top_two_gap
+
+
+def test_bfloat16_ties_are_told_from_mistakes(folders) -> None:
+    """Two tokens with the same output row tie exactly; any other replacement is a mistake."""
+    target = FrozenTarget.from_pretrained(folders[0], dtype=torch.bfloat16)
+    prompt = some_prompts(1)[0]
+    logits = target.logits(target(torch.tensor([prompt]))[1])[0, -1].float()
+    best, worst = int(logits.argmax()), int(logits.argmin())
+    twin = (best + 1) % 250
+    target.lm_head.weight.data[twin] = target.lm_head.weight.data[best]
+    tied = check(target, prompt, [best], [twin])
+    assert (tied.dtype, tied.mismatches, tied.ties) == ("bfloat16", 0, 1)
+    assert tied.details[0].top_two_gap == 0
+    wrong = check(target, prompt, [best], [worst])
+    assert (wrong.mismatches, wrong.ties) == (1, 0)
+    ended = check(target, prompt, [best, best], [best])
+    assert (ended.mismatches, ended.details[0].token) == (1, None)
+
+
+# ---------------------------------------------------------------------------------- times
+
+
+def test_passes_alternate() -> None:
+    order: list[str] = []
+
+    def run(name: str) -> tuple[int, int, int]:
+        order.append(name)
+        return 5, 2, 3
+
+    passes = {name: (lambda name=name: run(name)) for name in "abc"}
+    for turn in range(2):
+        timed = interleaved(passes, turn, torch.device("cpu"))
+        assert {(run.tokens, run.num_drafts, run.num_accepted) for run in timed.values()} == {(5, 2, 3)} and set(
+            timed
+        ) == set("abc")
+    assert "".join(order) == "abccba"
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_isolated_parts_leave_their_caches_as_they_were(llm, drafter, rows) -> None:
+    parts = IsolatedCosts(llm.engine.target, drafter, list(range(3, 30)), K, rows=rows, kept=2)
+    times = parts.measure(3)
+    assert parts.cache.lengths == [27] * rows and parts.head_cache.lengths == [25] * rows
+    assert all(len(values) == 3 and min(values) > 0 for values in times.values())
+    costs = costs_of(times, rows, parts.context)
+    assert (costs.batch_size, costs.context_length) == (rows, 27)
+    assert costs.target_step_ms == sorted(times["target_step_ms"])[1]
+
+
+def test_transformers_writes_as_many_greedy_tokens(llm) -> None:
+    outputs = written(llm, 2, 0.0)
+    prompts = [output.prompt_token_ids for output in outputs]
+    tokens = transformers_generate(
+        llm.engine.target.model, prompts, SamplingParams(temperature=0, max_tokens=30), [257], seed=0
+    )
+    assert tokens == sum(len(output.outputs[0].token_ids) for output in outputs)
+    state = torch.get_rng_state()
+    sampled = SamplingParams(max_tokens=4, top_k=5)
+    assert transformers_generate(llm.engine.target.model, prompts, sampled, [], seed=0) == 8
+    assert torch.equal(state, torch.get_rng_state())
+
+
+# ---------------------------------------------------------------------------------- the whole
+
+SMALL = EvaluationSettings(
+    num_speculative_tokens=K,
+    max_tokens=12,
+    prompts_per_workload=4,
+    timed_prompts=2,
+    repeats=2,
+    cost_trials=2,
+    lossless_prompts=2,
+)
+
+
+@pytest.fixture(scope="module")
+def evaluated(folders):
+    seen: list[float] = []
+    workloads = {"one": some_prompts(5), "two": some_prompts(3, seed=1)}
+    report = evaluate(
+        *folders,
+        workloads,
+        SMALL,
+        gates={"lossless_mismatches": Bound(max=0), "t0.acceptance_length": Bound(min=4.5)},
+        provenance={"recipe_name": "tiny"},
+        progress=lambda share, note: seen.append(share),
+    )
+    return report, seen
+
+
+def test_the_report_is_whole(evaluated, tmp_path) -> None:
+    report, _ = evaluated
+    assert [(c.workload, c.temperature) for c in report.results] == [
+        ("one", 0), ("two", 0), ("one", 1), ("two", 1), ("all", 0), ("all", 1),
+    ]  # fmt: skip
+    for cell in report.results:
+        assert cell.tokens_per_second.transformers_generate and cell.cost_model.efficiency and cell.expected
+        assert len(cell.speedup_vs_autoregressive.repeats) == 2 and sum(cell.histogram) == cell.num_drafts
+        assert cell.time_shares.verify > 0
+    assert [report.cell(name, 0).prompts for name in ("one", "two")] == [4, 3]
+    assert {gate.name: gate.passed for gate in report.gates} == {
+        "lossless_mismatches": True,
+        "t0.acceptance_length": False,
+    }
+    assert report.provenance.recipe_name == "tiny" and report.provenance.drafter_config["draftsmith"]
+    assert load_report(save_report(report, tmp_path / "acceptance.json")) == report
+
+
+def test_greedy_cells_expect_exactly_what_they_measure(evaluated) -> None:
+    pooled = evaluated[0].cell("all", 0)
+    assert pooled.expected.own_text_relative_difference == pytest.approx(0, abs=1e-12)
+    assert pooled.expected.relative_difference == pytest.approx(0, abs=1e-12)  # float32: the same text, too
+    assert [check.checked_prompts for check in pooled.lossless] == [4 + 7]  # float32 twice: pooled by dtype
+
+
+def test_progress_only_rises_and_ends_at_one(evaluated) -> None:
+    seen = evaluated[1]
+    assert seen == sorted(seen) and seen[0] == 0 and seen[-1] == pytest.approx(1.0)
+
+
+def test_a_drafter_is_loaded_strictly(folders, tmp_path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(f"{folders[1]}/model.safetensors")
+    del tensors["fc.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(f"{folders[1]}/config.json", tmp_path)
+    with pytest.raises(CheckpointError, match="fc.weight is missing"):
+        evaluate(folders[0], tmp_path, {"one": some_prompts(1)}, SMALL)
+
+
+def test_a_workload_without_prompts_is_refused(folders) -> None:
+    with pytest.raises(DataError, match="'two': 0"):
+        evaluate(*folders, {"one": some_prompts(1), "two": []}, SMALL)
+
+
+def test_sums_of_results_pool_texts() -> None:
+    a, b = ReplayResult(2.0, [1.0], [1.0, 1.0]), ReplayResult(4.0, [1.0], [3.0, 1.0])
+    assert math.isclose((a + b).expected_acceptance_length, 1 + 2 / 6)
+
+
+def test_the_whole_evaluation_runs_on_a_device(claimed_gpu, folders):
+    """Engines, replay, the float32 comparison: no host tensor among those of the device."""
+    settings = EvaluationSettings(
+        num_speculative_tokens=K, max_tokens=8, prompts_per_workload=2, repeats=1, timed_prompts=1,
+        transformers_repeats=0, lossless_prompts=1,
+    )  # fmt: skip
+    report = evaluate(*folders, {"w": some_prompts(2)}, settings, llm_options={"device": "cuda"})
+    assert report.summary["lossless_mismatches"] == 0 and report.summary["t0.acceptance_length"] >= 1
+
+
+def test_the_first_engine_is_gone_before_the_float32_one_is_loaded(folders, monkeypatch):
+    """Two targets at once do not fit the device that training fitted; nor do more rows than prompts."""
+    first, alive, rows = [], [], []
+    made, again = RuntimeEngine.__init__, RuntimeEngine.in_float32
+
+    def make(engine, drafting):
+        made(engine, drafting)
+        first.append(weakref.ref(engine.llm.engine.target.model))
+        rows.append(engine.llm.engine.scheduler.max_num_seqs)
+
+    def in_float32(engine, count):
+        alive.append(first[0]() is not None)
+        return again(engine, count)
+
+    monkeypatch.setattr(RuntimeEngine, "__init__", make)
+    monkeypatch.setattr(RuntimeEngine, "in_float32", in_float32)
+    settings = EvaluationSettings(
+        num_speculative_tokens=K, max_tokens=8, prompts_per_workload=3, repeats=0, transformers_repeats=0,
+        lossless_prompts=1,
+    )  # fmt: skip
+    report = evaluate(*folders, {"a": some_prompts(3), "b": some_prompts(3, 1)}, settings)
+    assert alive == [False] and rows == [6, 2]
+    assert report.summary["lossless_mismatches"] == 0
+    assert all(reference() is None for reference in first)

@@ -1,0 +1,235 @@
+"""RaggedCache: whatever was written, rolled back and moved, every row reads as if it had been computed alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from inference.kv_cache.ragged_cache import RaggedCache
+from speculators.errors import ConfigError
+from speculators.target.frozen_target import FrozenTarget
+
+ROWS = 4
+
+
+def alone(target: FrozenTarget, tokens: list[int]) -> torch.Tensor:
+    """last_hidden [len, H] of one fresh forward by the model itself, without our masks or cache."""
+    with torch.no_grad():
+        decoder = target.model.get_decoder()
+        return decoder(input_ids=torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
+
+
+def step(target, cache, start, stop, ids):
+    """Runs ids [b, T] on rows [start, stop); returns last_hidden [b, T, H]. Lengths do not move."""
+    T = ids.shape[1]
+    positions, mask = cache.position_ids(start, stop, T), cache.mask(start, stop, T)
+    return target(ids, positions, mask, cache.view(start, stop, T))[1]
+
+
+def check(actual, expected):
+    assert (actual - expected).abs().max() <= 1e-5 * max(1.0, expected.abs().max().item())
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_chunks_raggedness_and_rollback_equal_a_fresh_forward(tiny_model, any_architecture, seed):
+    """Random rounds: prefill in chunks, drafts kept in part, over random contiguous row ranges, growing on the way."""
+    target = FrozenTarget(tiny_model(any_architecture))
+    cache = RaggedCache(ROWS, max_len=40, initial_capacity=4)
+    rng, texts = random.Random(seed), [[] for _ in range(ROWS)]
+    for _ in range(14):
+        start = rng.randrange(ROWS)
+        stop = rng.randint(start + 1, ROWS)
+        T = rng.choice([1, 1, 2, 5])
+        if max(len(texts[row]) for row in range(start, stop)) + T > 30:
+            continue
+        new = [[rng.randrange(3, 101) for _ in range(T)] for _ in range(start, stop)]
+        hidden = step(target, cache, start, stop, torch.tensor(new))
+        for i, row in enumerate(range(start, stop)):
+            check(hidden[i], alone(target, texts[row] + new[i])[len(texts[row]) :])
+            kept = rng.randint(0, T)
+            cache.advance(row, kept)
+            texts[row] += new[i][:kept]
+            if rng.random() < 0.2:
+                texts[row] = texts[row][: rng.randint(0, len(texts[row]))]
+                cache.truncate(row, len(texts[row]))
+        assert cache.lengths == [len(text) for text in texts]
+
+
+def test_rows_do_not_affect_one_another(tiny_model):
+    """The same row beside other neighbours gives the same bits of work: equal results to rounding."""
+    target = FrozenTarget(tiny_model("qwen3_sliding"))
+    results = []
+    for seed in (0, 1):
+        rng, cache = random.Random(seed), RaggedCache(3, 32)
+        mine = list(range(10, 19))
+        for row, length in enumerate([rng.randint(1, 12), len(mine), rng.randint(1, 12)]):
+            tokens = mine if row == 1 else [rng.randrange(3, 101) for _ in range(length)]
+            step(target, cache, row, row + 1, torch.tensor([tokens]))
+            cache.advance(row, len(tokens))
+        others = torch.randint(3, 101, (3, 4), generator=torch.Generator().manual_seed(seed))
+        others[1] = torch.arange(4) + 20
+        results.append(step(target, cache, 0, 3, others)[1])
+    check(results[0], results[1])
+
+
+def test_swap_and_reset(tiny_model):
+    target, cache = FrozenTarget(tiny_model("gemma3")), RaggedCache(3, 32, initial_capacity=8)
+    texts = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [14]]
+    for row, tokens in enumerate(texts):
+        step(target, cache, row, row + 1, torch.tensor([tokens]))
+        cache.advance(row, len(tokens))
+    cache.reset(0)
+    cache.swap(1, 0)
+    assert cache.lengths == [6, 0, 1]
+    cache.swap(2, 0)
+    assert cache.lengths == [1, 0, 6]
+    hidden = step(target, cache, 0, 3, torch.tensor([[20, 21], [22, 23], [24, 25]]))
+    for row, tokens in enumerate([texts[2] + [20, 21], [22, 23], texts[1] + [24, 25]]):
+        check(hidden[row], alone(target, tokens)[-2:])
+
+
+def test_latent_attention_has_keys_and_values_of_different_size(tiny_model):
+    """Any layer shape is learnt from the first keys and values (here DeepSeek's multi-head latent attention)."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "deepseek_v3", vocab_size=101, hidden_size=32, intermediate_size=32, moe_intermediate_size=16,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, n_group=2, topk_group=1,
+        num_experts_per_tok=2, first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4,
+        qk_nope_head_dim=8, v_head_dim=6, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    target = FrozenTarget(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    cache = RaggedCache(2, 16)
+    step(target, cache, 0, 1, torch.tensor([[5, 6, 7]]))
+    cache.advance(0, 3)
+    hidden = step(target, cache, 0, 2, torch.tensor([[8, 9], [10, 11]]))
+    check(hidden[0], alone(target, [5, 6, 7, 8, 9])[-2:])
+    check(hidden[1], alone(target, [10, 11]))
+
+
+def test_the_cache_outlives_inference_mode(tiny_model):
+    target, cache = FrozenTarget(tiny_model("llama")), RaggedCache(2, 32, initial_capacity=2)
+    with torch.inference_mode():
+        step(target, cache, 0, 1, torch.tensor([[5, 6, 7]]))
+        cache.advance(0, 3)
+    hidden = step(target, cache, 0, 2, torch.tensor([[8, 9], [10, 11]]))
+    check(hidden[0], alone(target, [5, 6, 7, 8, 9])[-2:])
+
+
+def write(cache, start, stop, T, value):
+    """A layer's update with keys = value, values = -value; returns what attention would read."""
+    key = torch.full((stop - start, 2, T, 3), float(value))
+    return cache.view(start, stop, T).update(key, -key, 0)
+
+
+def test_reads_are_views_and_growth_keeps_what_was_written():
+    cache = RaggedCache(2, max_len=12, initial_capacity=4)
+    keys, values = write(cache, 0, 1, 3, 1)
+    assert keys.shape == (1, 2, 3, 3) and keys.untyped_storage().nbytes() == 2 * 2 * 4 * 3 * 4  # no copy
+    assert cache.bytes() == 2 * (2 * 2 * 4 * 3) * 4
+    cache.advance(0, 3)
+    keys, values = write(cache, 0, 2, 2, 7)
+    assert cache.capacity == 8 and cache.bytes() == 2 * (2 * 2 * 8 * 3) * 4
+    assert keys[0, 0, :, 0].tolist() == [1, 1, 1, 7, 7] and values[1, 1, :2, 2].tolist() == [-7, -7]
+    cache.advance(0, 2)
+    write(cache, 0, 1, 7, 3)
+    assert cache.capacity == 12
+    with pytest.raises(ConfigError, match="max_len=12"):
+        cache.view(0, 2, 8)
+    assert cache.lengths == [5, 0]
+
+
+def test_resized_caches_keep_what_has_a_place():
+    cache = RaggedCache(3, max_len=16, initial_capacity=4)
+    key = torch.arange(3 * 4).float().reshape(3, 1, 4, 1)
+    cache.view(0, 3, 4).update(key, -key, 0)
+    for row, length in enumerate((4, 2, 3)):
+        cache.advance(row, length)
+    cache.resize(2, 8)
+    assert cache.lengths == [4, 2, 0] and cache.bytes() == 2 * (2 * 8) * 4
+    assert cache.keys_of(0, 0, 2)[0, 0, :4, 0].tolist() == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match="not within the 2 rows"):
+        cache.view(0, 3, 1)
+    cache.copy_prefix(0, 1, 3)
+    assert cache.lengths == [4, 3, 0] and cache.keys_of(0, 0, 2)[1, 0, :3, 0].tolist() == [0, 1, 2]
+    cache.resize(3, 2)
+    assert cache.lengths == [2, 2, 0]
+    with pytest.raises(ConfigError, match="holds 2 tokens, not 3"):
+        cache.copy_prefix(0, 1, 3)
+    for rows, capacity in ((0, 2), (4, 2), (2, 17)):
+        with pytest.raises(ConfigError, match=r"at most 3 × 16"):
+            cache.resize(rows, capacity)
+
+
+def test_room_can_be_reserved_without_keys():
+    """A head without attention keeps lengths only; the cache grows, and refuses, as if it had written."""
+    cache = RaggedCache(2, max_len=12, initial_capacity=2)
+    cache.reserve(0, 2, 5)
+    cache.advance(0, 5)
+    cache.reserve(0, 1, 3)
+    cache.advance(0, 3)
+    assert cache.lengths == [8, 0] and cache.bytes() == 0
+    with pytest.raises(ConfigError, match="max_len=12"):
+        cache.reserve(0, 2, 5)
+
+
+def test_masks_and_positions():
+    cache = RaggedCache(3, max_len=16)
+    assert cache.mask(0, 3, 1) is None and cache.mask(0, 3, 4) is None  # empty rows: plain causal
+    cache.lengths[:] = [2, 2, 0]
+    assert cache.mask(0, 2, 1) is None  # one token each, equal lengths: sees everything
+    assert cache.position_ids(0, 3, 2).tolist() == [[2, 3], [2, 3], [0, 1]]
+    assert cache.mask(0, 1, 2).tolist() == [[[[True, True, True, False], [True, True, True, True]]]]
+    ragged = cache.mask(1, 3, 1)  # [2, 1, 1, 3]
+    assert ragged.tolist() == [[[[True, True, True]]], [[[True, False, False]]]]
+
+
+def test_mistakes_are_named():
+    cache = RaggedCache(2, max_len=8)
+    with pytest.raises(ConfigError, match="not within the 2 rows"):
+        cache.view(1, 3, 1)
+    with pytest.raises(ConfigError, match="num_new_tokens=0"):
+        cache.view(0, 1, 0)
+    with pytest.raises(ConfigError, match="cannot keep 1"):
+        cache.truncate(0, 1)
+    with pytest.raises(ConfigError, match="cannot advance by 9"):
+        cache.advance(0, 9)
+    with pytest.raises(ConfigError, match="1 rows × 2 tokens"):
+        cache.view(0, 1, 2).update(torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2), 0)
+    with pytest.raises(ConfigError, match="at least 1"):
+        RaggedCache(0, 4)
+
+
+def test_keep_closes_up_what_was_accepted():
+    cache = RaggedCache(2, 32, initial_capacity=8)
+    for start, count in ((0, 3), (3, 5)):
+        view = cache.view(0, 2, count)
+        numbers = torch.arange(start, start + count, dtype=torch.float32)
+        states = numbers[None, None, :, None].expand(2, 1, -1, 2) + 100 * torch.arange(2)[:, None, None, None]
+        view.update(states, -states, 0)
+        if start == 0:
+            for row in range(2):
+                cache.advance(row, 3)
+    cache.keep([[0, 2, 4], [0]])
+    assert cache.lengths == [6, 4]
+    assert cache.keys_of(0, 0, 2)[0, 0, :6, 0].tolist() == [0, 1, 2, 3, 5, 7]
+    assert cache._values[0][1, 0, :4, 1].tolist() == [-100, -101, -102, -103]
+
+
+def test_a_tree_sees_the_text_and_its_ancestors():
+    cache = RaggedCache(2, 32)
+    cache.advance(0, 3)
+    cache.advance(1, 1)
+    visible = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool().expand(2, -1, -1)
+    mask, index = cache.tree_mask(0, 2, [3, 1], visible)
+    assert mask.shape == (2, 1, 4, 7) and index.tolist()[1] == [-1, 0, 1, 2, 3, 4, 5]
+    assert mask[0, 0].int().tolist() == [[1, 1, 1, *row] for row in visible[0].int().tolist()]
+    assert mask[1, 0].int().tolist() == [[1, *row, 0, 0] for row in visible[0].int().tolist()]
+    # half of the tree is written already: two new tokens after two drafts
+    cache.advance(0, 2)
+    cache.advance(1, 2)
+    later, _ = cache.tree_mask(0, 2, [3, 1], visible[:, 2:])
+    assert torch.equal(later, mask[:, :, 2:])

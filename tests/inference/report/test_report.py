@@ -1,0 +1,360 @@
+"""The acceptance report: cells agree with their counters, files round-trip, page and table are complete."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import random
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from rich.console import Console
+
+from inference.report.build import bin_width, build_cells, build_report, check_gates, output_position_bins
+from inference.report.cell import Cell, LosslessCheck, Spread, TokenDifference
+from inference.report.docs import acceptance_markdown
+from inference.report.html import render_html, write_html
+from inference.report.measurement import CellMeasurement, Costs, RequestRounds, TimedRun
+from inference.report.merge_engines import lay_beside
+from inference.report.schema import SUMMARY_KEYS, AcceptanceReport, Bound, Provenance, load_report, save_report
+from inference.report.table import print_report
+from inference.spec_decode.replay import ReplayResult
+from speculators.errors import ConfigError, DataError
+
+WORKLOADS = {"arithmetic": 0.86, "python": 0.83, "json": 0.93, "rewrite": 0.9, "table-qa": 0.78, "chat": 0.66}
+K = 4
+
+
+def provenance(**changes) -> Provenance:
+    fields = dict(
+        draftsmith_version="0.1.0",
+        git_commit="0123456789abcdef0123",
+        python_version="3.11.7",
+        torch_version="2.13.0+cpu",
+        transformers_version="5.19.0",
+        platform="Linux-x86_64",
+        cpu_model="Example CPU 3.0 GHz",
+        cpu_cores=2,
+        threads=1,
+        device="cpu",
+        dtype="bfloat16",
+        recipe_name="quickstart/eagle3",
+        recipe_sha256="ab" * 32,
+        chat_template_sha256="cd" * 32,
+        target_name="recipes/quickstart/target",
+        target_weights_sha256="ef" * 32,
+        drafter_method="eagle3",
+        drafter_path="runs/quickstart/eagle3/export",
+        drafter_config={"tap_layers": [2, 8, 13]},
+        num_speculative_tokens=K,
+        max_num_seqs=1,
+        created_at="2025-01-02T03:04:05Z",
+        duration_s=93.2,
+        seeds=[0],
+    )
+    return Provenance(**(fields | changes))
+
+
+def make_request(rng: random.Random, rate: float, length: int = 96) -> RequestRounds:
+    """A request whose drafts are each accepted with probability `rate`."""
+    per_pos, per_round, written = [0] * K, [], 1
+    while written < length:
+        accepted = 0
+        while accepted < K and written + accepted < length and rng.random() < rate:
+            per_pos[accepted] += 1
+            accepted += 1
+        per_round.append(accepted)
+        written += accepted + 1
+    return RequestRounds(min(written, length), len(per_round), K * len(per_round), per_pos, per_round)
+
+
+def make_measurement(workload: str, temperature: float, rate: float, method: str = "eagle3") -> CellMeasurement:
+    rng = random.Random(f"{workload}{temperature}{method}")
+    requests = [make_request(rng, rate) for _ in range(12)]
+    tokens = sum(request.output_tokens for request in requests)
+    rounds = sum(request.num_drafts for request in requests)
+    off = [tokens * 0.004 * rng.uniform(0.95, 1.05) for _ in range(5)]
+    on = [rounds * 0.0059 * rng.uniform(0.95, 1.05) for _ in range(5)]
+    hugging = [tokens * 0.0052 * rng.uniform(0.9, 1.1) for _ in range(5)]
+    shares = {"draft": 0.2, "verify": 0.6, "sample": 0.05, "schedule": 0.01, "commit": 0.03, "prefill": 0.08}
+    check = LosslessCheck(dtype="float32", reference="autoregressive", checked_prompts=12, mismatches=0, ties=0)
+    tie = TokenDifference(prompt="3", position=17, reference_token=5, token=9, top_two_gap=0.01, noise=0.03, tie=True)
+    half = LosslessCheck(
+        dtype="bfloat16", reference="autoregressive", checked_prompts=12, mismatches=0, ties=1, details=[tie]
+    )
+    return CellMeasurement(
+        workload=workload,
+        temperature=temperature,
+        method=method,
+        requests=requests,
+        speculative=[TimedRun(tokens, seconds) for seconds in on],
+        autoregressive=[TimedRun(tokens, seconds) for seconds in off],
+        transformers_generate=[TimedRun(tokens, seconds) for seconds in hugging],
+        phase_seconds={name: share * sum(on) for name, share in shares.items()},
+        costs=Costs(target_step_ms=3.8, verify_ms=4.2, draft_ms=1.1, batch_size=1, context_length=128),
+        replay=[
+            ReplayResult(r.num_drafts * rng.uniform(0.97, 1.03), [float(n) for n in r.accepted_per_pos])
+            for r in requests
+        ],
+        replay_paired=True,
+        lossless=[check, half] if temperature == 0 else [],
+    )
+
+
+def make_report(**gates: Bound) -> AcceptanceReport:
+    measurements = [
+        make_measurement(workload, temperature, rate - 0.08 * temperature)
+        for temperature in (0.0, 1.0)
+        for workload, rate in WORKLOADS.items()
+    ]
+    measurements += [make_measurement("chat", t, 0.4, method="ngram") for t in (0.0, 1.0)]
+    bounds = {name.replace("__", "."): bound for name, bound in gates.items()}
+    return build_report(measurements, provenance(), bounds)
+
+
+def history() -> list[dict]:
+    return [
+        {
+            "step": 50 * i,
+            "loss": 4 * math.exp(-i / 6) + 0.6 + 0.05 * math.sin(i),
+            "expected_acceptance_length": 1 + 2.6 * (1 - math.exp(-i / 7)) if i % 3 == 0 else None,
+            "alpha": [(0.9 - 0.04 * k) * (1 - math.exp(-i / 5)) for k in range(5)],
+            "learning_rate": 1e-4,
+        }
+        for i in range(1, 31)
+    ]
+
+
+@pytest.fixture(scope="module")
+def report() -> AcceptanceReport:
+    return make_report(
+        lossless_mismatches=Bound(max=0), t0__acceptance_length=Bound(min=3.0), t1__efficiency=Bound(min=2)
+    )
+
+
+def test_the_pool_is_made_of_sums_not_of_means(report: AcceptanceReport) -> None:
+    pooled = report.cell("all", 0.0)
+    parts = [report.cell(workload, 0.0) for workload in WORKLOADS]
+    assert pooled.num_drafts == sum(part.num_drafts for part in parts)
+    assert pooled.acceptance_length == 1 + sum(p.num_accepted_tokens for p in parts) / sum(p.num_drafts for p in parts)
+    seconds = [sum(p.output_tokens / p.tokens_per_second.speculative.repeats[i] for p in parts) for i in range(5)]
+    assert pooled.tokens_per_second.speculative.repeats == pytest.approx([pooled.output_tokens / s for s in seconds])
+    assert pooled.prompts == 12 * len(WORKLOADS)
+    assert [check.checked_prompts for check in pooled.lossless] == [72, 72]
+
+
+def test_the_pooled_limit_is_the_ratio_of_pooled_times() -> None:
+    slow = make_measurement("slow", 0.0, 0.5)
+    fast = make_measurement("fast", 0.0, 0.9)
+    slow = CellMeasurement(**(vars(slow) | {"costs": Costs(10.0, 12.0, 4.0)}))
+    cells = {cell.workload: cell for cell in build_cells([slow, fast])}
+    parts = [cells["slow"], cells["fast"]]
+    without = sum(c.acceptance_length * c.num_drafts * c.cost_model.target_step_ms for c in parts)
+    with_drafts = sum(c.num_drafts * (c.cost_model.verify_ms + c.cost_model.draft_ms) for c in parts)
+    assert cells["all"].cost_model.limit_speedup == pytest.approx(without / with_drafts)
+
+
+def test_speedup_is_the_median_of_paired_ratios_not_the_ratio_of_medians() -> None:
+    base = vars(make_measurement("x", 0.0, 0.5)) | {"phase_seconds": {}}
+    on = [TimedRun(100, 1.0), TimedRun(100, 2.0), TimedRun(100, 4.0)]  # the machine slows down twice over
+    off = [TimedRun(100, 2.0), TimedRun(100, 4.0), TimedRun(100, 8.0)]
+    cell = build_cells([CellMeasurement(**(base | {"speculative": on, "autoregressive": off}))])[0]
+    assert cell.speedup_vs_autoregressive.repeats == [2.0, 2.0, 2.0]
+    assert (cell.speedup_vs_autoregressive.low, cell.speedup_vs_autoregressive.high) == (2.0, 2.0)
+
+
+def test_spread_gives_quartiles() -> None:
+    assert Spread.of([5.0, 1.0, 3.0, 2.0, 4.0]).model_dump() == {
+        "median": 3.0, "low": 2.0, "high": 4.0, "repeats": [5.0, 1.0, 3.0, 2.0, 4.0],
+    }  # fmt: skip
+    assert Spread.of([7.0]).low == Spread.of([7.0]).high == 7.0
+    with pytest.raises(DataError, match="at least one repeat"):
+        Spread.of([])
+
+
+def test_the_histogram_holds_every_round_and_every_accepted_draft(report: AcceptanceReport) -> None:
+    for cell in report.results:
+        assert sum(cell.histogram) == cell.num_drafts
+        assert sum(j * count for j, count in enumerate(cell.histogram)) == cell.num_accepted_tokens
+
+
+def test_output_positions_follow_the_anchors() -> None:
+    request = RequestRounds(9, 3, 12, [2, 2, 1, 0], [3, 0, 2])  # anchors at output tokens 0, 4, 5
+    bins = output_position_bins([request], width=4)
+    assert [(b.start, b.stop, b.rounds, b.acceptance_length) for b in bins] == [
+        (0, 4, 1, 4.0),
+        (4, 8, 2, 2.0),
+    ]
+    lying = RequestRounds(9, 3, 12, [2, 2, 1, 0], [3, 0, 1])
+    with pytest.raises(DataError, match="committed drafts only"):
+        output_position_bins([lying], width=4, where="chat")
+
+
+@pytest.mark.parametrize(("longest", "width"), [(0, 16), (96, 16), (256, 32), (257, 64), (2048, 256)])
+def test_bin_width(longest: int, width: int) -> None:
+    assert bin_width(longest) == width
+
+
+def test_expected_equals_measured_when_replay_sees_the_same_rounds() -> None:
+    same = make_measurement("x", 0.0, 0.7)
+    replay = [ReplayResult(float(r.num_drafts), [float(n) for n in r.accepted_per_pos]) for r in same.requests]
+    cell = build_cells([CellMeasurement(**(vars(same) | {"replay": replay}))])[0]
+    assert cell.expected.relative_difference == pytest.approx(0.0, abs=1e-12)
+    assert cell.expected.standard_error == pytest.approx(0.0, abs=1e-12)
+
+
+def test_the_standard_error_is_the_scatter_of_repeated_evaluations() -> None:
+    rng = random.Random(1)
+    differences, errors = [], []
+    for _ in range(150):
+        requests = [make_request(rng, 0.7, length=40) for _ in range(30)]
+        others = [make_request(rng, 0.7, length=40) for _ in range(30)]
+        replay = [ReplayResult(float(r.num_drafts), [float(n) for n in r.accepted_per_pos]) for r in others]
+        cell = build_cells([CellMeasurement("x", 1.0, "eagle3", requests, replay=replay)])[0]
+        differences.append(cell.expected.relative_difference)
+        errors.append(cell.expected.standard_error)
+    scatter = math.sqrt(sum(d * d for d in differences) / len(differences))
+    assert scatter == pytest.approx(sum(errors) / len(errors), rel=0.2)
+
+
+def test_gates(report: AcceptanceReport) -> None:
+    verdicts = {gate.name: gate.passed for gate in report.gates}
+    assert verdicts == {"lossless_mismatches": True, "t0.acceptance_length": True, "t1.efficiency": False}
+    assert not report.passed
+    edge = check_gates({"a": 3.0}, {"a": Bound(min=3.0, max=3.0)})
+    assert edge[0].passed
+    with pytest.raises(ConfigError, match=r"gates\.speed: no such figure.*t0\.acceptance_length"):
+        check_gates(report.summary, {"speed": Bound(min=1)})
+    with pytest.raises(ValidationError, match="cannot fail"):
+        Bound()
+
+
+def test_summary_holds_the_headline_figures(report: AcceptanceReport) -> None:
+    wanted = {
+        "lossless_mismatches",
+        "t0.acceptance_length",
+        "t1.acceptance_length",
+        "t0.speedup_vs_autoregressive",
+    }
+    assert wanted | {"t0.efficiency", "expected_measured_gap"} <= set(report.summary)
+    gaps = [report.cell("all", t).expected.gap[0] for t in (0.0, 1.0)]
+    assert report.summary["expected_measured_gap"] == max(gaps)
+
+
+def both_engines(report: AcceptanceReport) -> list[AcceptanceReport]:
+    """The report, and the same figures as those of vLLM."""
+    tree, made = report.model_dump(), []
+    for engine in ("draftsmith", "vllm"):
+        facts = {"engine": engine, "engines": [{"name": engine, "version": "1"}], "prompts_sha256": "ab" * 32}
+        results = [cell | {"engine": engine} for cell in tree["results"]]
+        made.append(
+            AcceptanceReport.model_validate(tree | {"results": results, "provenance": tree["provenance"] | facts})
+        )
+    return made
+
+
+def test_summary_keys_are_those_documented(report: AcceptanceReport) -> None:
+    keys = lay_beside(*both_engines(report)).summary
+    assert {re.sub(r"^t[\d.]+\.", "t<T>.", key) for key in keys} == set(SUMMARY_KEYS)
+
+
+def test_round_trip(report: AcceptanceReport, tmp_path: Path) -> None:
+    path = save_report(report, tmp_path / "deep" / "acceptance.json")
+    assert load_report(path) == report
+    assert [p.name for p in path.parent.iterdir()] == ["acceptance.json"]
+    assert "NaN" not in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda raw: raw.update(schema_version="9.9"), "schema_version is '9.9'"),
+        (lambda raw: raw.update(extra=1), "extra"),
+        (lambda raw: raw["results"][0].update(acceptance_length=9.0), "but the cell's counters give"),
+        (lambda raw: raw["results"][0]["histogram"].append(1), r"results.0.*histogram"),
+        (lambda raw: raw["provenance"].pop("dtype"), "provenance.dtype"),
+    ],
+)
+def test_a_report_that_was_tampered_with_does_not_load(
+    report: AcceptanceReport, tmp_path: Path, change, message
+) -> None:
+    raw = json.loads(report.model_dump_json())
+    change(raw)
+    path = tmp_path / "acceptance.json"
+    path.write_text(json.dumps(raw))
+    with pytest.raises(DataError, match=message):
+        load_report(path)
+
+
+def test_a_file_that_is_no_report_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "acceptance.json"
+    path.write_text("{")
+    with pytest.raises(DataError, match=r"acceptance\.json: cannot be read as JSON"):
+        load_report(path)
+
+
+def test_time_shares_must_fit_the_wall_time() -> None:
+    base = vars(make_measurement("x", 0.0, 0.5))
+    with pytest.raises(DataError, match="must not overlap"):
+        build_cells([CellMeasurement(**(base | {"phase_seconds": {"verify": 1e6}}))])
+    with pytest.raises(DataError, match="unknown phases \\['nap'\\]"):
+        build_cells([CellMeasurement(**(base | {"phase_seconds": {"nap": 0.1}}))])
+
+
+def bare_report() -> AcceptanceReport:
+    """Only counters, and one workload that never drafted: everything optional is absent."""
+    silent = CellMeasurement("silent", 0.0, "eagle3", [RequestRounds(5, 0, 0, [0] * K)])
+    busy = CellMeasurement("busy <b> $x$", 0.0, "eagle3", [RequestRounds(9, 3, 12, [2, 2, 1, 0])])
+    return build_report([silent, busy], provenance(recipe_name=None, git_commit=None))
+
+
+def test_the_page_is_self_contained_and_complete(report: AcceptanceReport, tmp_path: Path) -> None:
+    page = write_html(report, tmp_path / "report.html", history()).read_text(encoding="utf-8")
+    assert not re.search(r"https?:|//cdn|@import|<link|<script|src=\"(?!data:)", page)
+    for name in [
+        *WORKLOADS,
+        "ngram",
+        "Training",
+        "Provenance",
+        "vllm serve",
+        "t1.efficiency",
+        "1 of 3 gates missed",
+    ]:
+        assert name in page
+    assert f"{report.cell('all', 0.0).acceptance_length:.2f}" in page
+    for encoded in re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', page):
+        assert not re.search(rb"<image|@import|<script|url\(http", base64.b64decode(encoded))
+    assert len(page) < 1_000_000
+
+
+def test_page_and_table_survive_missing_measurements() -> None:
+    bare = bare_report()
+    page = render_html(bare)
+    assert "busy &lt;b&gt; $x$" in page and "<b>" not in page
+    assert "not timed" in page
+    assert "silent" in printed(bare)
+
+
+def printed(report: AcceptanceReport, width: int = 80) -> str:
+    buffer = io.StringIO()
+    print_report(report, Console(file=buffer, width=width, color_system=None))
+    return buffer.getvalue()
+
+
+def test_the_table_fits_a_terminal(report: AcceptanceReport) -> None:
+    text = printed(report)
+    assert max(len(line) for line in text.splitlines()) <= 80
+    for name in WORKLOADS:
+        assert re.search(rf"^\W*{name} ", text, re.MULTILINE), f"{name} is cut or missing"
+    assert "missed" in text and "…" not in text
+
+
+def test_every_field_is_documented_and_the_page_of_docs_is_current() -> None:
+    text = acceptance_markdown()
+    assert all(field.description for field in [*Cell.model_fields.values(), *Provenance.model_fields.values()])
+    docs = Path(__file__).resolve().parents[3] / "docs" / "acceptance-json.md"
+    assert docs.read_text(encoding="utf-8") == text, "run: python -m inference.report.docs docs/acceptance-json.md"

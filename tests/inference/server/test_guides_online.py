@@ -1,0 +1,142 @@
+"""The servers and clients of vLLM's guides, module and model names changed: flags of today and of older versions."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+import torch
+
+from inference.bench.datasets import DatasetOptions, require_room
+from inference.entrypoints.vllm_options import known_device
+from inference.server.command import _todays
+from speculators.errors import ConfigError
+
+TARGET = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
+SERVER = """python -m inference.serve \
+    --model=MODEL \
+    --dtype float16 \
+    --tensor-parallel-size 1 \
+    --trust-remote-code \
+    --device gcu \
+    --block-size 64 \
+    --speculative-model DRAFTER \
+    --use-v2-block-manager \
+    --num-speculative-tokens 5"""
+CLIENT = """python -m inference.bench \
+    --backend vllm \
+    --dataset-name random \
+    --model=MODEL \
+    --num-prompts 10 \
+    --random-input-len 2048 \
+    --random-output-len 300 \
+    --request-rate 0.1 \
+    --trust-remote-code"""
+PAIRS = {"draft model": (SERVER, str(TARGET)), "ngram": (f"{SERVER} --ngram-prompt-lookup-max 3", "[ngram]")}
+TODAY = (
+    "python -m inference.serve --host 127.0.0.1 --model MODEL --seed 42 -tp 1 --gpu_memory_utilization 0.8 "
+    """--speculative_config '{"model": "DRAFTER", "num_speculative_tokens": 5}'"""
+)
+
+
+def words(line: str, drafter: str = "") -> list[str]:
+    line = line.replace("MODEL", str(TARGET)).replace("DRAFTER", drafter).replace("python", sys.executable, 1)
+    return shlex.split(line)
+
+
+@contextmanager
+def server(command: list[str], log: Path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with log.open("w") as output:
+        arguments = [*command, "--host", "127.0.0.1", "--port", str(port)]
+        process = subprocess.Popen(arguments, stdout=output, stderr=subprocess.STDOUT, env=os.environ)
+    try:
+        end = time.monotonic() + 300
+        while True:
+            assert process.poll() is None and time.monotonic() < end, log.read_text()
+            try:
+                if httpx2.get(f"http://127.0.0.1:{port}/health", timeout=10).status_code == 200:
+                    break
+            except httpx2.TransportError:
+                time.sleep(0.2)
+        yield port
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_server_and_its_client(pair, tmp_path):
+    """As the guide has them; the client's lengths are beyond this model's context, which is said at once, and shorter
+    ones are measured."""
+    line, drafter = PAIRS[pair]
+    log = tmp_path / "server.log"
+    with server(words(line, drafter), log) as port:
+        client = [*words(CLIENT), "--port", str(port)]
+        refused = subprocess.run(client, capture_output=True, text=True)
+        assert refused.returncode == 2 and "2348" in refused.stderr and "context of 2048" in refused.stderr
+        shorter = ["--random-input-len", "96", "--random-output-len", "24", "--request-rate", "10"]
+        result = tmp_path / "result.json"
+        saved = ["--save-result", "--result-dir", str(tmp_path), "--result-filename", result.name]
+        answered = subprocess.run([*client, *shorter, *saved], capture_output=True, text=True)
+        assert answered.returncode == 0, answered.stderr
+    found = json.loads(result.read_text())
+    assert (found["completed"], found["failed"], found["total_output_tokens"]) == (10, 0, 240)
+    assert found["spec_decode_num_drafts"] > 0 and "acceptance length" in answered.stdout
+    assert re.search(r"--speculative-model.*older flags; now --speculative-config", log.read_text())
+    assert "device='gcu'" in log.read_text() and "block_size" in log.read_text()
+
+
+@pytest.mark.slow
+def test_the_server_of_today_s_guide(tmp_path):
+    with server(words(TODAY, str(TARGET)), tmp_path / "log") as port:
+        asked = {"prompt": "The future of AI is", "max_tokens": 8}
+        answer = httpx2.post(f"http://127.0.0.1:{port}/v1/completions", json=asked, timeout=120)
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8
+
+
+def test_older_flags_are_shown_as_today_s(caplog):
+    flags = argparse.Namespace(speculative_config=None)
+    others = {
+        "speculative_model": "[ngram]",
+        "num_speculative_tokens": 5,
+        "ngram_prompt_lookup_max": 3,
+        "block_size": 1,
+    }
+    with caplog.at_level(logging.WARNING):
+        assert _todays(others, flags) == {"block_size": 1}
+    assert flags.speculative_config == {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}
+    assert '--speculative-config \'{"method": "ngram"' in caplog.text and "--ngram-prompt-lookup-max" in caplog.text
+    with pytest.raises(ConfigError, match="older flags"):
+        _todays(others, flags)
+    assert _todays({"block_size": 1}, flags) == {"block_size": 1}
+
+
+def test_a_device_that_torch_does_not_know():
+    assert known_device("cpu") == torch.device("cpu") and known_device(None) is None
+    with pytest.warns(UserWarning, match="gcu"):
+        assert known_device("gcu") is None
+
+
+@pytest.mark.parametrize("context", [None, 151])
+def test_random_lengths_within_the_context(context):
+    options = DatasetOptions("random", input_len=100, prefix_len=1, output_len=50)
+    require_room(options, context)
+    require_room(DatasetOptions("custom", "x.jsonl", input_len=9999), context)
+    with pytest.raises(ConfigError, match="context of 150"):
+        require_room(options, 150)

@@ -1,0 +1,68 @@
+"""Prompt lookup finds the longest and most recent match, whatever way the text grew."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from inference.requests.request import Request
+from inference.sampling_params import SamplingParams
+from inference.spec_decode.proposers.ngram import NgramIndex, NgramProposer
+from speculators.errors import ConfigError
+
+
+def by_search(text: list[int], min_n: int, max_n: int, count: int) -> list[int]:
+    """The definition: longest n first, then the last place before the end where the n-gram stands."""
+    for n in range(max_n, min_n - 1, -1):
+        for start in range(len(text) - n - 1, -1, -1):
+            if text[start : start + n] == text[len(text) - n :]:
+                grown = list(text)
+                for i in range(count):
+                    grown.append(grown[start + n + i])
+                return grown[len(text) :]
+    return []
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 3), (2, 4), (3, 3)])
+def test_index_equals_its_definition_on_growing_text(sizes):
+    source = random.Random(0)
+    for vocabulary in (2, 3, 6):
+        index, text = NgramIndex(*sizes), [source.randrange(vocabulary) for _ in range(source.randint(1, 9))]
+        for _ in range(60):
+            count = source.randint(1, 5)
+            assert index.lookup(text, count) == by_search(text, *sizes, count), text
+            text += [source.randrange(vocabulary) for _ in range(source.randint(1, 4))]
+
+
+def test_longest_match_wins_over_a_more_recent_shorter_one():
+    assert NgramIndex(1, 3).lookup([1, 2, 3, 7, 3, 8, 1, 2, 3], 1) == [7]
+    assert NgramIndex(1, 1).lookup([1, 2, 3, 7, 3, 8, 1, 2, 3], 1) == [8]
+
+
+def test_a_match_at_the_end_repeats_its_period():
+    assert NgramIndex(1, 2).lookup([9, 1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]
+    assert NgramIndex(1, 2).lookup([4, 4], 3) == [4, 4, 4]
+
+
+def request(tokens):
+    return Request("0", 0, tokens, SamplingParams(max_tokens=None), generator=None, max_model_len=len(tokens) + 2)
+
+
+def test_rows_have_their_own_counts_limits_and_survive_moves():
+    proposer = NgramProposer(4, 2, 3)
+    rows = [request([1, 2, 3, 1, 2]), request([5, 6, 7]), request([8, 9, 8, 9])]
+    for row in range(3):
+        proposer.reset(row)
+    proposal = proposer.propose(rows, [4, 4, 2])
+    assert proposal.counts == [4, 0, 2] and proposal.q is None
+    assert proposal.token_ids.tolist() == [[3, 1, 2, 3], [0] * 4, [8, 9, 0, 0]]
+    proposer.move(2, 0)
+    rows[2].token_ids += [1, 8, 9]
+    assert proposer.propose([rows[2], rows[1]], [1, 1]).token_ids.tolist() == [[1], [0]]
+    assert proposer.propose([rows[2]], [3]).token_ids.tolist() == [[1, 8, 9]]
+
+
+def test_sizes_are_checked():
+    with pytest.raises(ConfigError, match="prompt_lookup_min=3, prompt_lookup_max=2"):
+        NgramProposer(4, 3, 2)

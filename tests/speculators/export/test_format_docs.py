@@ -1,0 +1,41 @@
+"""docs/formats.md is what the tables say, and the tables say every field that is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speculators.export.format_docs import SAMPLES, formats_markdown
+from speculators.export.formats import LAYOUTS
+from speculators.registry import build_config
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "formats.md"
+
+
+def test_the_page_is_what_the_tables_say() -> None:
+    assert PAGE.read_text(encoding="utf-8") == formats_markdown(), (
+        "run: python -m speculators.export.format_docs docs/formats.md"
+    )
+
+
+def flat(fields: dict[str, Any], prefix: str = "") -> set[str]:
+    """Names of all fields, nested ones dotted; what is below `draftsmith` and rotary parameters is one field."""
+    names: set[str] = set()
+    for name, value in fields.items():
+        whole = isinstance(value, dict) and name not in ("draftsmith", "rope_parameters", "rope_scaling")
+        names |= flat(value, f"{prefix}{name}.") if whole else {prefix + name}
+    return names
+
+
+@pytest.mark.parametrize("key", [key for key in LAYOUTS if key[1] in SAMPLES], ids="-".join)
+def test_every_field_that_is_written_has_its_meaning(key) -> None:
+    layout, (always, switched) = LAYOUTS[key], SAMPLES[key[1]]
+    written: set[str] = set()
+    for switches in [{}, *switched]:
+        config = build_config("docs", key[1], **always | switches)
+        fields = layout.to_config(config)
+        fields["draftsmith"]["target"] = {"name_or_path": "T", "architectures": []}
+        written |= flat(layout.dressed(fields))
+    assert written == set(layout.meanings)

@@ -1,0 +1,252 @@
+"""Draft models trained by adapters of peft: what moves, what is exported, and who can load it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from speculators.errors import CheckpointError, ConfigError
+from speculators.export import export_drafter, load_drafter, load_weights, read_drafter_config
+from speculators.families.draft_model.model import DraftModel
+from speculators.target.frozen_target import FrozenTarget
+from tests.speculators.families.draft_model.test_draft_model import drafted, recipe
+from tests.speculators.families.test_contract import (
+    DEPTHS,
+    all_logits,
+    assert_unroll_equals_draft,
+    draft_logits,
+    packed,
+    rows,
+)
+from train.trainer.trainer import Trainer
+
+IDS = torch.tensor([[5, 9, 11, 42, 7, 90, 33, 8, 61, 20, 3]])
+PROJECTIONS = ["q_proj", "v_proj", "down_proj"]
+PEFT: dict[str, dict[str, Any]] = {
+    "lora, all linear": {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"},
+    "lora, a list": {"peft_type": "lora", "r": 4, "lora_alpha": 16, "use_rslora": True, "target_modules": PROJECTIONS},
+    "lora, embeddings and head": {"peft_type": "LORA", "r": 4, "target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+    "lora, a module trained whole": {
+        "peft_type": "LORA", "r": 4, "target_modules": PROJECTIONS, "modules_to_save": ["norm", "lm_head"],
+    },
+    "dora": {"peft_type": "LORA", "r": 4, "use_dora": True, "target_modules": "all-linear"},
+    "ia3": {"peft_type": "IA3", "target_modules": PROJECTIONS, "feedforward_modules": ["down_proj"]},
+    "oft": {"peft_type": "OFT", "oft_block_size": 4, "target_modules": ["q_proj", "v_proj"]},
+}  # fmt: skip
+any_peft = pytest.mark.parametrize("peft", PEFT.values(), ids=PEFT.keys())
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model) -> FrozenTarget:
+    return FrozenTarget(tiny_model("llama"))
+
+
+@pytest.fixture(scope="module")
+def base(tiny_model, tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("base")
+    tiny_model("llama", num_hidden_layers=2, hidden_size=16, head_dim=8).save_pretrained(folder)
+    return str(folder)
+
+
+def trainer(
+    target: FrozenTarget, base: str, peft: dict | None, folder: Path, steps: int = 4, **options: Any
+) -> Trainer:
+    training = {"steps": steps, "batch_size": 2, "learning_rate": 3e-2, "save_every": 2, "mixed_precision": "no"}
+    data = {"train": [{"demo": {}}], "max_length": 48}
+    chosen = recipe({"init_from": base, "peft": peft, **options}, training=training, data=data)
+    drafter = DraftModel(read_drafter_config(base)).attach(target)
+    load_weights(drafter, Path(base))
+    torch.manual_seed(0)
+    return Trainer(chosen, target, drafter, rows(), accelerator=Accelerator(cpu=True), folder=folder, fingerprint="a")
+
+
+def trained(target: FrozenTarget, base: str, peft: dict | None, folder: Path, **options: Any) -> DraftModel:
+    run = trainer(target, base, peft, folder, **options)
+    history = run.run().history
+    assert history[-1]["loss"] < history[0]["loss"]
+    return run.drafter.eval()
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model(IDS).logits
+
+
+@any_peft
+def test_training_moves_the_adapter_only(target, base, peft, tmp_path: Path) -> None:
+    original = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    drafter = trained(target, base, peft, tmp_path)
+    kept = {
+        name.replace(".base_layer.", ".").replace(".original_module.", "."): tensor
+        for name, tensor in drafter.model.state_dict().items()
+    }
+    assert original.keys() <= kept.keys()
+    for name, tensor in original.items():
+        assert torch.equal(kept[name], tensor), name
+    with drafter.adapter.peft.disable_adapter():
+        before = logits(drafter.model)
+    assert not torch.allclose(logits(drafter.model), before, atol=1e-2)
+
+
+@any_peft
+def test_a_merged_export_is_a_plain_model(target, base, peft, tmp_path: Path) -> None:
+    """For transformers, and for us; and exporting changes nothing."""
+    drafter = trained(target, base, peft, tmp_path / "run")
+    expected = logits(drafter.model)
+    for name in ("once", "twice"):
+        folder = export_drafter(drafter, tmp_path / name, dtype=torch.float32)
+    plain, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values())
+    torch.testing.assert_close(logits(plain), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits(drafter.model), expected)
+    again = load_drafter(folder, target)
+    torch.testing.assert_close(logits(again.model), logits(plain))
+    assert again.config == read_drafter_config(base)
+    assert not (folder / "adapter_config.json").exists()
+
+
+@any_peft
+def test_an_adapter_export_is_one_for_peft(target, base, peft, tmp_path: Path) -> None:
+    drafter = trained(target, base, peft, tmp_path / "run", peft_export="adapter")
+    expected = logits(drafter.model)
+    folder = export_drafter(drafter, tmp_path / "adapter", dtype=torch.float32)
+    assert read_drafter_config(folder).adapter_of == base
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == base
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(folder))
+    torch.testing.assert_close(logits(plain), expected)
+    again = load_drafter(folder, target)
+    torch.testing.assert_close(logits(again.model), expected, atol=1e-4, rtol=1e-4)
+    # what was loaded is a whole model
+    whole = load_drafter(export_drafter(again, tmp_path / "whole", dtype=torch.float32), target)
+    torch.testing.assert_close(logits(whole.model), expected, atol=1e-4, rtol=1e-4)
+
+
+@any_peft
+def test_an_adapter_drafts_as_it_is_trained(target, base, peft, tmp_path: Path) -> None:
+    """Merged for drafting, beside the weights for training, and back again."""
+    drafter = trained(target, base, peft, tmp_path)
+    features = target.features(**packed([9, 6]))
+    before = all_logits(drafter, features)
+    assert_unroll_equals_draft((target, drafter), packed([9, 6]))
+    drafted(target.model, drafter)
+    drafter.train().eval()
+    for a, b in zip(before, all_logits(drafter, features)):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_an_exported_adapter_drafts_the_same(target, base, tmp_path: Path) -> None:
+    drafter = trained(target, base, PEFT["lora, all linear"], tmp_path / "run", peft_export="adapter")
+    again = load_drafter(export_drafter(drafter, tmp_path / "adapter", dtype=torch.float32), target)
+    forced = torch.tensor([3, 4, 0])
+    expected = draft_logits((target, drafter.freeze()), IDS[0], 7, DEPTHS, forced)
+    torch.testing.assert_close(draft_logits((target, again), IDS[0], 7, DEPTHS, forced), expected, atol=1e-4, rtol=1e-4)
+
+
+@any_peft
+def test_killed_and_started_again_ends_with_the_same_weights(target, base, peft, tmp_path: Path) -> None:
+    whole = trainer(target, base, peft, tmp_path / "whole")
+    whole.run()
+    broken = trainer(target, base, peft, tmp_path / "broken")
+
+    def die(share: float, note: str) -> None:
+        if broken.state.step == 3:
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        broken.run(die)
+    again = trainer(target, base, peft, tmp_path / "broken")
+    again.run()
+    found = again.drafter.state_dict()
+    for name, tensor in whole.drafter.state_dict().items():
+        assert torch.equal(tensor, found[name]), name
+
+
+# ---------------------------------------------------------------------- going on from an adapter
+
+
+def test_training_goes_on_from_an_exported_adapter(target, base, tmp_path: Path) -> None:
+    """Whole or by another adapter, merged at the end: an adapter of an adapter is nothing others can load."""
+    lora = PEFT["lora, all linear"]
+    first = trained(target, base, lora, tmp_path / "first", peft_export="adapter")
+    folder = str(export_drafter(first, tmp_path / "adapter", dtype=torch.float32))
+    for name, peft in {"whole": None, "second": lora}.items():
+        drafter = trained(target, folder, peft, tmp_path / name)
+        again = load_drafter(export_drafter(drafter, tmp_path / f"{name} export", dtype=torch.float32), target)
+        torch.testing.assert_close(logits(again.model), logits(drafter.model), atol=1e-4, rtol=1e-4)
+    options = recipe({"init_from": folder, "peft": lora, "peft_export": "adapter"}).drafter
+    with pytest.raises(ConfigError, match="peft_export.*is itself an adapter.*merged"):
+        options.accept(read_drafter_config(folder))
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    "peft, message",
+    [
+        ({"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 4}, "PROMPT_TUNING.*virtual tokens"),
+        ({"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 4}, "PREFIX_TUNING.*virtual tokens"),
+        ({"r": 8}, "peft_type is None; expected one that .*LORA"),
+        ({"peft_type": "LORAX"}, "LORAX.*expected one that .*LORA"),
+        ({"peft_type": "LORA", "rank": 8}, "does not take this LORA configuration.*rank"),
+        ({"peft_type": "LORA", "r": 8, "task_type": "SEQ_CLS"}, "task_type"),
+        ({"peft_type": "IA3", "target_modules": ["k_proj"], "feedforward_modules": ["up_proj"]}, "subset"),
+    ],
+)
+def test_what_is_no_adapter_of_layers_is_refused_in_the_recipe(peft, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        recipe({"init_from": "x", "peft": peft})
+
+
+@pytest.mark.parametrize(
+    "peft",
+    [{"peft_type": "LORA", "r": 0}, {"peft_type": "LORA", "target_modules": ["no_such_layer"]}],
+    ids=["rank 0", "no such layer"],
+)
+def test_an_adapter_that_does_not_fit_is_refused(target, base, peft, tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, ValueError), match="peft"):
+        trainer(target, base, peft, tmp_path)
+
+
+def test_an_adapter_needs_a_model_that_others_have() -> None:
+    with pytest.raises(ValueError, match="peft_export: adapter needs peft, and init_from"):
+        recipe({"from_target": {"first": 1}, "peft": PEFT["dora"], "peft_export": "adapter"})
+    with pytest.raises(ValueError, match="peft_export: adapter needs peft, and init_from"):
+        recipe({"init_from": "x", "peft_export": "adapter"})
+
+
+@pytest.mark.parametrize("name", ["lora, all linear", "lora, a module trained whole", "dora", "ia3", "oft"])
+def test_an_incomplete_adapter_is_refused(target, base, name: str, tmp_path: Path) -> None:
+    drafter = trained(target, base, PEFT[name], tmp_path / "run", peft_export="adapter")
+    folder = export_drafter(drafter, tmp_path / "adapter", dtype=torch.float32)
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    for missing in tensors:
+        save_file({n: t for n, t in tensors.items() if n != missing}, file)
+        with pytest.raises(CheckpointError, match="adapter"):
+            load_drafter(folder, target)
+    save_file(tensors | {next(iter(tensors)): torch.zeros(3, 3)}, file)
+    with pytest.raises(CheckpointError, match="adapter"):
+        load_drafter(folder, target)
+    save_file({n: t * float("nan") for n, t in tensors.items()}, file)
+    with pytest.raises(CheckpointError, match="not finite"):
+        load_drafter(folder, target)
+
+
+def test_an_adapter_folder_of_someone_elses_says_what_it_is(target, base, tmp_path: Path) -> None:
+    """peft's own folder, with a config.json that does not say so."""
+    drafter = trained(target, base, PEFT["dora"], tmp_path / "run", peft_export="adapter")
+    folder = export_drafter(drafter, tmp_path / "adapter", dtype=torch.float32)
+    fields = json.loads((folder / "config.json").read_text())
+    del fields["draftsmith"]
+    (folder / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match="this is an adapter.*load the merged model"):
+        load_drafter(folder, target)

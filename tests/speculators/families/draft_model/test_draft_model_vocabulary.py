@@ -1,0 +1,211 @@
+"""Draft models with another tokenizer than their target's: refused, or drafting what both have; still lossless."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inference import LLM, SamplingParams
+from inference.kv_cache import memory_limit as kv_memory
+from inference.kv_cache.ragged_cache import RaggedCache
+from speculators.errors import CheckpointError, ConfigError
+from speculators.export import export_drafter, load_drafter, read_drafter_config
+from speculators.families.draft_model.model import DraftModel
+from speculators.target.frozen_target import FrozenTarget
+from speculators.vocab.token_map import FILE, TokenMap
+from tests.speculators.families.conftest import OPT
+from tests.speculators.families.draft_model.test_draft_model import same_text, student
+from tests.speculators.families.test_contract import (
+    DEPTHS,
+    VOCAB,
+    assert_distributed_as_the_target,
+    assert_ragged_rows_draft_as_alone,
+    assert_reuse_and_preemption_change_no_draft,
+    assert_unroll_equals_draft,
+    draft_logits,
+    packed,
+)
+from tests.speculators.vocab.test_token_map import byte_level, sentencepiece
+
+NOTHING, TWO = 6, 2  # target tokens spelt by nothing, by two draft tokens
+PROMPTS = ["The quick brown fox", "def add(left, right):", "läuft über die 日本語 🙂"]
+
+
+def made_up_map(vocab: int, draft_vocab: int, opening: list[int]) -> TokenMap:
+    """Target ids 6, 13, … are spelt by nothing, 2, 5, 8, … by two draft tokens; the others are shared."""
+    place = torch.randperm(draft_vocab, generator=torch.Generator().manual_seed(3)).tolist()
+    shared, spellings = {}, []
+    for id in range(vocab):
+        if id % 7 == NOTHING:
+            spellings.append([])
+        elif id % 3 == TWO:
+            spellings.append([place[-1 - id % 3], place[(5 * id) % draft_vocab]])
+        else:
+            shared[id] = place[len(shared)]
+            spellings.append([shared[id]])
+    return TokenMap(
+        target_ids=torch.tensor(list(shared)),
+        draft_ids=torch.tensor(list(shared.values())),
+        spelling_ids=torch.tensor([id for spelling in spellings for id in spelling]),
+        spelling_offsets=torch.tensor([0] + [len(spelling) for spelling in spellings]).cumsum(0),
+        opening_ids=torch.tensor(opening, dtype=torch.long),
+    )
+
+
+def other_tokens(model: Any, draft_vocab: int, opening: list[int], **config: Any) -> tuple[FrozenTarget, Any]:
+    target = FrozenTarget(model)
+    drafter = student(target, 0.1, config={"model_type": "opt", **OPT, "vocab_size": draft_vocab, **config})
+    drafter.token_map = made_up_map(target.vocab_size, draft_vocab, opening)
+    drafter.config = drafter.config.model_copy(update={"other_tokenizer": True})
+    return target, drafter
+
+
+OPENINGS = pytest.mark.parametrize("opening", [[], [4], [4, 7]], ids=["no opening", "BOS", "two"])
+
+
+def starting_with(row: torch.Tensor, *ids: int) -> torch.Tensor:
+    return torch.cat([torch.tensor(ids), row[len(ids) :]])
+
+
+@OPENINGS
+def test_unroll_equals_draft(tiny_model, opening) -> None:
+    """Also where a document begins with tokens that are spelt by nothing: the model has read nothing of it then."""
+    world = other_tokens(tiny_model("llama"), 90, opening)
+    batch = packed([9, 7, 8])
+    ids = batch["input_ids"][0]
+    ids[:2], ids[9], ids[12], ids[20:23] = NOTHING, 8, 13, NOTHING
+    drafted = torch.zeros(101, dtype=torch.bool).index_fill_(0, world[1].draft_to_target, True)
+    assert_unroll_equals_draft(world, batch, drafted)
+
+
+def test_texts_that_are_longer_in_the_draft_models_tokens(tiny_model) -> None:
+    """Learned positions end before the text does; the last one is used again, in training as in drafting."""
+    world = other_tokens(tiny_model("llama"), 90, [4], max_position_embeddings=8)
+    batch = packed([9, 7])
+    batch["input_ids"][0, :6] = 8
+    drafted = torch.zeros(101, dtype=torch.bool).index_fill_(0, world[1].draft_to_target, True)
+    assert_unroll_equals_draft(world, batch, drafted)
+
+
+def test_a_token_that_is_spelt_by_nothing_changes_nothing(tiny_model) -> None:
+    world = other_tokens(tiny_model("llama"), 90, [4])
+    forced = torch.tensor([3, 4, 0])
+    ids = torch.tensor([3, 8, 9, 1, 10, 5, 7])
+    expected = draft_logits(world, ids, 5, DEPTHS, forced)
+    silent = torch.tensor([NOTHING, 3, 8, NOTHING, 13, 9, 1, 10, 5, 7, NOTHING])
+    torch.testing.assert_close(draft_logits(world, silent, 9, DEPTHS, forced), expected)
+
+
+@OPENINGS
+def test_ragged_rows_draft_as_alone(tiny_model, opening) -> None:
+    world = other_tokens(tiny_model("llama"), 90, opening)
+    rows = [torch.randint(3, 100, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 9, 7, 1, 3)]
+    rows += [torch.tensor([NOTHING, NOTHING]), torch.tensor([NOTHING, 3])]
+    rows[0] = starting_with(rows[0], NOTHING, 8)
+    assert_ragged_rows_draft_as_alone(world, rows)
+
+
+@OPENINGS
+def test_sampled_text_is_distributed_as_the_targets(tiny_model, opening) -> None:
+    model = tiny_model("llama", vocab_size=VOCAB, max_position_embeddings=64)
+    assert_distributed_as_the_target(model, other_tokens(model, 9, opening)[1])
+
+
+@OPENINGS
+def test_reuse_and_preemption_change_no_draft(tiny_model, opening, monkeypatch) -> None:
+    """Rows of its cache are longer or shorter than the target's."""
+    model = tiny_model("llama", max_position_embeddings=96)
+    monkeypatch.setattr(kv_memory, "STEP", 2)
+    assert_reuse_and_preemption_change_no_draft(model, other_tokens(model, 90, opening)[1])
+
+
+def test_only_shared_tokens_are_drafted(tiny_model) -> None:
+    """q sums to one over them (TLI), and is the model's own distribution, renormalised."""
+    _, drafter = other_tokens(tiny_model("llama"), 90, [4])
+    hidden = torch.randn(3, OPT["hidden_size"])
+    whole = drafter.runner.logits(hidden).softmax(-1)[:, drafter.token_map.draft_ids]
+    torch.testing.assert_close(drafter.head(hidden).softmax(-1), whole / whole.sum(-1, keepdim=True))
+    cache = RaggedCache(1, 64)
+    ids = drafter.draft(
+        cache, 0, 1, torch.tensor([[5, 9, 8]]), None, None, [3], 20, lambda q: drafter.draft_to_target[q.argmax(-1)]
+    )
+    assert torch.isin(ids, drafter.token_map.target_ids).all()
+
+
+# ---------------------------------------------------------------------- real tokenizers, real folders
+
+
+def save(folder: Path, model: Any, tokenizer: Any) -> str:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def target_folder(tiny_model, tmp_path_factory) -> str:
+    return save(tmp_path_factory.mktemp("target"), tiny_model("llama", vocab_size=408), byte_level(400))
+
+
+@pytest.fixture(scope="module")
+def draft_folder(tiny_model, tmp_path_factory) -> str:
+    tokenizer = sentencepiece(bos=True)
+    model = tiny_model("llama", vocab_size=len(tokenizer) + 2, num_hidden_layers=1)
+    return save(tmp_path_factory.mktemp("draft"), model, tokenizer)
+
+
+def drafting(folder: str | Path, **options: Any) -> dict[str, Any]:
+    return {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3, **options}
+
+
+def test_another_tokenizer_is_refused_with_the_reason(target_folder: str, draft_folder: str) -> None:
+    reason = "tokenizer is not the target's: .*have another id.*use_heterogeneous_vocab: true"
+    with pytest.raises(ConfigError, match=reason):
+        LLM(target_folder, speculative_config=drafting(draft_folder))
+
+
+def test_a_tokenizer_that_shares_next_to_nothing_is_refused(tiny_model, target_folder: str, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet())[:20])}
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    folder = save(tmp_path, tiny_model("llama"), PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+    with pytest.raises(ConfigError, match="share 20 of them"):
+        LLM(target_folder, speculative_config=drafting(folder, use_heterogeneous_vocab=True))
+
+
+def test_the_option_belongs_to_draft_models() -> None:
+    with pytest.raises(ConfigError, match="use_heterogeneous_vocab belongs to draft_model"):
+        LLM("x", speculative_config={"method": "ngram", "num_speculative_tokens": 2, "use_heterogeneous_vocab": True})
+
+
+def test_an_intersection_drafts_and_is_exported_with_its_map(target_folder: str, draft_folder: str, tmp_path) -> None:
+    """The export needs no option: its map says what is drafted. Without the map it is no drafter."""
+    llm = same_text(
+        LLM(target_folder, speculative_config=drafting(draft_folder, use_heterogeneous_vocab=True)), prompts=PROMPTS
+    )
+    drafter = llm.engine.proposer._drafter
+    assert isinstance(drafter, DraftModel) and len(drafter.token_map.opening_ids) == 1
+    folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
+    assert read_drafter_config(folder) == drafter.config
+    again = LLM(target_folder, speculative_config=drafting(folder))
+    params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True, seed=5)
+    texts = [[o.outputs[0].token_ids for o in each.generate(PROMPTS, params, False)] for each in (llm, again)]
+    assert texts[0] == texts[1]
+    llm.reset_metrics(), again.reset_metrics()
+    same_text(llm, prompts=PROMPTS), same_text(again, prompts=PROMPTS)
+    assert llm.get_metrics() == again.get_metrics()
+    (folder / FILE).unlink()
+    with pytest.raises(CheckpointError, match=f"{FILE}: not there"):
+        load_drafter(folder, FrozenTarget.from_pretrained(target_folder))
+
+
+def test_a_map_for_another_target_is_refused(target_folder: str, draft_folder: str, tiny_model, tmp_path) -> None:
+    llm = LLM(target_folder, speculative_config=drafting(draft_folder, use_heterogeneous_vocab=True))
+    folder = export_drafter(llm.engine.proposer._drafter, tmp_path / "head", dtype=torch.float32)
+    with pytest.raises(CheckpointError, match="spells 408 target ids, the target has 101"):
+        load_drafter(folder, FrozenTarget(tiny_model("llama")))

@@ -1,0 +1,397 @@
+"""What every family owes: training and drafting are the same maths, exports reload to it, the runtime stays lossless.
+
+Runs over the cases of conftest.py; what is special about a family is tested in a file of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+
+from inference import LLM, SamplingParams
+from inference.evaluation.expected_acceptance import expected_acceptance
+from inference.kv_cache import memory_limit as kv_memory
+from inference.kv_cache.ragged_cache import RaggedCache
+from inference.sampling.sampler import probabilities
+from inference.spec_decode.replay import ReplayResult
+from speculators.drafter import Drafter
+from speculators.errors import CheckpointError
+from speculators.export import export_drafter, load_drafter, read_drafter_config
+from speculators.registry import FAMILIES, family_class
+from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from train.data.loss_mask import TokenRow
+from train.data.packing import pack
+from train.recipe.recipe import recipe_class
+from train.trainer.trainer import Trainer
+
+DEPTHS = 3
+World = tuple[FrozenTarget, Drafter]
+
+
+def packed(lengths: list[int], vocab: int = 100) -> dict[str, torch.Tensor]:
+    """One packed row of documents of these lengths, and a padded tail."""
+    source = torch.Generator().manual_seed(2)
+    ids = torch.randint(3, vocab, (sum(lengths) + 3,), generator=source)
+    positions = torch.cat([torch.arange(n) for n in (*lengths, 3)])
+    segments = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)] + [torch.full((3,), -1)])
+    return {
+        "input_ids": ids[None],
+        "position_ids": positions[None],
+        "segment_ids": segments[None],
+        "loss_mask": (segments >= 0)[None],
+    }
+
+
+def read(drafter: Drafter, taps: torch.Tensor | None, last: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return taps if drafter.reads_taps else None, last if drafter.reads_last_hidden else None
+
+
+@torch.no_grad()
+def draft_logits(world: World, ids: torch.Tensor, anchor: int, k: int, forced: torch.Tensor) -> torch.Tensor:
+    """Draft logits [k, V_draft] of the runtime path for slot `anchor` of one document, forcing the drafted tokens."""
+    target, drafter = world
+    taps, last = target(ids[None, : anchor + 1])
+    cache, seen, first = RaggedCache(1, 64), [], drafter.first_token
+    slots = anchor + 2 - first  # up to the token after the anchor's
+
+    def sample(logits):
+        seen.append(logits[0])
+        return forced[len(seen) - 1][None]
+
+    split = anchor // 2  # two calls: an append, then append and draft
+    for part, depth in ((slice(0, split), 0), (slice(split, slots), k)):
+        count = part.stop - part.start
+        if count:
+            features = read(drafter, None if taps is None else taps[:, part], last[:, part])
+            next_ids = ids[None, part.start + first : part.stop + first]
+            drafter.draft(cache, 0, 1, next_ids, *features, [count], depth, sample)
+    spelt = getattr(drafter, "token_map", None)
+    held = slots if spelt is None else len(spelt.opening_ids) + len(spelt.spell(ids[:slots].tolist()))
+    assert cache.lengths[0] == held  # speculative slots are rolled back
+    return torch.stack(seen)
+
+
+@torch.no_grad()
+def all_logits(drafter: Drafter, features: TargetFeatures, depths: int = DEPTHS) -> list[torch.Tensor]:
+    return [drafter.head(step.hidden, step.depth) for step in drafter.unroll(features, depths)]
+
+
+def test_unroll_equals_draft(world: World) -> None:
+    """On the same prefix training and drafting give the same q, at every slot, depth and document."""
+    assert_unroll_equals_draft(world, packed([9, 6]))
+
+
+def assert_unroll_equals_draft(world: World, batch: dict[str, torch.Tensor], drafted: Any = None) -> None:
+    """`drafted`: bool [V], the tokens that the drafter can draft; None: all. Terms behind others are passed over."""
+    target, drafter = world
+    features = target.features(**batch)
+    with torch.no_grad():
+        steps = list(drafter.unroll(features, DEPTHS))
+    logits = all_logits(drafter, features)
+    counts = drafter.count_terms(features, DEPTHS)
+    assert counts.tolist() == [len(step.hidden) for step in steps]
+    drafter.freeze()  # as the runtime drafts
+    assert [s.depth for s in steps] == list(range(DEPTHS))
+    offset = compared = 0
+    for length in torch.bincount(batch["segment_ids"][batch["segment_ids"] >= 0]).tolist():
+        ids = batch["input_ids"][0, offset : offset + length]
+        for anchor in range(length - 2):
+            forced = torch.cat([ids[anchor + 2 :], torch.zeros(DEPTHS, dtype=torch.long)])
+            if drafted is not None:
+                forced = torch.where(drafted[forced], forced, int(drafted.nonzero()[0]))
+            got = draft_logits(world, ids, anchor, DEPTHS, forced)
+            for step in steps:
+                where = (step.anchor_index == offset + anchor).nonzero().flatten()
+                assert len(where) == (anchor + step.depth + 2 < length)  # a term exists where its token does
+                before = ids[anchor + 2 : anchor + 2 + step.depth]  # the drafts this one stands behind
+                if len(where) and torch.equal(before, forced[: len(before)]):
+                    expected = logits[step.depth][where][0].softmax(-1)
+                    torch.testing.assert_close(got[step.depth].softmax(-1), expected, atol=1e-5, rtol=1e-4)
+                    assert step.target_index[where] == offset + anchor + step.depth + 1
+                    compared += step.depth > 0
+        offset += length
+    assert compared > 5
+
+
+def test_a_unit_of_depth_matters(world: World) -> None:
+    """The power of the test above: depths and slots differ from one another."""
+    target, drafter = world
+    first, second, *_ = all_logits(drafter, target.features(**packed([9])))
+    assert not torch.allclose(first[:-1], second, atol=1e-2)
+    assert not torch.allclose(first[0], first[1], atol=1e-2)
+
+
+def test_ragged_rows_draft_as_alone(world: World) -> None:
+    """A row's drafts do not depend on its neighbours or their lengths."""
+    lengths = [5, 9, 7]
+    rows = [torch.randint(3, 100, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
+    assert_ragged_rows_draft_as_alone(world, rows)
+
+
+@torch.no_grad()
+def assert_ragged_rows_draft_as_alone(world: World, rows: list[torch.Tensor]) -> None:
+    target, drafter = world
+    lengths = [len(row) for row in rows]
+    drafter.freeze()
+
+    def greedy(logits):
+        best, ids = logits.argmax(-1), drafter.draft_to_target
+        return best if ids is None else ids[best]
+
+    def run(chosen: list[int]) -> torch.Tensor:
+        cache, first = RaggedCache(len(chosen), 64), drafter.first_token
+        width = max(lengths[i] for i in chosen) - first
+        ids = torch.zeros(len(chosen), width, dtype=torch.long)
+        taps = torch.zeros(len(chosen), width, len(target.tap_layers) * target.hidden_size)
+        last = torch.zeros(len(chosen), width, target.hidden_size)
+        for j, i in enumerate(chosen):
+            n = lengths[i] - first
+            seen, last[j, :n] = (None if f is None else f[0] for f in target(rows[i][None, :n]))
+            ids[j, :n] = rows[i][first:]
+            if seen is not None:
+                taps[j, :n] = seen
+        counts = [lengths[i] - first for i in chosen]
+        return drafter.draft(cache, 0, len(chosen), ids, *read(drafter, taps, last), counts, DEPTHS, greedy)
+
+    together = run(list(range(len(rows))))
+    for i in range(len(rows)):
+        assert torch.equal(together[i], run([i])[0])
+
+
+# ---------------------------------------------------------------------- export
+
+
+def test_export_reloads_to_the_same_outputs(world: World, tmp_path: Path) -> None:
+    target, drafter = world
+    export_drafter(drafter, tmp_path / "head", dtype=torch.float32, provenance={"recipe": "x"})
+    again = load_drafter(tmp_path / "head", target)
+    assert again.config == drafter.config
+    features = target.features(**packed([9, 6]))
+    for a, b in zip(all_logits(drafter, features), all_logits(again, features)):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    again.train()  # products of its own for each projection again: now the very same numbers
+    again.eval()
+    for a, b in zip(all_logits(drafter, features), all_logits(again, features)):
+        assert torch.equal(a, b)
+    assert not list(tmp_path.glob(".head*"))  # nothing temporary stays
+
+
+def test_public_layout_is_read_back(world: World, tmp_path: Path) -> None:
+    """Without a word of ours in config.json, as other tools write it, the folder is the same drafter."""
+    target, drafter = world
+    folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
+    fields = json.loads((folder / "config.json").read_text())
+    del fields["draftsmith"]
+    (folder / "config.json").write_text(json.dumps(fields))
+    assert read_drafter_config(folder, target.num_layers) == drafter.config
+    again, features = load_drafter(folder, target), target.features(**packed([9, 6]))
+    for a, b in zip(all_logits(drafter, features), all_logits(again, features)):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_every_missing_and_foreign_tensor_is_named(world: World, tmp_path: Path) -> None:
+    """What vLLM swallows is refused here."""
+    target, drafter = world
+    folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
+    weights = load_file(folder / "model.safetensors")
+
+    def refused(tensors: dict[str, torch.Tensor]) -> str:
+        save_file(tensors, folder / "model.safetensors")
+        with pytest.raises(CheckpointError) as error:
+            load_drafter(folder, target)
+        return str(error.value)
+
+    for name in weights:
+        if name != "t2d":
+            assert f"{name} is missing" in refused({n: t for n, t in weights.items() if n != name})
+    for name, tensor in weights.items():
+        if name not in ("t2d", "d2t"):
+            assert f"{name} has shape" in refused(weights | {name: torch.zeros(tensor.shape[0] + 1, *tensor.shape[1:])})
+            assert f"{name} holds values that are not finite" in refused(weights | {name: tensor * float("nan")})
+    stray = next(iter(weights)).rsplit(".", 1)[0] + ".stray"
+    assert f"{stray} is unexpected" in refused(weights | {stray: torch.zeros(3)})
+
+
+# ---------------------------------------------------------------------- the runtime
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_greedy_text_is_the_targets(case, make_drafter, tiny_model, rows: int) -> None:
+    model = tiny_model(case.architecture, max_position_embeddings=64)
+    model.generation_config.eos_token_id = None
+    _, drafter = make_drafter(case, model)
+    prompts = [[3 + (i * i) % 90 for i in range(n)] for n in (9, 1, 30)]
+    llm = LLM._assemble(model, drafter=drafter.freeze(), num_speculative_tokens=DEPTHS, max_num_seqs=rows)
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = llm.generate(asked, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ids = list(prompt)
+        for _ in range(20):
+            with torch.no_grad():
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        assert output.outputs[0].token_ids == ids[len(prompt) :]
+    assert llm.get_metrics().num_drafts > 0
+
+
+def test_reuse_and_preemption_change_no_draft(case, make_drafter, tiny_model, monkeypatch) -> None:
+    model = tiny_model(case.architecture, max_position_embeddings=96)
+    monkeypatch.setattr(kv_memory, "STEP", 2)
+    assert_reuse_and_preemption_change_no_draft(model, make_drafter(case, model)[1])
+
+
+def assert_reuse_and_preemption_change_no_draft(model: Any, drafter: Drafter) -> None:
+    """Two conversations of two turns, two responses at a time: computed whole, reusing, and with too little memory."""
+    model.generation_config.eos_token_id = None
+    drafter.freeze()
+
+    def written(**options: Any) -> tuple[list[Any], LLM]:
+        llm = LLM._assemble(model, drafter=drafter, num_speculative_tokens=DEPTHS, max_num_seqs=4, **options)
+        params, found = SamplingParams(temperature=1, n=2, seed=3, max_tokens=14), []
+        histories = [[3 + (i * i + first) % 90 for i in range(20)] for first in (0, 40)]
+        for _ in range(2):
+            outputs = llm.generate([{"prompt_token_ids": list(history)} for history in histories], params, False)
+            for history, output in zip(histories, outputs, strict=True):
+                found.append(([o.token_ids for o in output.outputs], output.metrics.accepted_per_round))
+                history += [*output.outputs[1].token_ids, 5, 6]
+        return found, llm
+
+    expected, whole = written(enable_prefix_caching=False, kv_cache_memory_bytes=1 << 30)
+    reused, llm = written()
+    assert reused == expected and llm.get_metrics().prefix_cache_hits > 2 * 18 + 2 * (18 + 28)
+    assert whole.engine._memory is not None
+    pressed, llm = written(kv_cache_memory_bytes=whole.engine._memory.bytes(2, 45))
+    assert pressed == expected and llm.get_metrics().num_preemptions > 0
+
+
+PROMPT, VOCAB, WRITTEN, SAMPLES = [1, 5, 2, 7], 8, 3, 12_000
+
+
+def test_sampled_text_is_distributed_as_the_targets(case, make_drafter, tiny_model) -> None:
+    """χ² of the joint of the first tokens under the token rule, against the target's exact probabilities."""
+    shape = dict(case.shape) | ({"draft_vocab_size": 5} if "draft_vocab_size" in case.shape else {})
+    small = replace(case, shape=shape)
+    model = tiny_model(case.architecture, vocab_size=VOCAB, max_position_embeddings=64)
+    _, drafter = make_drafter(small, model)
+    assert_distributed_as_the_target(model, drafter)
+
+
+def assert_distributed_as_the_target(model: Any, drafter: Drafter) -> None:
+    """`model` has VOCAB tokens."""
+    model.generation_config.eos_token_id = None
+    params = SamplingParams(temperature=1.0, max_tokens=WRITTEN, n=SAMPLES)
+    llm = LLM._assemble(
+        model, drafter=drafter.freeze(), num_speculative_tokens=2, seed=11, max_num_seqs=500,
+        max_num_batched_tokens=8000,
+    )  # fmt: skip
+    (output,) = llm.generate({"prompt_token_ids": PROMPT}, params, False)
+    codes = torch.tensor([o.token_ids for o in output.outputs]) @ torch.tensor([VOCAB**2, VOCAB, 1])
+    observed = torch.bincount(codes, minlength=VOCAB**WRITTEN).double()
+    joint = torch.ones(1, dtype=torch.float64)
+    for length in range(WRITTEN):
+        prefixes = [[*PROMPT, *tail] for tail in itertools.product(range(VOCAB), repeat=length)]
+        with torch.no_grad():
+            logits = model(torch.tensor(prefixes)).logits[:, -1]
+        joint = (joint[:, None] * probabilities(logits, params).double()).flatten()
+    expected = joint * SAMPLES
+    rare = expected < 5
+    counts = [torch.cat([x[~rare], x[rare].sum()[None]]) for x in (observed, expected)]
+    keep = counts[1] > 0
+    statistic, freedom = float(((counts[0] - counts[1])[keep] ** 2 / counts[1][keep]).sum()), int(keep.sum()) - 1
+    assert freedom > 8
+    tail = torch.special.gammaincc(torch.tensor(freedom / 2).double(), torch.tensor(statistic / 2).double())
+    assert float(tail) > 1e-5, (statistic, freedom)
+    assert llm.get_metrics().num_accepted_tokens > 200
+
+
+def test_expected_acceptance_is_the_measured_one(case, make_drafter, tiny_model) -> None:
+    """Replay of the drafted run's own greedy text counts exactly the rounds and the accepted drafts of the run."""
+    model = tiny_model(case.architecture, max_position_embeddings=128)
+    model.generation_config.eos_token_id = None
+    target, drafter = make_drafter(case, model)
+    llm = LLM._assemble(model, drafter=drafter.freeze(), num_speculative_tokens=DEPTHS, max_num_seqs=2)
+    asked = [{"prompt_token_ids": [3 + (i * i) % 90 for i in range(n)]} for n in (9, 4)]
+    outputs = llm.generate(asked, SamplingParams(temperature=0, max_tokens=60), use_tqdm=False)
+    texts = [(output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs]
+    replayed = sum(expected_acceptance(target, drafter, texts, 0.0, DEPTHS), ReplayResult())
+    metrics = llm.get_metrics()
+    measured = 1 + metrics.num_accepted_tokens / metrics.num_drafts
+    assert replayed.expected_acceptance_length == pytest.approx(measured, rel=0.02)
+
+
+# ---------------------------------------------------------------------- the loop
+
+
+def rows(count: int = 16, vocab: int = 100) -> list[Any]:
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(count):
+        ids = rng.integers(3, vocab, int(rng.integers(8, 24)))
+        ids[1:] = (ids[:-1] * 7 + 3) % vocab  # something to learn
+        found.append(TokenRow(ids, np.arange(len(ids)) >= 3))
+    return pack(found, 48)
+
+
+def trainer(make, case, model: Any, folder: Path, steps: int = 6) -> Trainer:
+    target, drafter = make(case, model, noise=0.0)
+    recipe = recipe_class(case.family).model_validate(
+        {
+            "name": "t",
+            "family": case.family,
+            "target": {"model": "tiny"},
+            "data": {"train": [{"demo": {}}], "max_length": 48},
+            "drafter": {"unroll_steps": 4, **case.options},
+            "training": {
+                "steps": steps, "batch_size": 2, "learning_rate": 1e-2, "save_every": 2, "mixed_precision": "no",
+            },
+        }
+    )  # fmt: skip
+    torch.manual_seed(0)
+    drafter.initialise_from(target, recipe.drafter)
+    return Trainer(
+        recipe, target, drafter, rows(), accelerator=Accelerator(cpu=True), folder=folder, fingerprint="a"
+    )  # fmt: skip
+
+
+def test_training_lowers_the_loss_and_moves_every_parameter(case, make_drafter, tiny_model, tmp_path: Path) -> None:
+    run = trainer(make_drafter, case, tiny_model(case.architecture), tmp_path, steps=25)
+    before = {name: p.detach().clone() for name, p in run.drafter.named_parameters() if p.requires_grad}
+    history = run.run().history
+    assert np.mean([r["loss"] for r in history[-3:]]) < np.mean([r["loss"] for r in history[:3]])
+    still = [name for name, p in run.drafter.named_parameters() if name in before and torch.equal(p, before[name])]
+    assert not still
+    assert all(p.requires_grad is False for p in run.target.parameters())
+
+
+def test_killed_and_started_again_ends_with_the_same_weights(case, make_drafter, tiny_model, tmp_path: Path) -> None:
+    model = tiny_model(case.architecture)
+    whole = trainer(make_drafter, case, model, tmp_path / "whole")
+    whole.run()
+    broken = trainer(make_drafter, case, model, tmp_path / "broken")
+
+    def die(share: float, note: str) -> None:
+        if broken.state.step == 3:
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        broken.run(die)
+    again = trainer(make_drafter, case, model, tmp_path / "broken")
+    again.run()
+    found = again.drafter.state_dict()
+    for name, tensor in whole.drafter.state_dict().items():
+        assert torch.equal(tensor, found[name]), name
+
+
+def test_every_family_has_a_case(all_cases) -> None:
+    assert {case.family for case in all_cases.values()} == set(FAMILIES)
+    for name in FAMILIES:
+        cls = family_class(name)
+        assert cls.reads_taps or cls.reads_last_hidden or cls.first_token == 0  # tokens alone, from the first one on

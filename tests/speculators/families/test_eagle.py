@@ -1,0 +1,360 @@
+"""What is special about EAGLE-1: its maths, its noise, HASS's detached states, its start, and heads from elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from speculators.errors import CheckpointError, ConfigError
+from speculators.export import export_drafter, load_drafter, load_weights, read_drafter_config
+from speculators.families.eagle import Eagle, EagleOptions
+from speculators.registry import config_for_target
+from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from train.data.packing import conversation_tokenizer, pack, prepare_rows
+from train.data.sources import load_sources
+from train.features.row_features import RowFeatures
+from train.recipe.data_sections import DataSection
+from train.recipe.drafter_config import drafter_config
+from train.recipe.recipe import make_recipe, recipe_class
+
+EMBEDDED = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def make(model, seed: int = 1, **shape) -> tuple[FrozenTarget, Eagle]:
+    target = FrozenTarget(model)
+    torch.manual_seed(seed)
+    drafter = Eagle(config_for_target(target, "eagle", **shape)).attach(target)
+    for parameter in drafter.parameters():
+        parameter.data += 0.12 * torch.randn_like(parameter)
+    return target, drafter.eval()
+
+
+def features_of(target: FrozenTarget, rows: int = 2, tokens: int = 24, seed: int = 0) -> TargetFeatures:
+    source = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, target.vocab_size, (rows, tokens), generator=source)
+    places = torch.arange(tokens).expand(rows, -1)
+    return target.features(ids, places, torch.zeros_like(ids), torch.ones_like(ids))
+
+
+def options(**given) -> EagleOptions:
+    return EagleOptions.model_validate(given)
+
+
+def recipe(**drafter):
+    return make_recipe(
+        {
+            "name": "t",
+            "family": "eagle",
+            "target": {"model": "x"},
+            "data": {"train": [{"demo": {}}]},
+            "drafter": drafter,
+        }
+    )
+
+
+# ---------------------------------------------------------------------- the maths
+
+
+@torch.no_grad()
+def test_depth_0_is_transformers_layer_without_its_first_norm(tiny_model):
+    """fc over [embedding; state] in this order, one Llama layer whose input is not normed, and the target's head."""
+    model = tiny_model("llama", rope_parameters=LLAMA3_ROPE)
+    target, drafter = make(model)
+    f = features_of(target)
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = "eager"
+    layer = LlamaDecoderLayer(config, 0).eval()
+    layer.input_layernorm = torch.nn.Identity()
+    layer.load_state_dict(drafter.layers[0].state_dict(), strict=True)
+    embeds = model.model.embed_tokens(f.input_ids[:, 1:])
+    x = torch.cat([embeds, f.last_hidden[:, :-1]], -1) @ drafter.fc.weight.T
+    T = x.shape[1]
+    mask = torch.full((T, T), float("-inf")).triu(1)[None, None]
+    expected = layer(
+        x, attention_mask=mask, position_embeddings=LlamaRotaryEmbedding(config)(x, f.position_ids[:, :-1])
+    )
+    (step,) = drafter.unroll(f, 1)
+    torch.testing.assert_close(step.hidden, expected[:, :-1].flatten(0, 1), atol=1e-5, rtol=1e-4)
+    assert torch.equal(drafter.head(step.hidden), model.lm_head(step.hidden))
+
+
+def test_there_is_no_norm_before_the_first_layer_nor_after_the_last(tiny_model):
+    _, drafter = make(tiny_model("llama"), num_layers=2)
+    names = set(drafter.state_dict())
+    assert "layers.1.input_layernorm.weight" in names
+    assert not names & {"layers.0.input_layernorm.weight", "norm.weight", "lm_head.weight", "embed_tokens.weight"}
+    assert drafter.head_parameters() == [] and drafter.draft_to_target is None
+
+
+@pytest.mark.parametrize(
+    "shape, field",
+    [({"draft_vocab_size": 40}, "draft_vocab_size"), ({"qk_norm": True}, "qk_norm"),
+     ({"hidden_size": 48, "own_embeddings": True}, "hidden_size")],
+)  # fmt: skip
+def test_shapes_that_the_format_has_not_are_refused(tiny_model, shape, field):
+    with pytest.raises(ConfigError, match=field):
+        make(tiny_model("llama"), **shape)
+
+
+# ---------------------------------------------------------------------- how it is trained
+
+
+def first_states(drafter: Eagle, f: TargetFeatures) -> torch.Tensor:
+    """What depth 0 reads of the target."""
+    seen = []
+    drafter.first_state = lambda taps, last: seen.append(last.detach().float()) or last
+    try:
+        list(drafter.unroll(f, 1))
+    finally:
+        del drafter.first_state
+    return seen[0]
+
+
+def test_noise_is_uniform_and_for_training_only(tiny_model):
+    target, drafter = make(tiny_model("llama"))
+    f = features_of(target, rows=4, tokens=64)
+    drafter.prepare_training(options(feature_noise=0.1))
+    assert torch.equal(first_states(drafter.eval(), f), f.last_hidden)
+    before = f.last_hidden.clone()
+    noise = first_states(drafter.train(), f) - f.last_hidden
+    assert torch.equal(f.last_hidden, before)  # what the loss compares with stays exact
+    reach = 0.1 * 512 / 64
+    assert noise.abs().max() <= reach * 1.0001 and noise.abs().max() > 0.99 * reach
+    assert noise.mean().abs() < 0.02 * reach and abs(noise.std() / reach - 3**-0.5) < 0.02
+    again = first_states(drafter, f) - f.last_hidden
+    assert not torch.allclose(noise, again)
+    drafter.prepare_training(options(feature_noise=0.0))
+    assert torch.equal(first_states(drafter, f), f.last_hidden)
+
+
+def test_noise_follows_from_the_state_that_checkpoints_hold(tiny_model):
+    target, drafter = make(tiny_model("llama"))
+    f = features_of(target)
+    drafter.prepare_training(options()).train()
+    state = torch.get_rng_state()
+    first = first_states(drafter, f)
+    torch.set_rng_state(state)
+    assert torch.equal(first_states(drafter, f), first)
+
+
+def gradient_through_the_chain(drafter: Eagle, f: TargetFeatures) -> torch.Tensor:
+    """Of the depth-1 states with respect to the target's, with attention silenced: what went through depth 0."""
+    for layer in drafter.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+    f = replace(f, last_hidden=f.last_hidden.clone().requires_grad_())
+    *_, last = drafter.unroll(f, 2)
+    return torch.autograd.grad(last.hidden.sum(), f.last_hidden, allow_unused=True, materialize_grads=True)[0]
+
+
+def test_detached_depths_pass_values_but_no_gradient(tiny_model):
+    target, drafter = make(tiny_model("llama"))
+    f = features_of(target)
+    with torch.no_grad():
+        attached = [step.hidden for step in drafter.prepare_training(options(detach=False)).unroll(f, 3)]
+        detached = [step.hidden for step in drafter.prepare_training(options(detach=True)).unroll(f, 3)]
+    assert all(torch.equal(a, b) for a, b in zip(attached, detached))
+    assert not gradient_through_the_chain(drafter, f).any()
+    drafter.prepare_training(options(detach=False))
+    assert gradient_through_the_chain(drafter, f).any()
+
+
+def test_published_defaults():
+    plain = recipe()
+    assert plain.loss == {"smooth_l1": 1.0, "forward_kl": 0.1}
+    assert (plain.training.learning_rate, plain.training.max_grad_norm) == (3e-5, 0.5)
+    assert (plain.drafter.unroll_steps, plain.drafter.feature_noise, plain.drafter.detach) == (1, 0.1, False)
+    assert "qk_norm" not in recipe_class("eagle").model_fields["drafter"].annotation.model_fields
+
+
+# ---------------------------------------------------------------------- the start
+
+
+@torch.no_grad()
+def acceptance(target: FrozenTarget, drafter: Eagle, f: TargetFeatures, depths: int = 3) -> list[float]:
+    """Σ min(p, q) of each depth, over all slots."""
+    found = []
+    for step in drafter.eval().unroll(f, depths):
+        p = target.logits(f.last_hidden.flatten(0, 1)[step.target_index]).softmax(-1)
+        found.append(float(torch.minimum(p, drafter.head(step.hidden).softmax(-1)).sum(-1).mean()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def conversations() -> tuple[FrozenTarget, RowFeatures]:
+    """The embedded target, and its features of some thirty packed rows of demonstration conversations."""
+    target = FrozenTarget.from_pretrained(str(EMBEDDED), dtype=torch.float32)
+    data = DataSection.model_validate({"train": [{"demo": {"count": 72}}], "max_length": 256})
+    tokenizer = conversation_tokenizer(data, AutoTokenizer.from_pretrained(EMBEDDED))
+    rows, _ = prepare_rows(load_sources(data.train), tokenizer, max_length=256)
+    return target, RowFeatures(target, pack(rows, 256), keep_bytes=2**30)
+
+
+def test_the_fitted_start_accepts_what_an_unlearned_one_does_not(conversations):
+    """On rows that it was not fitted to, at every depth. Passing the state on hardly helps: it says
+    what stands in its slot already."""
+    target, rows = conversations
+    indices = range(len(rows.rows))
+    fit_to, held_out = ([rows.of([i]) for i in indices if (i % 4 == 0) == held] for held in (False, True))
+
+    def start(init: str | None, **given) -> list[float]:
+        torch.manual_seed(0)
+        head = Eagle(config_for_target(target, "eagle")).attach(target)
+        if init is not None:
+            chosen = options(init=init, **given)
+            head.initialise_from(target, chosen, fit_to if head.start_terms(chosen) else None)
+        return torch.tensor([acceptance(target, head, f) for f in held_out]).mean(0).tolist()
+
+    unlearned, passing = start(None), start("pass_through")
+    shallow, deep = (start("least_squares", unroll_steps=steps) for steps in (1, 3))
+    assert max(unlearned) < 0.02 and max(passing) < 0.1, (unlearned, passing)
+    assert shallow[0] > 0.25 and min(deep) > 0.25, (shallow, deep)
+    assert shallow[0] > deep[0] and deep[2] > shallow[2]  # each is fitted to the depths that are trained
+
+
+def test_only_a_fitted_start_asks_for_features(tiny_model):
+    target, drafter = make(tiny_model("llama"))
+    assert drafter.start_terms(options(init="pass_through")) == 0 < drafter.start_terms(options())
+    silent = replace(features_of(target), loss_mask=torch.zeros(2, 24))
+    with pytest.raises(ConfigError, match="pass_through"):
+        drafter.initialise_from(target, options(), [silent])
+
+
+@torch.no_grad()
+def test_passing_through_starts_as_the_targets_last_word(tiny_model):
+    """The guess of the next state is nearly the state itself; own embeddings are what the target's module gives."""
+    target, drafter = make(tiny_model("gemma3"), own_embeddings=True)
+    drafter.initialise_from(target, options(init="pass_through"))
+    f = features_of(target)
+    (step,) = drafter.unroll(f, 1)
+    passed = f.last_hidden.flatten(0, 1)[step.anchor_index]
+    assert torch.nn.functional.cosine_similarity(step.hidden, passed, dim=-1).mean() > 0.8
+    assert torch.equal(drafter.embed_tokens(f.input_ids), target.embed_tokens(f.input_ids))  # scaled, in Gemma
+
+
+# ---------------------------------------------------------------------- heads from elsewhere
+
+
+def published(folder: Path, drop: tuple[str, ...] = (), **fields) -> dict:
+    """Rewrites config.json as EAGLE's authors do."""
+    found = json.loads((folder / "config.json").read_text())
+    for name in ("draftsmith", "head_dim", "bias", "dtype", "attention_bias", "mlp_bias", *drop):
+        found.pop(name, None)
+    found |= {"architectures": ["LlamaForCausalLM"], "torch_dtype": "float32", **fields}
+    (folder / "config.json").write_text(json.dumps(found))
+    return found
+
+
+def test_the_export_is_vllms_layout(tiny_model, tmp_path):
+    _, drafter = make(tiny_model("llama"))
+    folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
+    tensors, fields = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    layer = "layers.0."
+    assert {name: list(t.shape) for name, t in tensors.items()} == {
+        "fc.weight": [32, 64],
+        layer + "self_attn.q_proj.weight": [32, 32],
+        layer + "self_attn.k_proj.weight": [16, 32],
+        layer + "self_attn.v_proj.weight": [16, 32],
+        layer + "self_attn.o_proj.weight": [32, 32],
+        layer + "mlp.gate_proj.weight": [48, 32],
+        layer + "mlp.up_proj.weight": [48, 32],
+        layer + "mlp.down_proj.weight": [32, 48],
+        layer + "post_attention_layernorm.weight": [32],
+    }
+    wanted = {"architectures": ["EagleLlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "bias": False}
+    assert {name: fields[name] for name in wanted} == wanted
+
+
+def test_a_head_keeps_its_rotation(tiny_model, tmp_path):
+    """Half rotation with Llama 3's scaling, in either spelling of config.json."""
+    model = tiny_model("llama", rope_parameters=LLAMA3_ROPE)
+    target, drafter = make(model)
+    assert drafter.config.rope_parameters == LLAMA3_ROPE
+    folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
+    f = features_of(target, tokens=100)  # beyond original_max_position_embeddings
+    with torch.no_grad():
+        expected = [step.hidden for step in drafter.unroll(f, 2)]
+
+    def same() -> None:
+        again = load_drafter(folder, target)
+        assert again.config.rope_parameters == LLAMA3_ROPE
+        with torch.no_grad():
+            for a, b in zip(expected, again.unroll(f, 2)):
+                torch.testing.assert_close(a, b.hidden, atol=1e-5, rtol=1e-4)
+
+    same()
+    old = {name: value for name, value in LLAMA3_ROPE.items() if name != "rope_theta"}
+    published(folder, drop=("rope_parameters",), rope_theta=500000.0, rope_scaling=old)
+    same()
+
+
+def test_published_heads_with_a_bias_and_embeddings_are_read(tiny_model, tmp_path):
+    """They draft as they are; config.json need not say what the names of the tensors say."""
+    target, drafter = make(tiny_model("llama"), fc_bias=True, own_embeddings=True)
+    folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
+    assert "bias" not in json.loads((folder / "config.json").read_text())
+    published(folder, bias=True)
+    again = load_drafter(folder, target)
+    assert again.config.fc_bias and again.config.own_embeddings and not again.config.attention_bias
+    assert torch.equal(again.fc.bias, drafter.fc.bias)
+    exported = export_drafter(again, tmp_path / "again", dtype=torch.float32)
+    assert torch.equal(load_file(exported / "model.safetensors")["fc.bias"], drafter.fc.bias)
+
+
+def test_training_on_a_bias_that_vllm_drops_must_be_asked_for(tiny_model, tmp_path):
+    target, drafter = make(tiny_model("llama"), fc_bias=True)
+    folder = str(export_drafter(drafter, tmp_path / "head", dtype=torch.float32))
+    with pytest.raises(ConfigError, match=r"vLLM drops(.|\n)*fc_bias: true"):
+        drafter_config(recipe(init_from=folder), target)
+    assert drafter_config(recipe(init_from=folder, fc_bias=True), target).fc_bias
+    plain = str(export_drafter(make(target.model)[1], tmp_path / "plain", dtype=torch.float32))
+    assert not drafter_config(recipe(init_from=plain), target).fc_bias
+    with pytest.raises(ConfigError, match="drafter.fc_bias: the recipe says True"):
+        drafter_config(recipe(init_from=plain, fc_bias=True), target)
+
+
+def test_embeddings_that_came_with_a_head_are_trained_only_if_asked_for(tiny_model, tmp_path):
+    target, drafter = make(tiny_model("llama"), own_embeddings=True)
+    folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
+    config = drafter_config(recipe(init_from=str(folder)), target)
+    head = Eagle(config).attach(target)
+    load_weights(head, folder)
+    assert not head.prepare_training(options()).embed_tokens.weight.requires_grad
+    assert head.prepare_training(options(own_embeddings=True)).embed_tokens.weight.requires_grad
+
+
+@pytest.mark.parametrize("name", ["norm.weight", "lm_head.weight", "layers.0.input_layernorm.weight", "fc.bias"])
+def test_what_vllm_refuses_or_drops_is_refused(tiny_model, tmp_path, name):
+    target, drafter = make(tiny_model("llama"))
+    folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {name: torch.zeros(32)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{name} is unexpected"):
+        load_drafter(folder, target)
+
+
+def test_heads_of_the_two_families_are_told_apart(tiny_model, tmp_path):
+    target, drafter = make(tiny_model("llama"))
+    folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
+    published(folder)
+    assert read_drafter_config(folder, target.num_layers).family == "eagle"
+    tensors = load_file(folder / "model.safetensors")
+    tensors["layers.0.hidden_norm.weight"] = torch.ones(32)
+    save_file(tensors, folder / "model.safetensors")
+    assert read_drafter_config(folder, target.num_layers).family == "eagle3"

@@ -1,0 +1,64 @@
+"""Medusa: published heads are read, and the start in closed form is one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from speculators.errors import CheckpointError
+from speculators.export import export_drafter, load_drafter
+from speculators.families.medusa import MedusaOptions
+from speculators.target.frozen_target import TargetFeatures
+
+
+@pytest.fixture
+def heads(make_drafter, all_cases, tiny_model):
+    return make_drafter(all_cases["medusa"], tiny_model("llama"))
+
+
+def test_published_names_are_read(heads, tmp_path) -> None:
+    """FasterDecoding's list of modules per head: blocks first, the projection last; sizes are the base model's."""
+    target, drafter = heads
+    folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
+    renamed = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        kind, head, *rest = name.split(".")
+        renamed[f"{head}.0.linear.{rest[-1]}" if kind == "blocks" else f"{head}.1.weight"] = tensor
+    save_file(renamed, folder / "model.safetensors")
+    fields = {"base_model_name_or_path": "x", "medusa_num_heads": 3, "medusa_num_layers": 1}
+    (folder / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match="add hidden_size and vocab_size of the target"):
+        load_drafter(folder, target)
+    (folder / "config.json").write_text(json.dumps(fields | {"hidden_size": 32, "vocab_size": target.vocab_size}))
+    again = load_drafter(folder, target)
+    assert again.config == drafter.config
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_linear_world_is_solved_before_the_first_step(make_drafter, all_cases, tiny_model, shared) -> None:
+    """States that rotate by one matrix: what head k says is what the target will say k + 1 tokens on."""
+    case = all_cases["medusa, one projection" if shared else "medusa"]
+    target, drafter = make_drafter(case, tiny_model(case.architecture))
+    turn = torch.eye(32) if shared else torch.linalg.qr(torch.randn(32, 32, generator=torch.manual_seed(0))).Q
+    state, states = torch.randn(1, 32, generator=torch.manual_seed(1)), []
+    for _ in range(400):
+        states.append(state)
+        state = state @ turn + (0.0 if shared else 0.2 * torch.randn(1, 32))
+    last = torch.cat(states)[None] + (torch.randn(1, 400, 1) if shared else 0.0)  # one map serves all only if it is 1
+    zeros = torch.zeros(1, 400, dtype=torch.long)
+    features = TargetFeatures(zeros, zeros, zeros, torch.ones_like(zeros, dtype=torch.bool), None, last)
+    options = MedusaOptions.model_validate({"num_heads": 3, "init": "least_squares"})
+    assert drafter.start_terms(options) >= 8192
+    drafter.initialise_from(target, options, [features])
+    with torch.no_grad():
+        for step in drafter.unroll(features, 3):
+            said = drafter.head(step.hidden, step.depth)
+            wanted = target.logits(last[0, step.target_index])
+            unfitted = target.logits(last[0, step.anchor_index])
+            error, before = (said - wanted).square().mean(), (unfitted - wanted).square().mean()
+            assert error < (0.8 if shared else 0.5) * before

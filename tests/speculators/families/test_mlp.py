@@ -1,0 +1,220 @@
+"""The MLP speculator: the published recurrence, tied tensors in every form they come in, and no more drafts than heads.
+
+What every family owes is in test_contract.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import gelu
+
+from inference import LLM
+from inference.kv_cache.ragged_cache import RaggedCache
+from speculators.errors import CheckpointError, ConfigError
+from speculators.export import export_drafter, load_drafter, read_drafter_config
+from speculators.registry import config_for_target
+from speculators.target.frozen_target import FrozenTarget
+from train.recipe.drafter_config import drafter_config, sketch_drafter
+from train.recipe.recipe import make_recipe
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "three heads": {},
+    "one head": {"n_predict": 1},
+    "narrow, scaled": {"n_predict": 2, "inner_dim": 20, "scale_input": True},
+    "tied": {"n_predict": 4, "inner_dim": 40, "tie_weights": True},
+    "two heads, tied, scaled": {"n_predict": 2, "tie_weights": True, "scale_input": True},
+}
+
+
+@pytest.fixture
+def make(make_drafter, case_of, tiny_model):
+    """(target, drafter) of a shape, every parameter random."""
+    return lambda **shape: make_drafter(case_of("mlp", shape), tiny_model("llama"))
+
+
+def every_copy(tensors: dict[str, torch.Tensor], heads: int) -> dict[str, torch.Tensor]:
+    """What a checkpoint of tied heads holds if nobody left the copies out."""
+    found = dict(tensors)
+    for i in range(1, heads):
+        for part in ("emb.{}.weight", "head.{}.weight", "ln.{}.weight", "ln.{}.bias"):
+            found["speculator." + part.format(i)] = tensors["speculator." + part.format(0)].clone()
+        if i > 1:
+            found[f"speculator.proj.{i}.weight"] = tensors["speculator.proj.1.weight"].clone()
+    return found
+
+
+def published(tensors: dict[str, torch.Tensor], heads: int, scale: bool, state: torch.Tensor, ids: list[int]) -> list:
+    """Logits of each head from a checkpoint's tensors, by the paper's formula: state [H], ids the n tokens read."""
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return x / (x.square().mean() + 1e-6).sqrt()
+
+    weight = 0.5 ** (0.5 / heads)
+    state = norm(state) / math.sqrt(2) if scale else state
+    logits = []
+    for i in range(heads):
+        emb, proj, head = (tensors[f"speculator.{part}.{i}.weight"] for part in ("emb", "proj", "head"))
+        z = emb[ids[i]] * math.sqrt(1 - weight**2) * math.sqrt(emb.shape[1] / 2)
+        mixed = norm(proj @ state * weight + z)
+        state = gelu(mixed * tensors[f"speculator.ln.{i}.weight"] + tensors[f"speculator.ln.{i}.bias"])
+        logits.append(head @ state)
+    return logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_the_export_under_the_published_formula_gives_the_drafted_logits(make, tmp_path: Path, shape) -> None:
+    target, drafter = make(**shape)
+    heads, scale = shape.get("n_predict", 3), shape.get("scale_input", False)
+    tensors = load_file(export_drafter(drafter, tmp_path / "head", dtype=torch.float32) / "model.safetensors")
+    if shape.get("tie_weights"):
+        tensors = every_copy(tensors, heads)
+    ids = torch.tensor([[5, 9, 20, 31, 7]])
+    states, seen = target(ids[:, :-1])[1], []
+
+    def sample(logits: torch.Tensor) -> torch.Tensor:
+        seen.append(logits[0])
+        return logits.argmax(-1)
+
+    drafted = drafter.draft(RaggedCache(1, 16), 0, 1, ids[:, 1:], None, states, [4], heads, sample)
+    read = [7, *drafted[0].tolist()]
+    for got, expected in zip(seen, published(tensors, heads, scale, states[0, 3], read), strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_half_of_the_last_state_is_the_targets(make) -> None:
+    """What the two weights are for: after n heads half of the state's square is the target's, and shares sum to one."""
+    for heads in (1, 3, 7):
+        _, drafter = make(n_predict=heads)
+        assert math.isclose(drafter.state_weight ** (2 * heads), 0.5)
+        assert math.isclose(drafter.state_weight**2 + drafter.emb_weight**2 * 2 / drafter.config.inner_dim, 1)
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def test_tied_tensors_load_from_one_copy_or_all(make, tmp_path: Path) -> None:
+    shape = SHAPES["tied"]
+    target, drafter = make(**shape)
+    folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
+    fields = json.loads((folder / "config.json").read_text())
+    del fields["draftsmith"]
+    (folder / "config.json").write_text(json.dumps(fields))
+    one = load_file(folder / "model.safetensors")
+    assert sorted(one) == [
+        f"speculator.{name}"
+        for name in ("emb.0.weight", "head.0.weight", "ln.0.bias", "ln.0.weight", "proj.0.weight", "proj.1.weight")
+    ]
+    last = {name.replace("emb.0", "emb.3").replace("proj.1", "proj.2"): tensor for name, tensor in one.items()}
+    for tensors in (one, every_copy(one, 4), last):
+        save_file(tensors, folder / "model.safetensors")
+        assert read_drafter_config(folder, target.num_layers) == drafter.config
+        again = load_drafter(folder, target).state_dict()
+        for name, tensor in drafter.state_dict().items():
+            assert torch.equal(again[name], tensor)
+
+
+def test_copies_that_differ_are_refused(make, tmp_path: Path) -> None:
+    target, drafter = make(**SHAPES["tied"])
+    folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
+    whole = every_copy(load_file(folder / "model.safetensors"), 4)
+    for name in ("speculator.emb.2.weight", "speculator.proj.3.weight", "speculator.ln.1.bias"):
+        save_file(whole | {name: whole[name] + 1}, folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match=rf"{folder}: speculator\.\S+ and {name} differ.*tie_weights"):
+            load_drafter(folder, target)
+    stray = {"speculator.emb.4.weight": whole["speculator.emb.0.weight"].clone()}
+    save_file(whole | stray, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"speculator\.emb\.4\.weight is unexpected"):
+        load_drafter(folder, target)  # there are four heads, 0 to 3
+
+
+def test_untied_heads_need_every_tensor(make, tmp_path: Path) -> None:
+    target, drafter = make(n_predict=4)
+    folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
+    tensors = load_file(folder / "model.safetensors")
+    assert len(tensors) == 4 * 5
+    del tensors["speculator.emb.3.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"speculator\.emb\.3\.weight is missing"):
+        load_drafter(folder, target)
+
+
+def test_published_fields_are_understood(make, tmp_path: Path) -> None:
+    """inner_dim 0 is the target's width, fields of serving are ignored, and the layers are the target's."""
+    target, drafter = make()
+    folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
+    fields = {
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "model_type": "mlp_speculator",
+        "vocab_size": target.vocab_size,
+        "emb_dim": target.hidden_size,
+        "inner_dim": 0,
+        "n_predict": 3,
+        "top_k_tokens_per_head": [5, 4, 3],
+        "n_candidates": 5,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(fields))
+    assert read_drafter_config(folder, target.num_layers) == drafter.config
+    with pytest.raises(CheckpointError, match="number of target layers"):
+        read_drafter_config(folder)
+    del fields["emb_dim"]
+    (folder / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match="emb_dim are missing; is this an MLP speculator"):
+        read_drafter_config(folder, 3)
+
+
+def test_one_head_cannot_be_tied(tiny_model) -> None:
+    with pytest.raises(ConfigError, match="n_predict is 1"):
+        config_for_target(FrozenTarget(tiny_model("llama")), "mlp", n_predict=1, tie_weights=True)
+
+
+# ---------------------------------------------------------------------- no more drafts than heads
+
+
+def test_more_drafts_than_heads_are_refused(make, tmp_path: Path) -> None:
+    """Wherever an LLM is put together, and before a run generates anything."""
+    target, drafter = make(n_predict=2)
+    said = "num_speculative_tokens is 3, but this drafter of family mlp has 2 heads"
+    with pytest.raises(ConfigError, match=said):
+        LLM._assemble(target, drafter=drafter, num_speculative_tokens=3)
+    folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
+    drafting = {"method": "mlp", "model": str(folder), "num_speculative_tokens": 3}
+    with pytest.raises(ConfigError, match=said):
+        LLM(target, speculative_config=drafting)
+    run = recipe(drafter={"n_predict": 2})
+    with pytest.raises(ConfigError, match=f"evaluation.{said}"):
+        sketch_drafter(run, drafter_config(run, target))
+
+
+def recipe(**sections: Any):
+    required = {"name": "t", "family": "mlp", "target": {"model": "x"}, "data": {"train": [{"demo": {}}]}}
+    return make_recipe(required | sections)
+
+
+def test_all_heads_are_trained_unless_asked_otherwise() -> None:
+    assert recipe().drafter.unroll_steps == 3
+    assert recipe(drafter={"n_predict": 5}).drafter.unroll_steps == 5
+    assert recipe(drafter={"n_predict": 5, "unroll_steps": 2}).drafter.unroll_steps == 2
+    with pytest.raises(ValueError, match=r"unroll_steps \(4\) is above n_predict \(3\)"):
+        recipe(drafter={"unroll_steps": 4})
+    with pytest.raises(ValueError, match="n_predict is missing"):
+        recipe(drafter={"init_from": "somewhere"})
+    with pytest.raises(ValueError, match="greater than or equal to 1"):
+        recipe(drafter={"n_predict": 0})
+
+
+def test_a_warm_start_takes_the_shape_of_its_head(make, tmp_path: Path) -> None:
+    target, drafter = make(n_predict=2, inner_dim=20, scale_input=True)
+    folder = str(export_drafter(drafter, tmp_path / "head", dtype=torch.float32))
+    found = drafter_config(recipe(drafter={"init_from": folder, "n_predict": 2}), target)
+    assert found == drafter.config
+    with pytest.raises(ConfigError, match="drafter.n_predict: the recipe says 3"):
+        drafter_config(recipe(drafter={"init_from": folder, "n_predict": 3}), target)

@@ -1,0 +1,430 @@
+"""Multi-token prediction: the maths of transformers' own layers, modules in their targets' folders, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig
+from transformers.modeling_layers import MtpModel
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen3_next.modeling_qwen3_next import (
+    Qwen3NextDecoderLayer,
+    Qwen3NextRMSNorm,
+    Qwen3NextRotaryEmbedding,
+)
+
+from inference.kv_cache.ragged_cache import RaggedCache
+from speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
+from speculators.export import export_drafter, load_drafter, load_weights, read_drafter_config
+from speculators.export.write_back import write_back
+from speculators.families.mtp import Mtp, MtpConfig
+from speculators.layers.target_layer import BorrowedLayer, layer_fields, pack_experts, unpack_experts
+from speculators.registry import build_config, config_for_target
+from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from train.pipeline.drafter_stage import make_drafter
+from train.recipe.drafter_config import drafter_config
+from train.recipe.recipe import recipe_class
+
+IDS = torch.tensor([[5, 9, 11, 42, 7, 90, 33, 8, 61, 20, 3]])
+QWEN3_NEXT = dict(
+    vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, moe_intermediate_size=16, shared_expert_intermediate_size=24, num_experts=4,
+    num_experts_per_tok=2, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
+    linear_value_head_dim=8,
+)  # fmt: skip
+
+
+def shaken(module: nn.Module, noise: float = 0.3) -> Any:
+    """`module` with every parameter random."""
+    torch.manual_seed(4)
+    for parameter in module.parameters():
+        parameter.data += noise * torch.randn_like(parameter)
+    return module.eval()
+
+
+def features(ids: torch.Tensor, last: torch.Tensor, taps: torch.Tensor | None = None) -> TargetFeatures:
+    """Of one document, all of it supervised."""
+    slots, ones = torch.arange(ids.shape[1])[None], torch.ones_like(ids)
+    return TargetFeatures(ids, slots, 0 * ones, ones.bool(), taps, last)
+
+
+@pytest.fixture
+def native(tiny_model, tmp_path: Path):
+    """`native(architecture, **names)`: a target's folder that carries a random module, in shards of its own."""
+
+    def make(architecture: str, **config: Any) -> tuple[Path, FrozenTarget, Mtp]:
+        folder = tmp_path / "native"
+        model = tiny_model(architecture, **config)
+        model.get_input_embeddings().weight.data[IDS[0, 1]] = 0  # what is read at position 0 is nothing either way
+        model.save_pretrained(folder, max_shard_size="20KB")
+        hidden = "residual" if architecture == "qwen2" else "normed"
+        target = FrozenTarget(model, (model.config.num_hidden_layers,) if hidden == "residual" else ())
+        drafter = shaken(Mtp(config_for_target(target, "mtp", hidden_state=hidden)).attach(target))
+        alone = export_drafter(drafter, tmp_path / "alone", dtype=torch.float32)
+        tensors = load_file(alone / "model.safetensors")
+        if architecture == "deepseek_v3":  # as published, embedding and head are there again
+            prefix = f"model.layers.{target.num_layers}."
+            tensors[f"{prefix}embed_tokens.weight"] = model.get_input_embeddings().weight.data.clone()
+            tensors[f"{prefix}shared_head.head.weight"] = model.lm_head.weight.data.clone()
+        _into_index(folder, tensors)
+        fields = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+        if architecture == "qwen2":
+            fields["architectures"] = ["MiMoForCausalLM"]
+        (folder / "config.json").write_text(json.dumps(fields))
+        return folder, target, drafter
+
+    return make
+
+
+def _into_index(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Adds two shards to the folder and its index."""
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    names = sorted(tensors)
+    for i, half in enumerate((names[::2], names[1::2])):
+        save_file(
+            {n: tensors[n].contiguous() for n in half}, folder / f"mtp-{i}.safetensors", metadata={"format": "pt"}
+        )
+        index["weight_map"] |= dict.fromkeys(half, f"mtp-{i}.safetensors")
+    path.write_text(json.dumps(index))
+
+
+# ---------------------------------------------------------------------- the maths, against transformers' own layers
+
+
+@torch.no_grad()
+def depth0(drafter: Mtp, seen: TargetFeatures) -> torch.Tensor:
+    return next(iter(drafter.unroll(seen, 1))).hidden
+
+
+@torch.no_grad()
+def test_mimo_is_qwen2s_layer_between_its_norms(native) -> None:
+    """[hidden; embedding] through Qwen2's own layer with biases, position 0 blind, the final norm last."""
+    folder, target, _ = native("qwen2")
+    tensors = {}
+    for file in folder.glob("mtp-*.safetensors"):
+        tensors |= {name.removeprefix("model.mtp_layers.0."): t for name, t in load_file(file).items()}
+    drafter = load_drafter(folder, target)
+    config = target.model.config
+    layer = Qwen2DecoderLayer(config, 0).eval()
+    missing, _ = layer.load_state_dict(tensors, strict=False)
+    assert not missing
+    taps, last = target(IDS)
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return nn.functional.rms_norm(x, x.shape[-1:], tensors[f"{name}.weight"], config.rms_norm_eps)
+
+    embeds = target.embed_tokens(IDS[:, 1:])
+    embeds[:, 0] = 0
+    x = torch.cat([norm(taps[:, :-1], "hidden_layernorm"), norm(embeds, "token_layernorm")], -1)
+    x = x @ tensors["input_proj.weight"].T
+    T = x.shape[1]
+    rotary = target.model.model.rotary_emb(x, torch.arange(T)[None])
+    mask = torch.full((T, T), float("-inf")).triu(1)[None, None]
+    expected = norm(layer(x, attention_mask=mask, position_embeddings=rotary), "final_layernorm")
+    got = depth0(drafter, features(IDS, last, taps))
+    torch.testing.assert_close(got, expected[0, :-1], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(drafter.head(got), target.logits(got))
+
+
+@torch.no_grad()
+def test_deepseek_is_what_transformers_reads_from_the_same_folder(native) -> None:
+    """transformers' own MTP model of the folder gives the same states; the embedding at position 0 is zero here."""
+    folder, _, _ = native("deepseek_v3")
+    target = FrozenTarget.from_pretrained(str(folder), dtype=torch.float32)
+    drafter = load_drafter(folder, target)
+    target.model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.3.*"]  # it looks for layer 61 alone
+    reference = MtpModel.from_pretrained(target.model)
+    _, last = target(IDS)
+    T = IDS.shape[1] - 1
+    embeds, slots = target.embed_tokens(IDS[:, 1:]), torch.arange(T)[None]
+    expected = reference.layers[0](
+        embeds,
+        last[:, :-1],
+        position_embeddings=target.model.model.rotary_emb(embeds, slots),
+        attention_mask=torch.full((T, T), float("-inf")).triu(1)[None, None],
+        position_ids=slots,
+        past_key_values=None,
+    )
+    torch.testing.assert_close(depth0(drafter, features(IDS, last)), expected[0, :-1], atol=1e-5, rtol=1e-4)
+
+
+class Table(nn.Module):
+    """As much of a target as a module asks for: what it "computes" of a token is a row of a table."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__()
+        self.config, self.dtype, self.device = config, torch.float32, torch.device("cpu")
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.states = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.logits = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.hidden_size, self.vocab_size, self.num_layers = config.hidden_size, config.vocab_size, 4
+        self.name_or_path = "table"
+
+
+@pytest.fixture
+def qwen3_next(tmp_path: Path) -> tuple[Path, Table, Mtp]:
+    """A folder with config.json and `mtp.*` as published, beside a tensor of the target."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen3_next", **QWEN3_NEXT)
+    target = Table(config)
+    drafter = shaken(Mtp(build_config("here", **MtpConfig.for_target(target, "mtp"))))
+    folder = export_drafter(drafter, tmp_path / "next", dtype=torch.float32)
+    config.architectures = ["Qwen3NextForCausalLM"]
+    config.save_pretrained(folder)
+    save_file({"model.layers.0.input_layernorm.weight": torch.zeros(32)}, folder / "model-1.safetensors")
+    return folder, target, drafter.attach(target)
+
+
+@torch.no_grad()
+def test_qwen3_next_is_its_own_full_attention_layer(qwen3_next) -> None:
+    """[norm(embedding); norm(hidden)] through the gated attention layer with experts, then the norm; nothing blind."""
+    folder, target, _ = qwen3_next
+    config = read_drafter_config(folder)
+    assert (config.layout, config.hidden_state, config.num_target_layers) == ("qwen3_next", "normed", 4)
+    drafter = Mtp(config).attach(target).eval()
+    load_weights(drafter, folder)
+    tensors = load_file(folder / "model.safetensors")
+    assert "mtp.layers.0.mlp.experts.3.up_proj.weight" in tensors and "mtp.layers.0.self_attn.q_norm.weight" in tensors
+
+    own = AutoConfig.for_model("qwen3_next", **QWEN3_NEXT, layer_types=["full_attention"] * 4)
+    own._attn_implementation, own._experts_implementation = "sdpa", "eager"
+    layer = Qwen3NextDecoderLayer(own, 0).eval()
+    inside = {n.removeprefix("mtp.layers.0."): t for n, t in tensors.items() if n.startswith("mtp.layers.0.")}
+    layer.load_state_dict(pack_experts(inside))
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        module = Qwen3NextRMSNorm(32, eps=own.rms_norm_eps)
+        module.weight.copy_(tensors[f"mtp.{name}.weight"])
+        return module(x)
+
+    last = target.states(IDS)
+    embeds = norm(target.embed_tokens(IDS[:, 1:]), "pre_fc_norm_embedding")
+    x = torch.cat([embeds, norm(last[:, :-1], "pre_fc_norm_hidden")], -1) @ tensors["mtp.fc.weight"].T
+    T = x.shape[1]
+    rotary = Qwen3NextRotaryEmbedding(own)(x, torch.arange(T)[None])
+    mask = torch.full((T, T), float("-inf")).triu(1)[None, None]
+    expected = norm(layer(x, position_embeddings=rotary, attention_mask=mask), "norm")
+    torch.testing.assert_close(depth0(drafter, features(IDS, last)), expected[0, :-1], atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_qwen3_next_trains_and_drafts_alike(qwen3_next) -> None:
+    """Its targets cannot be run here, so this is the contract's first test over a table of states."""
+    _, target, drafter = qwen3_next
+    steps = list(drafter.unroll(features(IDS, target.states(IDS)), 3))
+    for anchor in range(IDS.shape[1] - 4):
+        cache, seen = RaggedCache(1, 32), []
+
+        def sample(logits: torch.Tensor, seen=seen, anchor=anchor) -> torch.Tensor:
+            seen.append(logits[0])
+            return IDS[:, anchor + 1 + len(seen)]
+
+        upto = slice(0, anchor + 1)
+        last = target.states(IDS[:, upto])
+        drafter.draft(cache, 0, 1, IDS[:, 1 : anchor + 2], None, last, [anchor + 1], 3, sample)
+        for step, logits in zip(steps, seen, strict=True):
+            expected = drafter.head(step.hidden[step.anchor_index == anchor])[0]
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_target_of_qwen3_next_is_refused_by_the_runtime() -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_next", **QWEN3_NEXT))
+    with pytest.raises(UnsupportedTarget, match="cannot be rolled back"):
+        FrozenTarget(model)
+
+
+@torch.no_grad()
+def test_position_zero_is_blind_where_it_is_in_vllm(tiny_model, qwen3_next) -> None:
+    """The first slot does not see its token; of Qwen3-Next it does."""
+    worlds = [qwen3_next[1:]]
+    for architecture in ("llama", "deepseek_v3"):
+        target = FrozenTarget(tiny_model(architecture))
+        worlds.append((target, shaken(Mtp(config_for_target(target, "mtp")).attach(target))))
+    for _, drafter in worlds:
+        last = torch.randn(1, IDS.shape[1], 32)
+        other = IDS.clone()
+        other[0, 1] = 50
+        a, b = (depth0(drafter, features(ids, last)) for ids in (IDS, other))
+        assert torch.equal(a[0], b[0]) == (drafter.config.layout != "qwen3_next")
+        third = IDS.clone()
+        third[0, 2] = 50
+        assert not torch.allclose(a[1], depth0(drafter, features(third, last))[1])
+
+
+@torch.no_grad()
+def test_experts_see_one_token_at_a_time(tiny_model) -> None:
+    for config in (tiny_model("deepseek_v3").config, AutoConfig.for_model("qwen3_next", **QWEN3_NEXT)):
+        torch.manual_seed(0)
+        layer = BorrowedLayer(layer_fields(config))
+        for parameter in layer.parameters():
+            parameter.normal_(std=0.3)
+        x = torch.randn(2, 5, 32)
+        together = layer.block.mlp(x)
+        for b in range(2):
+            for t in range(5):
+                alone = layer.block.mlp(x[b : b + 1, t : t + 1])[0, 0]
+                torch.testing.assert_close(together[b, t], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_experts_are_packed_as_they_were_unpacked() -> None:
+    state = {"a.experts.gate_up_proj": torch.randn(3, 8, 5), "a.experts.down_proj": torch.randn(3, 5, 4)}
+    state["a.gate.weight"] = torch.randn(3, 5)
+    apart = unpack_experts(state)
+    assert apart["a.experts.2.up_proj.weight"].shape == (4, 5) and len(apart) == 10
+    again = pack_experts(apart)
+    assert set(again) == set(state) and all(torch.equal(again[name], state[name]) for name in state)
+
+
+# ---------------------------------------------------------------------- modules of targets
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "deepseek_v3"])
+def test_a_module_is_read_from_its_targets_folder_and_written_back(native, tmp_path: Path, architecture: str) -> None:
+    """Only the module's tensors are read; in the target's copy only they change, and everything loads again."""
+    folder, target, original = native(architecture)
+    config = read_drafter_config(folder)
+    assert config == original.config
+    drafter = load_drafter(folder, target)
+    for name, parameter in original.named_parameters():
+        assert torch.equal(parameter, drafter.get_parameter(name)), name
+    for parameter in drafter.parameters():
+        parameter.data.mul_(1.5)
+    export = export_drafter(drafter, tmp_path / "export", dtype=torch.float32)
+    merged = write_back(export, folder, tmp_path / "merged")
+
+    def every(where: Path) -> dict[str, torch.Tensor]:
+        return {name: t for file in where.glob("*.safetensors") for name, t in load_file(file).items()}
+
+    before, after, trained = every(folder), every(merged), every(export)
+    assert set(before) == set(after) and {p.name for p in folder.iterdir()} == {p.name for p in merged.iterdir()}
+    for name, tensor in after.items():
+        assert torch.equal(tensor, trained.get(name, before[name])), name
+    again = load_drafter(merged, FrozenTarget.from_pretrained(str(merged), tap_layers=config.tap_layers))
+    for name, parameter in drafter.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name)), name
+    with pytest.raises(CheckpointError, match="target itself"):
+        write_back(export, folder, folder)
+    with pytest.raises(CheckpointError, match="no tensor of the same shape for"):
+        write_back(
+            export, export_drafter(shaken(drafter), tmp_path / "export", dtype=torch.float32).parent, tmp_path / "x"
+        )
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "deepseek_v3"])
+def test_init_from_target(native, architecture: str) -> None:
+    """`drafter.init_from: target` is the module in target.model; a recipe may not contradict it."""
+    folder, target, original = native(architecture)
+
+    def recipe(**drafter: Any) -> Any:
+        return recipe_class("mtp").model_validate(
+            {
+                "name": "t",
+                "family": "mtp",
+                "target": {"model": str(folder)},
+                "data": {"train": [{"demo": {}}]},
+                "drafter": {"init_from": "target", **drafter},
+            }
+        )
+
+    config = drafter_config(recipe(), target)
+    drafter = make_drafter(recipe(), config, target, None, None, folder)
+    assert all(torch.equal(p, drafter.get_parameter(name)) for name, p in original.named_parameters())
+    assert recipe().drafter.unroll_steps == 3 and recipe().drafter.step_decay == 0.6
+    assert recipe().training.learning_rate == 5e-5
+    with pytest.raises(ConfigError, match=r"drafter.layout: the recipe says qwen3_next"):
+        drafter_config(recipe(layout="qwen3_next"), target)
+
+
+def test_foreign_folders_are_refused_by_name(native, tmp_path: Path) -> None:
+    folder, _, _ = native("deepseek_v3")
+    fields = json.loads((folder / "config.json").read_text())
+
+    def refused(**changed: Any) -> str:
+        (folder / "config.json").write_text(json.dumps(fields | changed))
+        with pytest.raises(CheckpointError) as error:
+            read_drafter_config(folder)
+        return str(error.value)
+
+    assert "model_type is 'glm4_moe'" in refused(model_type="glm4_moe")
+    assert "expected in model.layers.7, found in model.layers.3" in refused(num_hidden_layers=7)
+    save_file({"model.layers.4.enorm.weight": torch.zeros(32)}, folder / "second.safetensors")
+    assert "2 multi-token-prediction modules beside it (3, 4)" in refused()
+
+
+def test_another_target_is_refused(tiny_model, tmp_path: Path) -> None:
+    """vLLM builds the layer from the target's config, so a module of other sizes would be another one there."""
+    target = FrozenTarget(tiny_model("llama"))
+    folder = export_drafter(
+        shaken(Mtp(config_for_target(target, "mtp")).attach(target)), tmp_path / "head", dtype=torch.float32
+    )
+    for name, other in dict(intermediate_size=64, rms_norm_eps=1e-3, num_key_value_heads=4).items():
+        with pytest.raises(ConfigError, match=f"{name} is .* follows the target's configuration"):
+            load_drafter(folder, FrozenTarget(tiny_model("llama", **{name: other})))
+    turned = {"rope_type": "default", "rope_theta": 5e5}
+    with pytest.raises(ConfigError, match="rope_parameters is"):
+        load_drafter(folder, FrozenTarget(tiny_model("llama", rope_parameters=turned)))
+    partial = FrozenTarget(tiny_model("phi3", rope_parameters={**turned, "partial_rotary_factor": 0.5}))
+    with pytest.raises(ConfigError, match="rotates 0.5 of each head"):
+        config_for_target(partial, "mtp")
+
+
+def test_configs_that_contradict_themselves_are_refused(tiny_model) -> None:
+    target = FrozenTarget(tiny_model("llama"), (3,))
+    for wrong, word in (
+        ({"layout": "deepseek_v3"}, "needs a target of model_type deepseek_v3"),
+        ({"num_layers": 2}, "num_layers is 2"),
+        ({"hidden_state": "residual", "num_target_layers": 5}, "hidden_state"),
+    ):
+        fields = MtpConfig.for_target(target, "mtp") | wrong
+        if "num_target_layers" in wrong:
+            fields["tap_layers"] = (3,)
+        with pytest.raises(ConfigError, match=word):
+            build_config("here", **fields)
+    residual = config_for_target(target, "mtp", hidden_state="residual")
+    assert residual.tap_layers == (3,)
+    with pytest.raises(ConfigError, match="load the target with the module's tap_layers"):
+        Mtp(residual).initialise_from(FrozenTarget(tiny_model("llama"), (1,)))
+
+
+# ---------------------------------------------------------------------- starting, and precision
+
+
+@pytest.mark.parametrize("hidden_state", ["normed", "residual"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "deepseek_v3"])
+@torch.no_grad()
+def test_a_new_module_passes_the_targets_state_through(tiny_model, architecture: str, hidden_state: str) -> None:
+    """Before any training its states are near the target's, in direction and in size."""
+    target = FrozenTarget(tiny_model(architecture), (3,) if hidden_state == "residual" else ())
+    torch.manual_seed(0)
+    drafter = Mtp(config_for_target(target, "mtp", hidden_state=hidden_state)).attach(target)
+    drafter.eval().initialise_from(target)
+    ids = torch.randint(3, 100, (1, 40))
+    taps, last = target(ids)
+    got, wanted = depth0(drafter, features(ids, last, taps)), last[0, :-2]
+    assert torch.cosine_similarity(got, wanted, dim=-1).mean() > 0.8
+    assert 0.8 < float(got.norm() / wanted.norm()) < 1.25
+
+
+@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3"])
+def test_frequencies_and_router_biases_stay_float32(tiny_model, tmp_path: Path, architecture: str) -> None:
+    """What is not a weight keeps its precision, in memory and in the export."""
+    target = FrozenTarget(tiny_model(architecture).to(torch.bfloat16))
+    drafter = shaken(Mtp(config_for_target(target, "mtp")).attach(target))
+    buffers = {name: b for name, b in drafter.named_buffers() if b.dtype == torch.float32}
+    assert len(buffers) >= 2
+    for name, buffer in buffers.items():
+        if "bias" in name:
+            buffer += torch.randn_like(buffer)
+    again = load_drafter(export_drafter(drafter, tmp_path / "head", dtype=torch.bfloat16), target)
+    assert again.input_proj.weight.dtype == torch.bfloat16
+    for name, buffer in buffers.items():
+        assert torch.equal(again.get_buffer(name), buffer), name

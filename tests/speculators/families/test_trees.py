@@ -1,0 +1,108 @@
+"""Every family drafts trees: the logits after each draft are those of a chain of the tokens that lead to it, and what
+comes out of the runtime is the target's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inference.entrypoints.llm import LLM
+from inference.kv_cache.ragged_cache import RaggedCache
+from inference.sampling_params import SamplingParams
+from inference.spec_decode.tree_shape import DynamicTree, StaticTree
+from speculators.drafter import TreeLevel
+
+STATIC = StaticTree.parse([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0), (2, 0, 0)])
+DYNAMIC = DynamicTree(topk=3, depth=3, budget=8)
+
+
+def chains(drafter, target, texts, paths):
+    """Logits [V_draft] after each path of tokens, drafted as a chain that is told what to take."""
+    found = []
+    for row, text in enumerate(texts):
+        ids = torch.tensor([text])
+        taps, last_hidden = target(ids)
+        slots = len(text) - drafter.first_token
+        for path in paths[row]:
+            seen, given = [], iter([*path, 0])
+
+            def sample(logits, seen=seen, given=given):
+                seen.append(logits)
+                return torch.tensor([next(given)])
+
+            cache = RaggedCache(1, 128)
+            tokens = ids[:, drafter.first_token :]
+            drafter.draft(
+                cache, 0, 1, tokens, None if taps is None else taps[:, :slots],
+                last_hidden[:, :slots], [slots], len(path) + 1, sample,
+            )  # fmt: skip
+            found.append(seen[-1][0])
+    return found
+
+
+@torch.no_grad()
+def test_a_tree_is_as_many_chains(world):
+    """Two rows of different length, a tree of three levels in which siblings and cousins must not see each other."""
+    target, drafter = world
+    texts = [[5, 9, 2, 7, 11, 3], [4, 8, 15]]
+    levels = [
+        ([[10, 20], [12, 22]], [[0, 0], [0, 0]]),
+        ([[30, 31, 32], [33, 34, 35]], [[0, 0, 1], [0, 1, 1]]),
+    ]
+    deepest = 3 if drafter.max_depth is None else min(3, drafter.max_depth)
+    levels = levels[: deepest - 1]
+    paths: list[list[list[int]]] = [[[]], [[]]]
+    grown, visible, last = [], None, [[[]], [[]]]
+    for tokens, parents in levels:
+        last = [[[*last[b][p], t] for t, p in zip(tokens[b], parents[b], strict=True)] for b in range(2)]
+        for b in range(2):
+            paths[b] += last[b]
+        index = torch.tensor(parents)
+        own = torch.eye(index.shape[1], dtype=torch.bool).expand(2, -1, -1)
+        if visible is not None:
+            before = visible.gather(1, index.unsqueeze(-1).expand(-1, -1, visible.shape[-1]))
+            own = torch.cat([before, own], 2)
+        visible = own
+        grown.append(TreeLevel(torch.tensor(tokens), index, visible))
+    steps, seen = iter([*grown, None]), []
+
+    def grow(logits):
+        seen.append(logits)
+        return next(steps)
+
+    cache, width = RaggedCache(2, 128), 6
+    ids = torch.tensor([text + [0] * (width - len(text)) for text in texts])
+    taps, last_hidden = target(ids)
+    first = drafter.first_token
+    counts = [len(text) - first for text in texts]
+    drafter.draft_tree(
+        cache, 0, 2, ids[:, first : first + max(counts)], None if taps is None else taps[:, : max(counts)],
+        last_hidden[:, : max(counts)], counts, grow,
+    )  # fmt: skip
+    assert cache.lengths == counts  # the drafts are rolled back
+    by_row = [[step[b, i] for step in seen for i in range(step.shape[1])] for b in range(2)]
+    wanted = chains(drafter, target, texts, paths)
+    got = by_row[0] + by_row[1]
+    assert len(got) == len(wanted)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("tree", [STATIC, DYNAMIC], ids=["static", "dynamic"])
+def test_text_is_the_targets(world, tree, temperature):
+    """At temperature 0 token for token; above it with deterministic drafts the seed's own text."""
+    target, drafter = world
+    if drafter.max_depth is not None and drafter.max_depth < tree.depth:
+        pytest.skip("fewer heads than levels")
+    llm = LLM._assemble(
+        target, drafter=drafter, tree=tree, draft_sample_method="greedy", max_num_seqs=5, max_model_len=64
+    )
+    prompts = [{"prompt_token_ids": ids} for ids in ([3, 5], [7], [1, 2, 3, 4, 5], [9, 8], [6] * 7)]
+    params = [SamplingParams(temperature=temperature, max_tokens=14, seed=i, ignore_eos=True) for i in range(5)]
+    drafted = llm.generate(prompts, params, use_tqdm=False)
+    alone = llm.generate(prompts, params, use_tqdm=False, speculate=False)
+    assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in alone]
+    counters = llm.get_metrics()
+    assert counters.num_draft_tokens > counters.num_drafts
+    assert 1 <= len(counters.num_accepted_tokens_per_pos) <= tree.depth  # the best places may all be shallow

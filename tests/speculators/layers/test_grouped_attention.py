@@ -1,0 +1,99 @@
+"""Grouped attention says what the usual one says, wherever it steps in; elsewhere it stays out of the way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from inference.kv_cache.ragged_cache import RaggedCache
+from speculators.layers import grouped_attention as grouped
+from speculators.target.frozen_target import FrozenTarget
+
+
+class Module(torch.nn.Module):
+    num_key_value_groups, is_causal, training = 2, True, False
+
+
+def tensors(T: int, S: int = 12, B: int = 3):
+    generator = torch.Generator().manual_seed(T)
+    shapes = ((B, 4, T, 8), (B, 2, S, 8), (B, 2, S, 8))
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+@pytest.mark.parametrize("T", [1, 5, grouped.MOST_QUERIES, grouped.MOST_QUERIES + 4])
+@pytest.mark.parametrize("masked", [True, False])
+def test_equals_sdpa(T, masked):
+    query, key, value = tensors(T, S=T + 9)
+    mask = None
+    if masked:
+        seen = torch.rand(3, 1, T, T + 9, generator=torch.Generator().manual_seed(1)) < 0.7
+        seen[..., 0] = True
+        mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    elif T > 1:
+        key, value = key[:, :, :T], value[:, :, :T]  # causal over equal lengths
+    expected, _ = sdpa_attention_forward(Module(), query, key, value, mask, scaling=0.3)
+    found, weights = grouped.grouped_attention(Module(), query, key, value, mask, scaling=0.3)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert weights is None
+
+
+SHARING = ["llama", "qwen3", "qwen3_sliding", "mistral", "gemma3", "phi3", "mixtral"]
+
+
+@pytest.mark.parametrize("architecture", [*SHARING, "falcon"])
+def test_a_target_decodes_as_it_reads_at_once(tiny_model, architecture, monkeypatch):
+    """Rows of different lengths and several new tokens, over a cache: the states of one forward over the whole row."""
+    calls = []
+    plain = grouped.grouped_attention
+
+    def counted(*args, **kwargs):
+        calls.append(args[1].shape)
+        return plain(*args, **kwargs)
+
+    monkeypatch.setitem(grouped.AttentionInterface._global_mapping, grouped.NAME, counted)
+    target = FrozenTarget(tiny_model(architecture), [1])
+    target.model.set_attn_implementation("sdpa")
+    ids = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(0))
+    whole = target(ids)[1]
+    cache = RaggedCache(2, 16)
+    for row, length in enumerate((6, 4)):
+        target(
+            ids[row : row + 1, :length],
+            cache.position_ids(row, row + 1, length),
+            None,
+            cache.view(row, row + 1, length),
+        )
+        cache.advance(row, length)
+    new = torch.stack([ids[0, 6:9], ids[1, 4:7]])
+    _, states = target(new, cache.position_ids(0, 2, 3), cache.mask(0, 2, 3), cache.view(0, 2, 3))
+    torch.testing.assert_close(states[0], whole[0, 6:9], atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(states[1], whole[1, 4:7], atol=2e-5, rtol=1e-4)
+    assert bool(calls) == (architecture in SHARING)  # Falcon's layers have their own attention, for "sdpa" alone
+    assert target.config._attn_implementation == "sdpa"
+
+
+def test_the_implementation_is_put_back_after_an_error(tiny_model):
+    model = tiny_model("llama")
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(RuntimeError, match="stop"), grouped.decoding(model.config, True):
+        assert model.config._attn_implementation == grouped.NAME
+        raise RuntimeError("stop")
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_eager_targets_stay_eager(tiny_model):
+    model = tiny_model("gemma2")  # soft caps: only eager computes them
+    with grouped.decoding(model.config, True):
+        assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("other", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"position_bias": torch.zeros(1)}])
+def test_anything_it_does_not_know_is_left_to_sdpa(other, monkeypatch):
+    handed = []
+    monkeypatch.setattr(
+        grouped, "sdpa_attention_forward", lambda *args, **kwargs: handed.append(kwargs) or (None, None)
+    )
+    query, key, value = tensors(1)
+    grouped.grouped_attention(Module(), query, key, value, None, scaling=0.3, **other)
+    assert len(handed) == 1 and next(iter(other)) in handed[0]

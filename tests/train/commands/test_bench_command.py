@@ -1,0 +1,134 @@
+"""`draftsmith bench`: its flags, what it prints and saves, and servers that it starts itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from inference.bench.flags import bench_options, read_flags
+from inference.bench.servers import started
+from speculators.errors import ConfigError, DraftsmithError
+from train.cli import app
+from train.commands.bench import demo_questions
+from train.data.demo import WORKLOADS
+
+ROOT = Path(__file__).resolve().parents[3]
+TOKENIZER = ROOT / "recipes" / "quickstart" / "target"
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}'
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory, tiny_model) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(TOKENIZER / name, folder)
+    tiny_model("qwen3", vocab_size=4096, max_position_embeddings=512, eos_token_id=2).save_pretrained(folder)
+    return folder
+
+
+def read(line: str):
+    return bench_options(read_flags(line.split(), ("demo",), WORKLOADS))
+
+
+def test_flags_are_those_of_vllm():
+    found = read(
+        "--backend openai-chat --base_url http://a:1/v1 --model m --dataset-name mt_bench --dataset-path q.jsonl "
+        "--num-prompts 7 --request-rate 2.5 --burstiness 0.5 --max-concurrency 4 --seed 3 --ignore-eos "
+        "--temperature 0 --percentile-metrics ttft,tpot --metric-percentiles 25,99.9 --output-len 9"
+    )
+    assert (found.base_url, found.endpoint, found.model) == ("http://a:1", "/v1/chat/completions", "m")
+    assert (found.request_rate, found.burstiness, found.max_concurrency, found.ignore_eos) == (2.5, 0.5, 4, True)
+    assert (found.dataset.num_prompts, found.dataset.seed, found.dataset.output_len) == (7, 3, 9)
+    assert (found.percentile_metrics, found.metric_percentiles) == (("ttft", "tpot"), (25.0, 99.9))
+    assert found.body == {"temperature": 0.0} and found.num_warmups == 0
+    random = read("--dataset-name random --random-input-len 5 --random-output-len 6 --host ::1 --port 9")
+    assert (random.dataset.input_len, random.dataset.output_len, random.ignore_eos) == (5, 6, True)
+    assert random.base_url == "http://[::1]:9" and random.request_rate == float("inf")
+    assert read("--dataset-name custom --dataset-path f --custom-output-len -1").dataset.output_len == -1
+
+
+@pytest.mark.parametrize(
+    "line, named",
+    [
+        ("", "--dataset-name"),
+        ("--dataset-name nothing", "nothing"),
+        ("--dataset-name random --num-prompts 0", "whole number from 1"),
+        ("--dataset-name random --request-rate 0", "above 0"),
+        ("--dataset-name random --no-such-flag 1", "no-such-flag"),
+        ("--dataset-name random --percentile-metrics ttft,speed", "speed"),
+        ("--dataset-name random --metric-percentiles 101", "0 to 100"),
+        ("--dataset-name random --endpoint /v1/chat/completions", "--endpoint"),
+        ("--dataset-name random --baseline-url http://a", "--compare"),
+        ("--dataset-name random --compare", "--baseline-url"),
+        ("--dataset-name random --compare -sc {}", "--model"),
+        ("--dataset-name random --compare --baseline-url http://a --max-concurrency 2", "--concurrencies"),
+        ("--dataset-name random --compare --baseline-url http://a --serve-args x", "--serve-args"),
+        ("--dataset-name demo --demo-workloads poems", "poems"),
+    ],
+)
+def test_wrong_flags_are_named(line, named):
+    with pytest.raises(ConfigError, match=named):
+        read(line)
+
+
+def test_the_demo_asks_held_out_conversations():
+    asked = read("--dataset-name demo --num-prompts 6 --seed 1 --demo-workloads math json").dataset
+    found = demo_questions(asked)
+    assert len(found) == 6 and all(each.messages[-1]["role"] == "user" for each in found)
+    assert found == demo_questions(asked) != demo_questions(replace(asked, seed=2))
+
+
+def test_no_server_is_said_and_failures_have_an_exit_code():
+    asked = ["bench", "--dataset-name", "demo", "--port", "1", "--num-prompts", "3"]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 2 and "no server answers" in result.output.replace("\n", " ")
+    result = CliRunner().invoke(app, [*asked, "--model", str(TOKENIZER)], env={"COLUMNS": "200"})
+    assert result.exit_code == 1 and "3 failed" in result.output
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path):
+    log = tmp_path / "logs" / "server.log"
+    with pytest.raises(DraftsmithError, match="no such") as caught, started("no such", None, [], log, 60):
+        pass
+    assert "status 2" in str(caught.value)
+    with pytest.raises(ConfigError, match="--port"), started("m", None, ["--port", "5"], log, 60):
+        pass
+
+
+@pytest.mark.slow
+def test_one_server_then_off_and_on(target, tmp_path):
+    """Through the command: two servers of a folder, started and stopped; then one measurement, saved."""
+    flags = ["--dataset-name", "demo", "--num-prompts", "4", "--output-len", "40", "--disable-tqdm"]
+    compare = ["--compare", "--model", str(target), "--speculative-config", NGRAM, "--concurrencies", "1,2"]
+    run = CliRunner().invoke(
+        app, ["bench", *compare, *flags, "--temperature", "0", "--result-dir", str(tmp_path)], catch_exceptions=False
+    )
+    assert run.exit_code == 0, run.output
+    found = json.loads((tmp_path / "comparison.json").read_text())
+    assert [level["identical_outputs"] for level in found["levels"]] == [4, 4]
+    assert all("spec_decode_num_drafts" in level["on"] for level in found["levels"])
+    assert (tmp_path / "comparison.png").stat().st_size > 1000
+    with started(str(target), json.loads(NGRAM), ["--served-model-name", "tiny"], tmp_path / "log", 120) as url:
+        save = ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "one.json"]
+        one = ["--base-url", url, "--tokenizer", str(target), *flags, *save]
+        run = CliRunner().invoke(app, ["bench", *one, "--request-rate", "50"], catch_exceptions=False)
+        both = ["--compare", "--baseline-url", url + "/v1", "--concurrencies", "2", "--result-filename", "both.json"]
+        again = CliRunner().invoke(app, ["bench", *one, *both], catch_exceptions=False)
+    assert (run.exit_code, again.exit_code) == (0, 0), run.output + again.output
+    assert len(json.loads((tmp_path / "both.json").read_text())["levels"]) == 1 and (tmp_path / "both.png").exists()
+    result = json.loads((tmp_path / "one.json").read_text())
+    assert result["completed"] == 4 and result["request_rate"] == 50 and "ttfts" not in result
+    assert {"p50_ttft_ms", "p90_tpot_ms", "p99_itl_ms", "mean_e2el_ms", "total_token_throughput"} <= set(result)
+    assert "TTFT" in run.output and "one.json" in run.output.replace("\n", "")
+
+
+def test_help_needs_no_torch():
+    code = "import sys; from inference.bench.flags import read_flags; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -1,0 +1,607 @@
+"""Masks cover what the assistant must write and nothing else, in real template styles; packing is lossless.
+
+The templates are written for these tests in the style of well-known ones, with the difficulty of each kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from speculators.errors import DataError
+from train.data.bad_rows import BadRow, BadRows
+from train.data.loss_mask import ConversationTokenizer
+from train.data.packing import TokenRow, collate, conversation_tokenizer, fit_rows, pack, prepare_rows
+from train.data.sources import Example, load_sources, parse_row
+from train.recipe.data_sections import DataSection, Source
+
+SPECIAL = [
+    "<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "[/INST]", "<|begin_of_text|>",
+    "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<bos>", "<start_of_turn>", "<end_of_turn>",
+]  # fmt: skip
+
+# ChatML whose markers leave the end-of-turn token out, as many published templates do.
+CHATML_MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHATML_MARKED_CLOSED = CHATML_MARKED.replace("{% endif %}<|im_end|>\n", "<|im_end|>\n{% endif %}").replace(
+    "{% endgeneration %}", "<|im_end|>\n{% endgeneration %}"
+)
+CHATML = CHATML_MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+LLAMA3 = (
+    "<|begin_of_text|>{% if tools %}<|start_header_id|>system<|end_header_id|>\n\n"
+    "Tools: {{ tools | tojson }}<|eot_id|>{% endif %}"
+    "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{% if m.tool_calls %}{% for c in m.tool_calls %}"
+    '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
+    "{% endfor %}{% else %}{{ m.content | trim }}{% endif %}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+MISTRAL = (
+    "<s>{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}</s>{% endif %}"
+    "{% endfor %}"
+)
+# The system prompt stands before the *last* user turn (Mistral v0.3): every new turn moves it.
+MISTRAL_MOVING_SYSTEM = (
+    "{% set system = messages[0].content %}{% set turns = messages[1:] %}"
+    "{% set last = turns | selectattr('role', 'equalto', 'user') | list | last %}"
+    "<s>{% for m in turns %}{% if m.role == 'user' %}[INST] {% if m is sameas last %}{{ system }}\n\n"
+    "{% endif %}{{ m.content }} [/INST]{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+# Thoughts stay only after the last user turn, and the answers there always have a block for them.
+QWEN3 = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% set thought = m.reasoning_content or '' %}{% set answer = m.content %}{% if '</think>' in answer %}"
+    "{% set thought = answer.split('</think>')[0].split('<think>')[-1].strip() %}"
+    "{% set answer = answer.split('</think>')[-1].lstrip() %}{% endif %}"
+    "{% if loop.index0 > ns.last %}<think>\n{{ thought }}\n</think>\n\n{% endif %}{{ answer }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+# Thoughts are dropped everywhere, yet the generation prompt opens one (DeepSeek-R1).
+R1 = (
+    "<s>{% for m in messages %}{% if m.role == 'assistant' %}Assistant: {{ m.content.split('</think>')[-1] }}"
+    "</s>{% else %}User: {{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}Assistant: <think>\n{% endif %}"
+)
+GEMMA = (
+    "<bos>{% for m in messages %}{% if m.role == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}"
+    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
+    "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE with merges across spaces and line ends, so that boundaries can be got wrong."""
+    bpe = Tokenizer(models.BPE())
+    pieces = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    split = pre_tokenizers.Split(Regex(pieces), behavior="isolated")  # as Llama 3 and Qwen split
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    bpe.decoder = decoders.ByteLevel()
+    text = [
+        "hello there, how are you?\n\nfine, thanks.\n\n\n",
+        "user assistant model Assistant: <think>\n\n\n",
+    ]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator(text * 20, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>", bos_token="<s>")
+    fast.add_special_tokens({"additional_special_tokens": SPECIAL})
+    fast.add_tokens(["<tool_call>", "</tool_call>"])
+    return fast
+
+
+def chat(*turns: str, system: str | None = None) -> Example:
+    """user, assistant, user, ... in turn."""
+    messages = [{"role": "system", "content": system}] if system else []
+    messages += [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+    return parse_row({"messages": messages}, origin="chats.jsonl:7")
+
+
+def supervised(tokenizer, row: TokenRow) -> list[str]:
+    """The decoded stretches under the mask."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], row.loss_mask.astype(int), [0]])))
+    return [tokenizer.decode(row.input_ids[a:b], skip_special_tokens=False) for a, b in edges.reshape(-1, 2)]
+
+
+def rows_of(tokenizer, template: str, example: Example, **options) -> list[TokenRow]:
+    return ConversationTokenizer(tokenizer, chat_template=template, **options).rows(example)
+
+
+STYLES = {
+    "chatml-marked": (CHATML_MARKED, "{}<|im_end|>"),
+    "chatml-marked-closed": (CHATML_MARKED_CLOSED, "{}<|im_end|>"),
+    "chatml": (CHATML, "{}<|im_end|>"),
+    "llama3": (LLAMA3, "{}<|eot_id|>"),
+    "mistral": (MISTRAL, " {}</s>"),
+    "gemma": (GEMMA, "{}<end_of_turn>"),
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_assistant_turn_and_its_end_are_supervised_and_nothing_else(tokenizer, style):
+    template, form = STYLES[style]
+    answers = ["fine, thanks.\n\nAnd you?", "I see: 2 + 2 = 4", "bye"]
+    example = chat("hello", answers[0], "what is 2 + 2?", answers[1], "bye\n", answers[2])
+    (row,) = rows_of(tokenizer, template, example)
+    assert supervised(tokenizer, row) == [form.format(answer) for answer in answers]
+    assert row.loss_mask[-1], "what follows the last end-of-turn token is not part of the row"
+
+
+@pytest.mark.parametrize("style", ["chatml-marked", "chatml", "llama3"])
+def test_system_prompt_and_unanswered_last_question_are_context_only(tokenizer, style):
+    template, form = STYLES[style]
+    (row,) = rows_of(tokenizer, template, chat("hello", "fine", "and you?", system="be brief"))
+    assert supervised(tokenizer, row) == [form.format("fine")]
+    assert "be brief" in tokenizer.decode(row.input_ids)
+    assert "and you?" not in tokenizer.decode(row.input_ids)
+
+
+words = st.text("abc XYZ.,:;!?-+é中🙂{}<>|\n\t", min_size=1, max_size=12).map(str.strip).filter(bool)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(words, words), min_size=1, max_size=4), st.sampled_from(sorted(STYLES)))
+def test_property_masked_text_is_the_answers_plus_end_marker(tokenizer, pairs, style):
+    template, form = STYLES[style]
+    (row,) = rows_of(tokenizer, template, chat(*(text for pair in pairs for text in pair)))
+    assert supervised(tokenizer, row) == [form.format(answer) for _, answer in pairs]
+
+
+def test_marked_and_verified_prefix_agree(tokenizer):
+    example = chat("hello", "fine", "really?", "yes\n\nreally", system="be brief")
+    (marked,), (prefix,) = (rows_of(tokenizer, template, example) for template in (CHATML_MARKED, CHATML))
+    assert np.array_equal(marked.input_ids, prefix.input_ids)
+    assert np.array_equal(marked.loss_mask, prefix.loss_mask)
+
+
+def test_marks_that_end_inside_a_character_are_completed(tokenizer):
+    """Of a character that is several byte tokens, transformers marks only the first."""
+    (row,) = rows_of(tokenizer, CHATML_MARKED, chat("hi", "caf\u00e9", "ok?", "\U0001f642"))
+    assert supervised(tokenizer, row) == ["caf\u00e9<|im_end|>", "\U0001f642<|im_end|>"]
+
+
+def test_prompt_ids_are_what_the_row_begins_with(tokenizer):
+    converter = ConversationTokenizer(tokenizer, chat_template=LLAMA3)
+    example = chat("hello", "fine", "and now?", "better")
+    prompt, (row,) = converter.prompt_ids(example), converter.rows(example)
+    assert row.input_ids[: len(prompt)].tolist() == prompt
+    assert tokenizer.decode(row.input_ids[len(prompt) :]) == "better<|eot_id|>"
+    assert converter.prompt_ids(chat("hello", "fine", "and now?")) == prompt, "an open question is its own prompt"
+
+
+def test_tools_and_tool_calls(tokenizer):
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+    row = {
+        "tools": json.dumps([{"type": "function", "function": {"name": "add", "parameters": {}}}]),
+        "messages": [
+            {"role": "user", "content": "1 + 2?", "tool_calls": None},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "3", "tool_calls": None},
+            {"role": "assistant", "content": "It is 3.", "tool_calls": None},
+        ],
+    }
+    example = parse_row(row, origin="x")
+    (found,) = rows_of(tokenizer, LLAMA3, example)
+    called = '{"name": "add", "parameters": {"a": 1, "b": 2}}<|eot_id|>'
+    assert supervised(tokenizer, found) == [called, "It is 3.<|eot_id|>"]
+    assert tokenizer.decode(found.input_ids).count('"add"') == 2, "the schema of the tool is in the prompt"
+    with pytest.raises(DataError, match=r"turn 2 of 4 .*does not show its tool call add"):
+        rows_of(tokenizer, CHATML, example)
+
+
+# ------------------------------------------------------------------------------------------ rewritten history
+
+
+def conversation(*turns: tuple[str, str]) -> Example:
+    return parse_row({"messages": [{"role": r, "content": c} for r, c in turns]}, origin="x")
+
+
+def test_history_that_loses_thoughts_is_fanned_out(tokenizer):
+    messages = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "hi", "reasoning_content": "greet"},
+        {"role": "user", "content": "bye"},
+        {"role": "assistant", "content": "see you", "reasoning": "part"},
+    ]
+    first, second = rows_of(tokenizer, QWEN3, parse_row({"messages": messages}, origin="x"))
+    assert supervised(tokenizer, first) == ["<think>\ngreet\n</think>\n\nhi<|im_end|>"]
+    assert supervised(tokenizer, second) == ["<think>\npart\n</think>\n\nsee you<|im_end|>"]
+    assert "greet" not in tokenizer.decode(second.input_ids), "the context is what the target will see"
+
+
+def test_fan_out_keeps_turns_together_that_are_not_rewritten(tokenizer):
+    """After one user turn, a tool call and the final answer both keep their thoughts: one row for both."""
+    example = conversation(
+        ("user", "hello"),
+        ("assistant", "<think>\na\n</think>\n\nhi"),
+        ("user", "compute"),
+        ("assistant", "<think>\nb\n</think>\n\nrun it"),
+        ("tool", "3"),
+        ("assistant", "<think>\nc\n</think>\n\nthree"),
+    )
+    rows = rows_of(tokenizer, QWEN3, example)
+    assert [supervised(tokenizer, row) for row in rows] == [
+        ["<think>\na\n</think>\n\nhi<|im_end|>"],
+        ["<think>\nb\n</think>\n\nrun it<|im_end|>", "<think>\nc\n</think>\n\nthree<|im_end|>"],
+    ]
+
+
+def test_template_variables_reach_the_template(tokenizer):
+    (row,) = rows_of(tokenizer, QWEN3, chat("hello", "hi"), template_kwargs={"enable_thinking": False})
+    assert supervised(tokenizer, row) == ["hi<|im_end|>"], "the empty thought belongs to the generation prompt"
+
+
+def test_moving_system_prompt_is_fanned_out(tokenizer):
+    example = chat("hello", "hi", "bye", "see you", system="be brief")
+    rows = rows_of(tokenizer, MISTRAL_MOVING_SYSTEM, example)
+    assert [supervised(tokenizer, row) for row in rows] == [[" hi</s>"], [" see you</s>"]]
+    assert all(tokenizer.decode(row.input_ids).count("be brief") == 1 for row in rows)
+
+
+# ------------------------------------------------------------------------------------------ refusals
+
+MARKS_NOTHING = CHATML_MARKED.replace("m.role == 'assistant'", "m.role == 'model'")
+
+with_system = chat("hi", "yes", system="be brief")
+quoted = r"chats.jsonl:7: turn 2 of 2 \(assistant: 'ok, yes'\): "
+REFUSALS = {
+    "prompt opens a thought": (R1, chat("hi", "ok, yes"), quoted + ".*generation prompt"),
+    "thoughts dropped": (R1, chat("hi", "<think>hm</think>yes"), r"turn 2 of 2 .*does not show its text"),
+    "no system role": (GEMMA, with_system, r"refuses it: System role not supported"),
+    "alternation": (MISTRAL, with_system, r"refuses it: roles must alternate"),
+    "no assistant": (CHATML, chat("hi"), r"chats.jsonl:7: the conversation has no assistant turn"),
+    "merged boundary": (CHATML, chat("hi", "\nyes"), r"turn 2 of 2 .*changes the tokens of the prompt"),
+    "merged boundary, marked": (CHATML_MARKED, chat("hi", "\nyes"), r"turn 2 of 2 .*changes the tokens of"),
+    "nothing marked": (MARKS_NOTHING, chat("hi", "yes"), r"turn 2 of 2 .*its mask is empty"),
+    "nothing to learn": (CHATML, chat("hi", " "), r"turn 2 of 2 \(assistant: ' '\): it is empty"),
+    "assistant first": (CHATML, conversation(("assistant", "hi")), r"x: turn 1 of 1 .*nothing prompts it"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_mask_that_cannot_be_proved_is_an_error_quoting_the_turn(tokenizer, case):
+    template, example, message = REFUSALS[case]
+    with pytest.raises(DataError, match=message):
+        rows_of(tokenizer, template, example)
+
+
+def test_lost_reasoning_is_an_error_unless_dropped(tokenizer):
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "reasoning": "because"},
+    ]
+    example = parse_row({"messages": messages}, origin="x")
+    with pytest.raises(DataError, match=r"does not show its reasoning.*data.reasoning: drop"):
+        rows_of(tokenizer, CHATML, example)
+    (row,) = rows_of(tokenizer, CHATML, example, reasoning="drop")
+    assert supervised(tokenizer, row) == ["b<|im_end|>"]
+
+
+# Hermes' and Qwen's way: calls are JSON in tags, results are the user's; thoughts in tags wherever they are given.
+HERMES = (
+    "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>{{ m.content }}</tool_response>"
+    "{% else %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Llama 3's way: calls under another key, results of a role of their own, thoughts before the answer without a tag.
+IPYTHON = (
+    "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}"
+    "<|end_header_id|>\n\n{% if m.reasoning %}({{ m.reasoning }}) {% endif %}{{ m.content | trim }}"
+    '{% for c in m.tool_calls %}{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
+    "{% endfor %}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+TOOL_TALK = {
+    "tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}],
+    "messages": [
+        {"role": "user", "content": "1 + 2?"},
+        {"role": "assistant", "content": "", "reasoning": "ask", "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]},
+        {"role": "tool", "content": "3", "tool_call_id": "1"},
+        {"role": "assistant", "content": "It is 3.", "reasoning_content": "easy"},
+    ],
+}  # fmt: skip
+ANSWERS = {
+    HERMES: [
+        '<think>ask</think><tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>',
+        "<think>easy</think>It is 3.<|im_end|>",
+    ],
+    IPYTHON: ['(ask) {"name": "add", "parameters": {"a": 1}}<|eot_id|>', "(easy) It is 3.<|eot_id|>"],
+}
+
+
+@pytest.mark.parametrize("template", ANSWERS, ids=["hermes", "ipython"])
+def test_tool_calls_and_reasoning_are_supervised_and_their_results_are_not(tokenizer, template):
+    example = parse_row(TOOL_TALK, origin="x")
+    (row,) = rows_of(tokenizer, template, example)
+    assert supervised(tokenizer, row) == ANSWERS[template]
+    prompt = ConversationTokenizer(tokenizer, chat_template=template).prompt_ids(example)
+    assert row.input_ids[: len(prompt)].tolist() == prompt, "serving sends the calls and their results"
+    assert not row.loss_mask[: len(prompt)][-10:].any()
+
+
+def test_the_template_and_its_thinking_mode_are_told(tokenizer):
+    """Data rendered otherwise is told by other facts."""
+    quiet = ConversationTokenizer(tokenizer, chat_template=QWEN3, template_kwargs={"enable_thinking": False})
+    facts = quiet.template_facts()
+    assert facts["chat_template_kwargs"] == {"enable_thinking": False} and len(facts["chat_template_sha256"]) == 64
+    assert ConversationTokenizer(tokenizer, chat_template=R1).template_facts() != facts
+    assert ConversationTokenizer(tokenizer).template_facts() == {
+        "chat_template_sha256": None, "chat_template_kwargs": {}
+    }  # fmt: skip
+
+
+def test_turns_out_of_reach_are_passed_over_and_change_nothing(tokenizer, monkeypatch):
+    """Of a conversation much longer than a row only what reaches into the row is tokenised; the rows are the same."""
+    example = chat(*["hello there, how are you?"] * 80)
+    for template in (CHATML, CHATML_MARKED, LLAMA3):
+        converter = ConversationTokenizer(tokenizer, chat_template=template)
+        whole, turn, calls = fit_rows(converter.rows(example), 60), converter._turn, Counter()
+        monkeypatch.setattr(converter, "_turn", lambda *a, turn=turn, calls=calls: calls.update([1]) or turn(*a))
+        rows, statistics = fit_rows(converter.rows(example, 60), 60)
+        assert calls.total() < 6
+        assert (statistics.rows, statistics.truncated) == (whole[1].rows, whole[1].truncated) == (1, 1)
+        assert rows[0].input_ids.tolist() == whole[0][0].input_ids.tolist()
+        assert rows[0].loss_mask.tolist() == whole[0][0].loss_mask.tolist()
+
+
+def test_turns_behind_a_history_that_is_rewritten_are_in_reach(tokenizer):
+    """Long thoughts fill a row; once they are dropped, the next turn is near again."""
+    thoughts = f"<think>\n{'hm ' * 99}\n</think>\n\nhi"
+    turns = ("user", "hello"), ("assistant", thoughts), ("user", "bye"), ("assistant", "ok")
+    converter = ConversationTokenizer(tokenizer, chat_template=QWEN3)
+    rows, statistics = fit_rows(converter.rows(conversation(*turns), 60), 60)
+    assert (statistics.rows, statistics.truncated) == (2, 1)
+    assert supervised(tokenizer, rows[1]) == ["<think>\n\n</think>\n\nok<|im_end|>"]
+
+
+def test_tokenizer_without_template_is_refused(tokenizer):
+    with pytest.raises(DataError, match=r"no chat template; give one with data.chat_template"):
+        ConversationTokenizer(tokenizer).rows(chat("a", "b"))
+
+
+# ------------------------------------------------------------------------------------------ rows
+
+
+def test_completion_rows_supervise_the_completion_only(tokenizer):
+    example = parse_row({"prompt": "hello\n", "completion": "\nthere"}, origin="x")
+    (row,) = ConversationTokenizer(tokenizer).rows(example)  # the joint text would merge both line ends
+    assert supervised(tokenizer, row) == ["\nthere"]
+    assert row.input_ids[~row.loss_mask].tolist() == ConversationTokenizer(tokenizer).prompt_ids(example)
+    with pytest.raises(DataError, match="the completion is empty"):
+        ConversationTokenizer(tokenizer).rows(parse_row({"prompt": "a"}, origin="x"))
+
+
+def test_cutting_keeps_masks_right_and_is_counted(tokenizer):
+    converter = ConversationTokenizer(tokenizer, chat_template=CHATML)
+    examples = [chat("hello", "fine, thanks"), chat("hello", "x" * 200), chat("y" * 200, "cut away")]
+    full = [converter.rows(example)[0] for example in examples]
+    rows, statistics = prepare_rows(examples, converter, max_length=60)
+    assert [row.truncated for row in rows] == [False, True]
+    assert [len(row) for row in rows] == [len(full[0]), 60]
+    for row, whole in zip(rows, full, strict=False):
+        assert np.array_equal(row.input_ids, whole.input_ids[:60])
+        assert np.array_equal(row.loss_mask, whole.loss_mask[:60])
+    counts = (statistics.examples, statistics.rows, statistics.truncated, statistics.dropped_cut)
+    assert counts == (3, 2, 1, 1)
+    assert statistics.tokens == sum(map(len, rows))
+    assert statistics.supervised == sum(int(row.loss_mask.sum()) for row in rows)
+    assert 0 < statistics.supervised_share < 1
+    assert "1 cut, 1 dropped after cutting" in str(statistics)
+    with pytest.raises(DataError, match="no row is left of 1 examples"):
+        prepare_rows(examples[2:], converter, max_length=60)
+
+
+def test_bad_rows_stop_the_run_or_are_counted(tokenizer):
+    converter = ConversationTokenizer(tokenizer, chat_template=QWEN3)
+    examples = [chat("hi"), chat("hello", "fine", "bye", "see you")]
+    with pytest.raises(BadRow, match=r"chats.jsonl:7: .*no assistant turn"):
+        prepare_rows(examples, converter, max_length=99)
+    seen: list[tuple[int, ...]] = []
+    rows, statistics = prepare_rows(
+        examples, converter, max_length=99, bad=BadRows(), progress=lambda *counts: seen.append(counts)
+    )
+    assert (len(rows), statistics.dropped_bad, statistics.fanned_out) == (2, 1, 1)
+    assert "chats.jsonl:7" in statistics.first_bad
+    assert seen == [(1, 2), (2, 2)]
+    assert json.dumps(statistics.to_dict())
+
+
+def test_processes_give_the_same_rows(tokenizer):
+    converter = ConversationTokenizer(tokenizer, chat_template=CHATML_MARKED)
+    examples = [chat("hello", f"answer {i}") for i in range(5)]
+    alone, _ = prepare_rows(examples, converter, max_length=99)
+    shared, _ = prepare_rows(examples, converter, max_length=99, num_proc=2)
+    assert [r.input_ids.tolist() for r in shared] == [r.input_ids.tolist() for r in alone]
+    assert [r.loss_mask.tolist() for r in shared] == [r.loss_mask.tolist() for r in alone]
+
+
+def test_response_tokens_need_no_template():
+    row = TokenRow.from_response([5, 6], [7, 8, 9], "chat")
+    assert row.input_ids.tolist() == [5, 6, 7, 8, 9]
+    assert row.loss_mask.tolist() == [False, False, True, True, True]
+    with pytest.raises(DataError, match="one mask value per token"):
+        TokenRow([1, 2], [True])
+
+
+def test_section_reads_its_template_file(tokenizer, tmp_path):
+    (tmp_path / "t.jinja").write_text(CHATML)
+    section = {"train": [{"demo": {}}], "chat_template": str(tmp_path / "t.jinja")}
+    converter = conversation_tokenizer(DataSection.model_validate(section), tokenizer)
+    assert supervised(tokenizer, converter.rows(chat("a", "b"))[0]) == ["b<|im_end|>"]
+    elsewhere = DataSection.model_validate({**section, "chat_template": "nowhere.jinja"})
+    with pytest.raises(DataError, match=r"data.chat_template: no such file"):
+        conversation_tokenizer(elsewhere, tokenizer)
+
+
+# ------------------------------------------------------------------------------------------ sources
+
+
+def test_sharegpt_is_read_as_messages():
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    messages = parse_row({"conversations": turns, "system": "s"}, origin="x").messages
+    assert [(m["role"], m["content"]) for m in messages] == [
+        ("system", "s"),
+        ("user", "a"),
+        ("assistant", "b"),
+    ]
+
+
+BAD_CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "a"}, r"f:1: the row has no messages, conversations or prompt; its keys are text"),
+        (["a"], r"f:1: expected a mapping"),
+        ({"messages": []}, r"f:1: expected messages to be a non-empty list"),
+        ({"messages": [{"role": "boss", "content": "a"}]}, r"f:1: turn 1 of 1: unknown role 'boss'"),
+        ({"conversations": [{"from": "human"}]}, r"turn 1 of 1 \(user\): expected text in 'value', got None"),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": "{"}, r"f:1: tools are not JSON"),
+        ({"prompt": "a", "completion": 3}, r"f:1: expected prompt and completion as text"),
+        ({"messages": [BAD_CALL]}, r"turn 1 of 1: the arguments of f are not JSON"),
+    ],
+)
+def test_malformed_rows_say_what_and_where(row, message):
+    with pytest.raises(DataError, match=message):
+        parse_row(row, origin="f:1")
+
+
+def test_files_limits_weights_and_labels(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    rows = []
+    for i in range(10):
+        turns = [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]
+        rows.append({"messages": turns, **({"workload": "odd"} if i % 2 else {})})
+    path.write_text("".join(json.dumps(row) + "\n\n" for row in rows))
+    examples = load_sources([Source(path=str(path))])
+    assert [e.workload for e in examples] == ["chats", "odd"] * 5
+    assert examples[1].origin == f"{path}:3", "the line in the file, blank ones counted"
+    assert {e.workload for e in load_sources([Source(path=str(path), workload="mine")])} == {"mine"}
+    weighted = load_sources([Source(path=str(path), limit=4, weight=2.5)], seed=3)
+    assert len(weighted) == 10
+    assert weighted == load_sources([Source(path=str(path), limit=4, weight=2.5)], seed=3)
+    (tmp_path / "chats.json").write_text(json.dumps(rows))
+    again = load_sources([Source(path=str(tmp_path / "chats.json"))])
+    assert [e.messages for e in again] == [e.messages for e in examples]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"messages": 1}\n', r"chats.jsonl:1: expected messages to be"),
+        ('\n{"messages\n', r"chats.jsonl:2: not JSON \(column \d+\): "),
+        ("", r"chats.jsonl: the source holds no examples"),
+        ('{"a": 1, "a": 2}\n', r"chats.jsonl:1: the key 'a' is given twice"),
+    ],
+)
+def test_malformed_files_name_the_line(tmp_path, text, message):
+    path = tmp_path / "chats.jsonl"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        load_sources([Source(path=str(path))])
+
+
+@pytest.mark.parametrize("path", ["nowhere.jsonl", "nowhere.parquet", "nowhere"])
+def test_missing_files_are_named(path):
+    with pytest.raises(DataError, match=f"{path}: no such file"):
+        load_sources([Source(path=path)])
+
+
+def test_parquet_loses_the_nulls_that_arrow_adds(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    turns = [{"role": "user", "content": "a", "name": "me"}, {"role": "assistant", "content": "b"}]
+    parquet.write_table(pyarrow.Table.from_pylist([{"messages": turns}]), tmp_path / "rows.parquet")
+    (example,) = load_sources([Source(path=str(tmp_path / "rows.parquet"))])
+    assert list(example.messages) == turns
+    assert example.workload == "rows"
+
+
+def test_built_in_sources():
+    demo = load_sources([Source.model_validate({"demo": {"count": 6, "split": "validation"}})])
+    assert len(demo) == 6
+    assert all(e.messages[-1]["role"] == "assistant" for e in demo)
+    assert len({e.workload for e in demo}) > 1
+    code = load_sources([Source.model_validate({"stdlib": {"count": 3, "split": "validation"}})])
+    assert [e.workload for e in code] == ["code"] * 3
+    assert all(e.prompt and e.completion for e in code)
+
+
+# ------------------------------------------------------------------------------------------ packing
+
+
+def made_rows(lengths: list[int]) -> list[TokenRow]:
+    """Rows whose tokens are all different, so that each can be found again."""
+    starts = np.cumsum([0, *lengths])
+    rng = np.random.default_rng(0)
+    return [
+        TokenRow(np.arange(start, start + n), rng.random(n) < 0.5, workload=f"of {n}")
+        for start, n in zip(starts, lengths, strict=False)
+    ]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 16), min_size=1, max_size=40), st.booleans())
+def test_property_packing_loses_nothing(lengths, packing):
+    rows = made_rows(lengths)
+    packed = pack(rows, 16, packing=packing)
+    documents = {}
+    for row in packed:
+        assert 0 < len(row) <= 16
+        assert sorted(set(row.segment_ids.tolist())) == list(range(len(row.workloads)))
+        assert (np.diff(row.segment_ids) >= 0).all(), "segments are contiguous"
+        for segment, workload in enumerate(row.workloads):
+            inside = row.segment_ids == segment
+            assert row.position_ids[inside].tolist() == list(range(inside.sum())), "positions restart"
+            documents[tuple(row.input_ids[inside])] = (row.loss_mask[inside].tolist(), workload)
+    assert documents == {tuple(row.input_ids): (row.loss_mask.tolist(), row.workload) for row in rows}
+    assert packing or len(packed) == len(rows)
+    assert not packing or sum(len(row) <= 8 for row in packed) <= 1, "no two rows could have been one"
+
+
+def test_packing_refuses_what_cannot_fit():
+    with pytest.raises(DataError, match="a row of 9 tokens does not fit max_length=8"):
+        pack(made_rows([9]), 8)
+    kept, _ = fit_rows(made_rows([9]), 8)
+    assert [len(row) for row in pack(kept, 8)] == [8]
+
+
+def test_collate_pads_with_segment_minus_one():
+    packed = pack(made_rows([5, 3, 6]), 8)
+    batch = collate(packed, pad_token_id=99)
+    integers = dict.fromkeys(["input_ids", "position_ids", "segment_ids"], torch.long)
+    assert {name: tensor.dtype for name, tensor in batch.items()} == {**integers, "loss_mask": torch.bool}
+    assert all(tensor.shape == (2, 8) for tensor in batch.values())
+    padding = batch["segment_ids"] == -1
+    assert int(padding.sum()) == 2
+    assert (batch["input_ids"][padding] == 99).all()
+    assert not batch["loss_mask"][padding].any()
+    assert int(batch["loss_mask"].sum()) == sum(int(row.loss_mask.sum()) for row in packed)
+    assert collate(packed, length=12)["input_ids"].shape == (2, 12)
+    with pytest.raises(DataError, match="does not fit a batch of length 4"):
+        collate(packed, length=4)

@@ -1,0 +1,99 @@
+"""`draftsmith prepare`: what it counts is what a run trains on, and it shows it at any width."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from tests.damaged_conversations import BAD, damaged
+from train.cli import app
+from train.data.loss_mask import ConversationTokenizer
+from train.data.packing import prepare_rows
+from train.data.prepare import bad_rows, training_examples
+from train.recipe.load import load_recipe
+
+TARGET = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
+
+
+@pytest.fixture
+def recipe_file(tmp_path) -> Path:
+    lines = damaged(150, seed=3, long=1, tokens=2000)
+    (tmp_path / "chats.jsonl").write_bytes(b"\n".join(line for line, _ in lines))
+    tree = {
+        "name": "looked-at",
+        "output_dir": str(tmp_path / "run"),
+        "target": {"model": str(TARGET)},
+        "data": {
+            "train": [{"path": str(tmp_path / "chats.jsonl"), "weight": 2.0}, {"demo": {"count": 12}}],
+            "validation": [{"demo": {"split": "validation", "count": 6}}],
+            "max_length": 256,
+            "on_bad_row": "drop",
+        },
+        "regenerate": {"enabled": False},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def call(*arguments: object, width: int = 120, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["prepare", *map(str, arguments)], env={"COLUMNS": str(width)})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_it_counts_what_a_run_trains_on(recipe_file, tmp_path):
+    told = json.loads(call(recipe_file, "--json"))
+    recipe = load_recipe(recipe_file)
+    bad = bad_rows(recipe.data)
+    from transformers import AutoTokenizer
+
+    examples = training_examples(recipe, bad).examples
+    tokenizer = ConversationTokenizer(AutoTokenizer.from_pretrained(TARGET))
+    rows, statistics = prepare_rows(examples, tokenizer, max_length=256, bad=bad)
+    whole = told["all"]
+    for name in ("rows", "tokens", "supervised", "truncated", "dropped_cut"):
+        assert whole[name] == getattr(statistics, name) == sum(w[name] for w in told["workloads"].values()), name
+    assert sum(bucket["rows"] for bucket in whole["histogram"]) == len(rows)
+    assert whole["lengths"]["max"] == max(map(len, rows)) == 256
+    assert whole["histogram"][0]["rows"] == sum(len(row) <= 32 for row in rows)
+    reasons = {each["why"]: each["count"] for each in told["left_out"]}
+    assert bad.by_reason().items() <= reasons.items() and set(bad.by_reason()) <= {reason for _, reason in BAD.values()}
+    listed = (tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines()
+    assert len(listed) == bad.count() and told["lists"] == [str(tmp_path / "run" / "bad_rows.jsonl")]
+    assert len(told["chat_template_sha256"]) == 64
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_it_shows_it_at_any_width(recipe_file, width):
+    output = call(recipe_file, "--sample", 2, width=width)
+    for word in ("workload", "superv.", "1 … 256", "Tokens per row", "█", "not JSON", "half of a surrogate", "(green)"):
+        assert word in " ".join(output.split()), word
+    assert all(len(line) <= width for line in output.splitlines() if "lists them" not in line)
+
+
+def test_prompts_and_held_out_texts_can_be_looked_at_too(recipe_file):
+    output = call(recipe_file, "regenerate.enabled=true")
+    assert "the run replaces them by the target's own" in output
+    output = call(recipe_file, "--validation")
+    assert "chats" not in output and "Left out" not in output
+
+
+def test_bounds_hold_here_as_well(recipe_file):
+    assert "data.max_bad_rows: more than 3 bad rows" in call(recipe_file, "data.max_bad_rows=3", code=2)
+    assert "data.max_bad_share" in call(recipe_file, "data.max_bad_share=0.1", code=2)
+
+
+def test_terminals_obey_nothing_that_a_text_says(recipe_file, tmp_path):
+    turns = [{"role": "user", "content": "Hi \x1b[31m"}, {"role": "assistant", "content": "[bold]Yes[/bold]\x07"}]
+    path = tmp_path / "odd.jsonl"
+    path.write_text(json.dumps({"messages": turns}))
+    output = call(recipe_file, f"data.train=[{{path: {path}}}]")
+    assert "\x1b[31m" not in output and "\x07" not in output
+    assert "␛[31m" in output and "[bold]Yes[/bold]␇" in output

@@ -1,0 +1,331 @@
+"""Features on disk: those that were written, whoever wrote them and whoever was killed; anything else is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from speculators.errors import DataError
+from speculators.target.frozen_target import FrozenTarget
+from tests.conftest import make_tiny_model
+from tests.train.trainer.test_loop import assert_equal, make_recipe, make_rows, make_trainer, weights
+from train.data.loss_mask import TokenRow
+from train.data.packing import pack
+from train.features import cache as feature_cache
+from train.features.cache import KEY_FILE, CacheKey, FeatureCache, ShardWriter, missing, text_key, texts_of
+from train.features.row_features import RowFeatures
+
+TAPS = (1, 2, 3)
+SHARD = 6000  # bytes: some texts
+
+
+def make_key(encoding: str = "exact", **changes) -> CacheKey:
+    fields = dict(
+        target="t", weights="w", config="c", tokenizer="v", template="m", hidden_size=32, taps=TAPS, dtype="float32",
+        engine="draftsmith", encoding=encoding, last_hidden_encoding=encoding,
+    )  # fmt: skip
+    return CacheKey(**(fields | changes))
+
+
+def write(cache: FeatureCache, rows, target: FrozenTarget, shard_bytes: float = SHARD) -> ShardWriter:
+    source = RowFeatures(target, rows)
+    with ShardWriter(cache, shard_bytes) as writer:
+        for index, row in enumerate(rows):
+            taps, last_hidden = source.made(index)
+            for text, place in texts_of(row):
+                if text not in cache:
+                    writer.add(text, None if taps is None else taps[place], last_hidden[place])
+    return writer
+
+
+@pytest.fixture(scope="module")
+def target() -> FrozenTarget:
+    return FrozenTarget(make_tiny_model("llama"), TAPS)
+
+
+@pytest.fixture
+def rows():
+    return make_rows()
+
+
+def test_exact_features_are_those_of_a_run_without_a_cache(target, rows, tmp_path):
+    writer = write(FeatureCache(tmp_path, make_key()), rows, target)
+    cache = FeatureCache(tmp_path, make_key()).scan()
+    assert len(cache) == 24 and len(cache.shards) > 2 and not missing(cache, rows)
+    kept, cached = RowFeatures(target, rows, keep_bytes=1e9), RowFeatures(target, rows, cache=cache)
+    for indices in ([0, 1], [5, 2, 3]):
+        expected, found = kept.of(indices), cached.of(indices)
+        assert torch.equal(found.taps, expected.taps) and torch.equal(found.last_hidden, expected.last_hidden)
+    tokens = sum(map(len, rows))
+    assert writer.tokens == tokens and writer.bytes == tokens * cache.bytes_per_token == tokens * 4 * 32 * 4
+    assert writer.error == {"taps": 0, "last_hidden": 0}
+
+
+def test_training_from_an_exact_cache_is_training(target, rows, tmp_path):
+    """To the bit like a run that keeps its features in memory."""
+    write(FeatureCache(tmp_path / "cache", make_key()), rows, target)
+    trained = []
+    for name in ("kept", "cached"):
+        trainer = make_trainer(make_tiny_model, tmp_path / name, make_recipe())
+        cache = FeatureCache(tmp_path / "cache", make_key()).scan() if name == "cached" else None
+        trainer.features = RowFeatures(trainer.target, rows, keep_bytes=1e9, cache=cache)
+        if cache is not None:
+            trainer.target.features = None  # the target is not asked
+        trainer.run()
+        trained.append((weights(trainer), [record["loss"] for record in trainer.state.history]))
+    assert_equal(trained[0][0], trained[1][0])
+    assert trained[0][1] == trained[1][1]
+
+
+def test_a_lossy_encoding_trains_too_and_is_smaller(target, rows, tmp_path):
+    cache = FeatureCache(tmp_path, make_key("rotated4"))
+    writer = write(cache, rows, target)
+    assert 0 < writer.error["taps"] < 0.02
+    found = RowFeatures(target, rows, cache=cache.scan()).of([3])
+    expected = RowFeatures(target, rows).of([3])
+    assert 0 < (found.taps - expected.taps).norm() / expected.taps.norm() < 0.15
+
+
+def test_bfloat16_of_a_bfloat16_target_is_exact(rows, tmp_path):
+    target = FrozenTarget(make_tiny_model("qwen3").bfloat16(), TAPS)
+    cache = FeatureCache(tmp_path, make_key("bf16", dtype="bfloat16"))
+    write(cache, rows, target)
+    found, expected = RowFeatures(target, rows, cache=cache.scan()).of([1]), RowFeatures(target, rows).of([1])
+    assert torch.equal(found.taps, expected.taps) and torch.equal(found.last_hidden, expected.last_hidden)
+
+
+def test_a_target_without_taps(rows, tmp_path):
+    target = FrozenTarget(make_tiny_model("llama"))
+    cache = FeatureCache(tmp_path, make_key(taps=()))
+    write(cache, rows, target)
+    found = RowFeatures(target, rows, cache=cache.scan()).of([0, 1])
+    assert found.taps is None and cache.bytes_per_token == 32 * 4
+    assert torch.equal(found.last_hidden, RowFeatures(target, rows, keep_bytes=1e9).of([0, 1]).last_hidden)
+
+
+def test_other_packings_find_the_texts_they_share(target, tmp_path):
+    rng = np.random.default_rng(1)
+    texts = [TokenRow(rng.integers(3, 100, n), np.arange(n) >= 2) for n in (9, 14, 20, 11, 16)]
+    cache = FeatureCache(tmp_path, make_key())
+    write(cache, pack(texts, 48), target)
+    cache.scan()
+    alone = pack(texts, 20, packing=False)
+    assert not missing(cache, alone)
+    found, expected = RowFeatures(target, alone, cache=cache).of([2]), RowFeatures(target, alone).of([2])
+    torch.testing.assert_close(found.taps, expected.taps, atol=1e-5, rtol=1e-4)
+    more = pack([*texts, TokenRow(rng.integers(3, 100, 7), np.arange(7) >= 2)], 48)
+    assert list(missing(cache, more).values()) == [7]
+
+
+@pytest.mark.parametrize("change", ["branches", "positions"])
+def test_rows_that_hold_more_than_texts_are_refused(rows, change):
+    row = rows[0]
+    if change == "branches":
+        row = replace(row, paths=np.zeros((len(row), 2), dtype=np.int32))
+    else:
+        row = replace(row, position_ids=row.position_ids + 1)
+    with pytest.raises(DataError, match="made online only" if change == "branches" else "do not count from 0"):
+        list(texts_of(row))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("encoding", ["exact", "int4", "rotated3"])
+def test_numbers_that_are_not_finite_are_refused_and_nothing_else_is_lost(target, rows, tmp_path, value, encoding):
+    cache, made = FeatureCache(tmp_path, make_key(encoding)), RowFeatures(target, rows).made(0)
+    (first, place), *_ = texts_of(rows[0])
+    taps, last_hidden = made[0][place], made[1][place].clone()
+    said = "last_hidden of a training text hold numbers that are not finite"
+    with pytest.raises(DataError, match=said), ShardWriter(cache, 1e9) as writer:
+        writer.add(first, taps, last_hidden)
+        last_hidden[1, 2] = value
+        writer.add(b"x" * 16, taps, last_hidden)
+    assert first in cache.scan() and len(cache) == 1
+
+
+# --------------------------------------------------------------------------------------------- addresses
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weights": "x"}, {"config": "x"}, {"tokenizer": "x"}, {"template": "x"}, {"taps": (1, 2)},
+        {"dtype": "bfloat16"}, {"engine": "vllm"}, {"encoding": "fp8"}, {"last_hidden_encoding": "fp8"}, {"format": 2},
+    ],
+)  # fmt: skip
+def test_whatever_features_depend_on_is_in_the_address(tmp_path, change, target, rows):
+    cache = FeatureCache(tmp_path, make_key())
+    write(cache, rows[:2], target)
+    other = FeatureCache(tmp_path, replace(make_key(), **change))
+    assert other.key.address != cache.key.address and len(other.scan()) == 0
+    name = next(iter(change))
+    assert [key.differences(other.key).keys() for _, key in other.others] == [{name}]
+    assert bool(other.outdated()) == (name in feature_cache.SOURCE)
+
+
+def test_the_name_of_a_target_is_no_part_of_the_address():
+    assert make_key(target="a").address == make_key(target="b").address
+
+
+def test_the_key_is_there_to_be_read(target, rows, tmp_path):
+    cache = FeatureCache(tmp_path, make_key())
+    write(cache, rows[:1], target)
+    tree = json.loads((tmp_path / cache.key.address / KEY_FILE).read_text())
+    assert tree["weights"] == "w" and tree["taps"] == [1, 2, 3] and tree["format"] == feature_cache.FORMAT
+
+
+# --------------------------------------------------------------------------------------------- damage
+
+
+@pytest.fixture
+def written(target, rows, tmp_path) -> FeatureCache:
+    cache = FeatureCache(tmp_path, make_key())
+    write(cache, rows, target)
+    return cache.scan()
+
+
+@pytest.mark.parametrize("where", [0.001, 0.3, 0.999])
+def test_a_shard_that_was_cut_is_named_and_can_be_written_again(written, target, rows, tmp_path, where):
+    path = written.shards[0]
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * where)])
+    with pytest.raises(DataError, match=rf"{path.name}: damaged or cut short .* delete the file and run"):
+        FeatureCache(tmp_path, make_key()).scan()
+    path.unlink()
+    again = FeatureCache(tmp_path, make_key()).scan()
+    lost = missing(again, rows)
+    assert 0 < len(lost) < 24
+    write(again, rows, target)
+    assert not missing(FeatureCache(tmp_path, make_key()).scan(), rows)
+
+
+def test_a_flipped_bit_is_noticed(written, rows):
+    path = written.shards[1]
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+    cache = FeatureCache(path.parents[1], make_key()).scan()
+    with pytest.raises(DataError, match=rf"{path.name}: damaged: the bytes of text"):
+        for row in rows:
+            cache.row(row)
+
+
+def test_a_shard_of_another_cache_is_refused(written, target, rows, tmp_path):
+    other = FeatureCache(tmp_path, make_key(weights="x"))
+    write(other, rows[:1], target)
+    written.shards[0].rename(other.folder / "moved.safetensors")
+    with pytest.raises(DataError, match=r"moved.safetensors: belongs to the features"):
+        other.scan()
+
+
+def test_a_text_that_is_not_there_is_named(written, target):
+    with pytest.raises(DataError, match="a training text has no features there"):
+        written.row(make_rows(vocab=50)[0])
+
+
+def test_a_full_disk_is_said_and_what_was_written_stays(target, rows, tmp_path, monkeypatch):
+    cache, written = FeatureCache(tmp_path, make_key()), []
+
+    def full(tensors, path, metadata):
+        if written:
+            Path(path).write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        written.append(save_file(tensors, path, metadata))
+
+    monkeypatch.setattr(feature_cache, "save_file", full)
+    with pytest.raises(DataError, match="could not be written .*No space left.* what was written before is kept"):
+        write(cache, rows, target)
+    assert len(cache.scan()) > 0 and not list(cache.folder.glob("*.partial"))
+
+
+def test_what_a_killed_writer_left_is_ignored_and_removed(written, target, rows, tmp_path):
+    import socket
+
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    torn = written.folder / f"a.{socket.gethostname()}.{dead.pid}.partial"
+    alive = written.folder / f"b.{socket.gethostname()}.{os.getppid()}.partial"
+    torn.write_bytes(b"half a shard")
+    alive.write_bytes(b"of somebody who is writing")
+    cache = FeatureCache(tmp_path, make_key()).scan()
+    assert len(cache) == len(written)
+    ShardWriter(cache, SHARD)
+    assert not torn.exists() and alive.exists()
+
+
+SCRIPT = """
+import sys, time
+sys.path[:0] = {paths!r}
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from conftest import make_tiny_model
+from speculators.target.frozen_target import FrozenTarget
+from tests.train.features.test_feature_cache import SHARD, TAPS, make_key, make_rows
+from train.features.cache import FeatureCache, ShardWriter, texts_of
+from train.features.row_features import RowFeatures
+number, of = int(sys.argv[2]), int(sys.argv[3])
+rows, cache = make_rows()[number::of], FeatureCache(Path(sys.argv[1]), make_key()).scan()
+source = RowFeatures(FrozenTarget(make_tiny_model("llama"), TAPS), rows)
+print("ready", flush=True)
+with ShardWriter(cache, SHARD) as writer:
+    for index, row in enumerate(rows):
+        taps, last_hidden = source.made(index)
+        for text, place in texts_of(row):
+            if text not in cache:
+                writer.add(text, taps[place], last_hidden[place])
+                print(writer.tokens, flush=True)
+                sys.stdin.readline()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_one_killed_and_run_again(target, rows, tmp_path):
+    """Between them, and after a kill -9, every text is there once, and the target is asked for the rest alone."""
+    tests = Path(__file__).resolve().parents[2]
+    script = SCRIPT.format(paths=[str(tests), str(tests.parent)])
+
+    def start(number: int) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, "-c", script, str(tmp_path), str(number), "2"],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    first, second = start(0), start(1)
+    assert first.stdout.readline() == "ready\n"
+    while first.stdout.readline() == "0\n":  # until a shard is on the disk and a text is waiting for the next
+        first.stdin.write("\n")
+        first.stdin.flush()
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    second.communicate("\n" * 99)
+    assert second.returncode == 0
+    lost = missing(FeatureCache(tmp_path, make_key()).scan(), rows)
+    whole = {text for row in rows for text, _ in texts_of(row)}
+    assert 0 < len(lost) < len(whole)
+    again = start(0)
+    again.communicate("\n" * 99)
+    cache = FeatureCache(tmp_path, make_key()).scan()
+    stored = [name.tobytes() for path in cache.shards for name in load_file(path)["names"].numpy()]
+    assert sorted(stored) == sorted(whole)
+    kept = RowFeatures(target, rows, keep_bytes=1e9)
+    for index, row in enumerate(rows):
+        assert torch.equal(cache.row(row)[0], kept.of([index]).taps[0])
+
+
+def test_names_are_of_tokens_alone():
+    ids = np.array([3, 4, 5])
+    assert text_key(ids.astype(np.int64)) == text_key(ids.astype(np.int32)) != text_key(ids[:2])
+    assert len(text_key(ids)) == 16

@@ -1,0 +1,466 @@
+"""The objective: every divergence is right, and walking it in chunks changes nothing but the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from inference.evaluation.expected_acceptance import accept_probabilities
+from speculators.errors import ConfigError
+from train.losses.closed_form import CLOSED_FORM
+from train.losses.divergences import DIVERGENCES, ON_STATES, Mix, overlap
+from train.losses.objective import chunked_objective, default_chunk_size, plain_objective
+from train.losses.step_metrics import in_loop_lengths
+
+D, V, VD, N = 12, 40, 17, 23
+MIXES = [{name: 0.7} for name in DIVERGENCES] + [
+    {"forward_kl": 1.0, "cross_entropy": 0.3, "tv": 0.5},
+    {"lk_hybrid": 1.0, "cross_entropy_argmax": 0.2, "neg_log_acceptance": 0.1},
+    {"jsd": {"weight": 1.0, "beta": 0.2}, "smooth_l1": 0.1, "forward_kl": 0.4},
+    {"top_k_cross_entropy": {"weight": 2.0, "k": 3}},
+]
+
+
+class Setup:
+    """A drafter's head with a norm, a frozen target head, and rows to match."""
+
+    def __init__(self, reduced: bool, dtype: torch.dtype = torch.float64, scale: float = 2.0) -> None:
+        torch.manual_seed(0)
+        self.head = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, VD if reduced else V)).to(dtype)
+        self.target = nn.Linear(D, V, bias=False).to(dtype).requires_grad_(False)
+        self.draft_to_target = torch.randperm(V)[:VD].sort().values if reduced else None
+        self.hidden = torch.randn(N, D, dtype=dtype, requires_grad=True)
+        self.target_hidden = torch.randn(N, D, dtype=dtype) * scale
+        self.weight = torch.rand(N, dtype=dtype)
+        self.labels = torch.randint(0, V, (N,))
+
+    def arguments(self, mix: object = None) -> tuple:
+        mix = mix or {"forward_kl": 1.0}
+        target = (self.target_hidden, self.target, self.weight, self.labels)
+        return self.hidden, self.head, *target, mix, self.draft_to_target
+
+    def gradients(self, loss: Tensor) -> list[Tensor]:
+        inputs = [self.hidden, *self.head.parameters()]
+        return list(torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True))
+
+    def p(self, temperature: float = 1.0) -> Tensor:
+        """The target's distribution over the full vocabulary [N, V]."""
+        return torch.softmax(self.target(self.target_hidden) / temperature, dim=-1)
+
+    def q(self, temperature: float = 1.0) -> Tensor:
+        """The drafter's distribution scattered into the full vocabulary [N, V]."""
+        q = torch.softmax(self.head(self.hidden).detach() / temperature, dim=-1)
+        if self.draft_to_target is None:
+            return q
+        return torch.zeros(N, V, dtype=q.dtype).index_copy(-1, self.draft_to_target, q)
+
+
+def assert_same(left: tuple, right: tuple, setup: Setup, atol: float, rtol: float = 0.0) -> None:
+    torch.testing.assert_close(left[0], right[0], atol=atol, rtol=rtol)
+    for name in ("loss", "alpha"):
+        torch.testing.assert_close(getattr(left[1], name), getattr(right[1], name), atol=atol, rtol=rtol)
+    for ours, theirs in zip(setup.gradients(left[0]), setup.gradients(right[0]), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=atol, rtol=rtol)
+
+
+# --- the divergences themselves ---
+
+
+def sample_rows(mass: float = 0.8) -> tuple[Tensor, Tensor, Tensor]:
+    """(draft logits, p of total mass `mass`, labels with one outside), float64, no ties."""
+    torch.manual_seed(1)
+    p = torch.softmax(torch.randn(4, 7, dtype=torch.float64) * 2, dim=-1) * mass
+    return torch.randn(4, 7, dtype=torch.float64, requires_grad=True), p, torch.tensor([0, 3, -1, 6])
+
+
+@pytest.mark.parametrize("name", sorted(set(DIVERGENCES) - ON_STATES - {"lk_hybrid"}))
+@pytest.mark.parametrize("mass", [1.0, 0.8])
+def test_gradient_is_that_of_the_value(name: str, mass: float) -> None:
+    z, p, labels = sample_rows(mass)
+    assert torch.autograd.gradcheck(lambda z: DIVERGENCES[name](torch.log_softmax(z, -1), p, labels), z)
+
+
+def test_gradient_of_the_hybrid_holds_lambda_fixed() -> None:
+    z, p, labels = sample_rows()
+    log_q = torch.log_softmax(z, -1)
+    mixing = torch.exp(-3 * overlap(log_q, p).detach())
+    kl, tv = DIVERGENCES["forward_kl"](log_q, p, labels), DIVERGENCES["tv"](log_q, p, labels)
+    expected = torch.autograd.grad((mixing * kl + (1 - mixing) * tv).sum(), z, retain_graph=True)[0]
+    actual = torch.autograd.grad(DIVERGENCES["lk_hybrid"](log_q, p, labels).sum(), z)[0]
+    torch.testing.assert_close(actual, expected)
+
+
+def test_gradient_of_smooth_l1() -> None:
+    torch.manual_seed(2)
+    hidden, target = (
+        torch.randn(3, 4, dtype=torch.float64, requires_grad=True),
+        torch.randn(3, 4, dtype=torch.float64),
+    )
+    assert torch.autograd.gradcheck(lambda h: DIVERGENCES["smooth_l1"](h, target), hidden)
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd", "tv"])
+def test_zero_exactly_where_the_distributions_meet(name: str) -> None:
+    _, p, labels = sample_rows(mass=1.0)
+    torch.testing.assert_close(DIVERGENCES[name](p.log(), p, labels), torch.zeros(4, dtype=p.dtype))
+
+
+@pytest.mark.parametrize("name", ["reverse_kl", "jsd", "tv", "neg_log_acceptance"])
+def test_sub_probability_gives_the_full_vocabulary_value(name: str) -> None:
+    """Restricting to the draft vocabulary loses nothing: q is zero elsewhere."""
+    torch.manual_seed(3)
+    p, log_q = (
+        torch.softmax(torch.randn(5, 9, dtype=torch.float64), -1),
+        torch.randn(5, 6, dtype=torch.float64),
+    )
+    log_q, labels = torch.log_softmax(log_q, -1), torch.zeros(5, dtype=torch.long)
+    padded = torch.cat([log_q, torch.full((5, 3), -1e4, dtype=torch.float64)], dim=-1)
+    full = DIVERGENCES[name](padded, p, labels)
+    torch.testing.assert_close(DIVERGENCES[name](log_q, p[:, :6], labels), full)
+
+
+@pytest.mark.parametrize("name", sorted(set(DIVERGENCES) - ON_STATES))
+def test_finite_where_probabilities_underflow(name: str) -> None:
+    """q and p each vanish in float32 exactly where the other lives."""
+    z = torch.tensor([[300.0, -300.0, 0.0]], requires_grad=True)
+    p = torch.tensor([[0.0, 1.0, 0.0]])
+    value = DIVERGENCES[name](torch.log_softmax(z, -1), p, torch.tensor([1]))
+    (grad,) = torch.autograd.grad(value.sum(), z)
+    assert value.isfinite().all() and grad.isfinite().all()
+    if name in ("forward_kl", "neg_log_acceptance", "cross_entropy", "cross_entropy_argmax"):
+        assert grad[0, 1] < -0.5, "descent must still raise the logit of the only token that is accepted"
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ({}, "empty"),
+        ({"kl": 1.0}, r"loss\.kl: unknown divergence"),
+        ({"forward_kl": -1}, r"loss\.forward_kl\.weight"),
+        ({"jsd": {"beta": 0.5}}, r"loss\.jsd: no weight"),
+        ({"jsd": {"weight": 1, "bta": 0.5}}, r"loss\.jsd\.bta: unknown option of jsd; it takes beta"),
+        ({"jsd": {"weight": 1, "beta": 1.5}}, r"loss\.jsd\.beta"),
+        ({"top_k_cross_entropy": {"weight": 1, "k": 2.5}}, r"loss\.top_k_cross_entropy\.k"),
+    ],
+)
+def test_a_wrong_mix_says_which_key(loss: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Mix.parse(loss)
+
+
+# --- chunked against plain ---
+
+
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: "+".join(mix))
+@pytest.mark.parametrize("reduced", [False, True], ids=["full", "reduced"])
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-11), (torch.float32, 1e-5)], ids=["f64", "f32"])
+def test_chunked_equals_plain(mix: dict, reduced: bool, dtype: torch.dtype, atol: float) -> None:
+    setup = Setup(reduced, dtype)
+    plain = plain_objective(*setup.arguments(mix), temperature=0.8)
+    for chunk in (1, 7, N, 100):
+        chunked = chunked_objective(*setup.arguments(mix), chunk_size=chunk, temperature=0.8)
+        assert_same(chunked, plain, setup, atol)
+        assert torch.equal(chunked[1].agreement, plain[1].agreement)
+        plain = plain_objective(*setup.arguments(mix), temperature=0.8)
+
+
+@pytest.mark.parametrize("reduced", [False, True], ids=["full", "reduced"])
+@pytest.mark.parametrize(
+    "mix", [{"forward_kl": 1.0}, {"tv": 1.0, "jsd": 0.5, "smooth_l1": 1.0}], ids=["closed", "autograd"]
+)
+def test_shared_targets_change_nothing(mix: dict, reduced: bool) -> None:
+    """Rows that read their target through an index, in any order, equal rows that carry a copy of it."""
+    setup = Setup(reduced)
+    index = torch.randint(0, 6, (N,))
+    distinct, setup.target_hidden = setup.target_hidden[:6], setup.target_hidden[:6][index]
+    copied = plain_objective(*setup.arguments(mix))
+    hidden, head, _, *rest = setup.arguments(mix)
+    shared = chunked_objective(hidden, head, distinct, *rest, chunk_size=5, target_index=index)
+    assert_same(shared, copied, setup, atol=1e-11)
+    assert torch.equal(shared[1].agreement, copied[1].agreement)
+
+
+@pytest.mark.parametrize("mix", MIXES[:3] + MIXES[-4:], ids=lambda mix: "+".join(mix))
+def test_chunked_equals_plain_under_autocast(mix: dict) -> None:
+    setup = Setup(True, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = plain_objective(*setup.arguments(mix))
+        chunked = chunked_objective(*setup.arguments(mix), chunk_size=6)
+    assert chunked[0].dtype == torch.float32
+    assert_same(chunked, plain, setup, atol=2e-2, rtol=2e-2)
+
+
+def test_a_weight_cast_under_no_grad_does_not_cut_the_graph() -> None:
+    setup = Setup(False, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            chunked_objective(*setup.arguments())
+        loss, _ = chunked_objective(*setup.arguments())
+    assert all(grad.abs().sum() > 0 for grad in setup.gradients(loss))
+
+
+def test_overlap_too_small_for_its_reciprocal_still_trains() -> None:
+    setup = Setup(False, torch.float32, scale=200.0)
+    with torch.no_grad():
+        setup.head[1].weight.mul_(400.0)
+    mix = {"neg_log_acceptance": 1.0}
+    plain, chunked = (
+        plain_objective(*setup.arguments(mix)),
+        chunked_objective(*setup.arguments(mix), chunk_size=4),
+    )
+    assert plain[1].alpha.min() < 1e-30, "the example must underflow"
+    assert_same(chunked, plain, setup, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(CLOSED_FORM))
+def test_a_target_that_masks_tokens_gives_no_nan(name: str) -> None:
+    setup = Setup(False, torch.float32)
+    blocked = torch.zeros(V)
+    blocked[::3] = -torch.inf
+    hidden, head, target_hidden, target, *rest = setup.arguments({name: 1.0})
+    loss, _ = chunked_objective(hidden, head, target_hidden, lambda h: target(h) + blocked, *rest)
+    assert loss.isfinite() and all(grad.isfinite().all() for grad in setup.gradients(loss))
+
+
+# --- how gradients travel ---
+
+
+def test_accumulation_equals_one_batch() -> None:
+    setup = Setup(True)
+    whole = setup.gradients(chunked_objective(*setup.arguments(), chunk_size=5)[0] / N)
+    for start in (0, 9):
+        rows = slice(start, 9 if start == 0 else N)
+        target = (setup.target_hidden[rows], setup.target, setup.weight[rows], setup.labels[rows])
+        loss, _ = chunked_objective(setup.hidden[rows], setup.head, *target, {"forward_kl": 1.0}, setup.draft_to_target)
+        (loss / N).backward()
+    for ours, theirs in zip([setup.hidden.grad, *(w.grad for w in setup.head.parameters())], whole, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_low_precision_head_accumulates_in_float32() -> None:
+    """The sum over 512 one-row chunks of a bfloat16 head stays as close to the truth as its last rounding."""
+    setup = Setup(False, torch.bfloat16)
+    setup.head = setup.head[1]
+    setup.hidden = torch.randn(512, D, dtype=torch.bfloat16, requires_grad=True)
+    setup.target_hidden, setup.labels = torch.randn(512, D).bfloat16(), torch.zeros(512, dtype=torch.long)
+    setup.weight = torch.ones(512)
+    chunked = setup.gradients(chunked_objective(*setup.arguments(), chunk_size=1)[0])
+    setup.head, setup.target = setup.head.double(), setup.target.double()
+    setup.hidden, setup.target_hidden = (
+        setup.hidden.detach().double().requires_grad_(),
+        setup.target_hidden.double(),
+    )
+    exact = setup.gradients(plain_objective(*setup.arguments())[0])
+    for ours, truth in zip(chunked, exact, strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert (ours - truth).norm() < 0.01 * truth.norm()
+
+
+def test_frozen_head_trains_the_states_only() -> None:
+    setup = Setup(False)
+    setup.head.requires_grad_(False)
+    loss, _ = chunked_objective(*setup.arguments(), chunk_size=4)
+    loss.backward()
+    assert setup.hidden.grad.abs().sum() > 0
+    assert all(weight.grad is None for weight in setup.head.parameters())
+
+
+def test_detached_states_train_the_head_only() -> None:
+    setup = Setup(False)
+    setup.hidden = setup.hidden.detach()
+    chunked_objective(*setup.arguments(), chunk_size=4)[0].backward()
+    assert all(weight.grad.abs().sum() > 0 for weight in setup.head.parameters())
+
+
+def test_a_bound_method_is_a_head_too() -> None:
+    class Drafter(nn.Module):
+        def __init__(self, layers: nn.Module) -> None:
+            super().__init__()
+            self.layers, self.unused = layers, nn.Linear(2, 2)
+
+        def head(self, hidden: Tensor) -> Tensor:
+            return self.layers(hidden)
+
+    setup = Setup(False)
+    expected = setup.gradients(plain_objective(*setup.arguments())[0])
+    hidden, head, *rest = setup.arguments()
+    loss, _ = chunked_objective(hidden, Drafter(head).head, *rest, chunk_size=4)
+    for ours, theirs in zip(setup.gradients(loss), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_evaluation_makes_no_graph() -> None:
+    setup = Setup(True)
+    expected, metrics = chunked_objective(*setup.arguments(), chunk_size=4)
+    with torch.no_grad():
+        loss, evaluated = chunked_objective(*setup.arguments(), chunk_size=4)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(evaluated.alpha, metrics.alpha)
+
+
+def test_backward_runs_once() -> None:
+    setup = Setup(False)
+    loss, _ = chunked_objective(*setup.arguments())
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_no_rows_give_zero() -> None:
+    setup = Setup(False)
+    setup.hidden, setup.target_hidden = setup.hidden[:0], setup.target_hidden[:0]
+    setup.weight, setup.labels = setup.weight[:0], setup.labels[:0]
+    loss, metrics = chunked_objective(*setup.arguments())
+    loss.backward()
+    assert loss.item() == 0.0 and metrics.count == 0
+    assert all((weight.grad == 0).all() for weight in setup.head.parameters()), "DDP waits for all"
+
+
+def test_ddp_sees_the_gradients(tmp_path) -> None:
+    """The head's gradients pass DDP's hooks, once per backward, over several depths."""
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        setup = Setup(False)
+        body = nn.Sequential(nn.Linear(D, D).double(), setup.head)
+        ddp, buckets = DistributedDataParallel(body), []
+
+        def count(state, bucket):
+            buckets.append(bucket.buffer().clone())
+            future = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future  # no annotations above: DDP compares them, and here they would be strings
+
+        ddp.register_comm_hook(None, count)
+        ddp(setup.hidden[:1])  # DDP arms its reducer in forward; the loop calls the unroll through it
+        states, total = setup.hidden, 0.0
+        for _ in range(2):
+            states = body[0](states)
+            setup_arguments = (states, body[1], *setup.arguments()[2:])
+            total = total + chunked_objective(*setup_arguments, chunk_size=4)[0]
+        total.backward()
+        seen = torch.cat(buckets)
+        assert seen.numel() == sum(weight.numel() for weight in body.parameters())
+        flat = torch.cat([weight.grad.flatten() for weight in body.parameters()])
+        torch.testing.assert_close(seen.sort().values, flat.sort().values)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# --- memory ---
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation returns, in elements; backward included."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
+        out = func(*args, **(kwargs or {}))
+        self.elements = max([self.elements, *(x.numel() for x in tree_iter(out) if isinstance(x, Tensor))])
+        return out
+
+
+@pytest.mark.parametrize("reduced", [False, True], ids=["full", "reduced"])
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: "+".join(mix))
+def test_nothing_of_size_tokens_by_vocabulary(mix: dict, reduced: bool) -> None:
+    setup, chunk = Setup(reduced), 7
+    setup.head = nn.Linear(D, VD if reduced else V).double().requires_grad_(False)
+    limit = max(chunk * V, D * V)  # D * V: a weight, transposed
+    with Largest() as tracker:
+        loss, _ = chunked_objective(*setup.arguments(mix), chunk_size=chunk)
+        loss.backward()
+    assert tracker.elements <= limit
+    with Largest() as tracker:
+        plain_objective(*setup.arguments(mix))
+    assert tracker.elements == N * V > limit
+
+
+def test_default_chunk_follows_the_vocabulary() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert default_chunk_size(4096, cpu) == 256
+    assert default_chunk_size(151_936, cpu) == default_chunk_size(10**6, cpu)
+    assert default_chunk_size(4096, cuda) > default_chunk_size(4096, cpu)
+
+
+# --- metrics ---
+
+
+@pytest.mark.parametrize("reduced", [False, True], ids=["full", "reduced"])
+def test_metrics_are_those_of_the_full_vocabulary(reduced: bool) -> None:
+    setup = Setup(reduced)
+    _, metrics = chunked_objective(*setup.arguments(), chunk_size=5)
+    alpha = torch.minimum(setup.p(), setup.q()).sum(-1)
+    agreement = setup.p().argmax(-1) == setup.q().argmax(-1)
+    torch.testing.assert_close(metrics.alpha, alpha)
+    assert torch.equal(metrics.agreement, agreement)
+    assert metrics.count == N and metrics.agreement_sum == agreement.sum()
+    torch.testing.assert_close(metrics.alpha_sum, alpha.sum())
+    first, second = metrics.split([10, 13])
+    assert (first.count, second.count) == (10, 13)
+    torch.testing.assert_close(first.loss_sum + second.loss_sum, metrics.loss_sum)
+
+
+def test_first_of_equal_logits_wins() -> None:
+    """Also through the blocked argmax, which needs a vocabulary that 64 divides."""
+    vocabulary = 256
+    logits = torch.zeros(4, vocabulary)
+    logits[0, [70, 200]] = logits[1, [63, 64]] = logits[2, [130, 129]] = 5.0
+    expected = logits.argmax(-1)
+    identity = nn.Identity()
+    one_hot = torch.nn.functional.one_hot(expected, vocabulary) * 9.0
+    _, metrics = chunked_objective(
+        logits, identity, one_hot, identity, torch.ones(4), torch.zeros(4).long(), {"forward_kl": 1.0}
+    )
+    assert metrics.agreement.all()
+
+
+@pytest.mark.parametrize("reduced", [False, True], ids=["full", "reduced"])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_accept_probability_of_the_data_token(reduced: bool, temperature: float) -> None:
+    setup = Setup(reduced)
+    hidden, head, target_hidden, target, _, labels, _, mapping = setup.arguments()
+    accept = accept_probabilities(hidden, head, target_hidden, target, labels, temperature, mapping, chunk_size=4)
+    p, q = (x.gather(-1, labels[:, None])[:, 0] for x in (setup.p(temperature), setup.q(temperature)))
+    torch.testing.assert_close(accept, (q / p).clamp_max(1.0))
+    greedy = accept_probabilities(hidden, head, target_hidden, target, labels, 0.0, mapping)
+    assert torch.equal(greedy, (setup.q().argmax(-1) == labels).double())
+
+
+def test_accept_probabilities_average_to_alpha() -> None:
+    """Over x ~ p, the mean of min(1, q/p) is sum min(p, q): the two ways of measuring acceptance are one."""
+    setup = Setup(True)
+    hidden, head, target_hidden, target, _, _, _, mapping = setup.arguments()
+    total = torch.zeros(N, dtype=torch.float64)
+    for token in range(V):
+        labels = torch.full((N,), token)
+        accept = accept_probabilities(hidden, head, target_hidden, target, labels, 1.0, mapping)
+        total += setup.p()[:, token] * accept
+    torch.testing.assert_close(total, torch.minimum(setup.p(), setup.q()).sum(-1))
+
+
+def test_expected_length_from_joint_prefixes() -> None:
+    alphas = [torch.tensor([0.5, 0.8, 1.0]), torch.tensor([0.5, 0.25]), torch.tensor([1.0])]
+    anchors = [torch.tensor([0, 3, 7]), torch.tensor([3, 0]), torch.tensor([3])]
+    chains = [1 + 0.5 + 0.5 * 0.25, 1 + 0.8 + 0.8 * 0.5 + 0.8 * 0.5 * 1.0, 1 + 1.0]
+    torch.testing.assert_close(in_loop_lengths(alphas, anchors), torch.tensor([sum(chains), 3.0]).double())
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0])
+def test_temperature_must_be_positive(temperature: float) -> None:
+    with pytest.raises(ConfigError, match="temperature"):
+        chunked_objective(*Setup(False).arguments(), temperature=temperature)
+
+
+def test_rows_must_match() -> None:
+    setup = Setup(False)
+    setup.labels = setup.labels[:-1]
+    with pytest.raises(ValueError, match="labels has 22 rows, hidden has 23"):
+        chunked_objective(*setup.arguments())

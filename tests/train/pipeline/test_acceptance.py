@@ -1,0 +1,170 @@
+"""After training: what is on disk is measured, the report lands in the run's folder, gates decide the exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from inference.report.schema import load_report
+from speculators.errors import CheckpointError, DataError
+from speculators.export import export_drafter
+from speculators.families.eagle3 import Eagle3
+from speculators.registry import config_for_target
+from speculators.target.frozen_target import FrozenTarget
+from train.pipeline.acceptance_stage import accept, gate_bounds, settings_of, workloads
+from train.pipeline.progress import Stages
+from train.recipe.load import load_recipe
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, ChatML-like markers."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
+    fast.chat_template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    return fast
+
+
+@pytest.fixture(scope="module")
+def world(tiny_model, tmp_path_factory):
+    """A target folder, an exported head, a file of prompts in two workloads; and recipes over them."""
+    root = tmp_path_factory.mktemp("acceptance")
+    model = tiny_model("llama", vocab_size=258, eos_token_id=256, pad_token_id=257, initializer_range=0.1)
+    model.save_pretrained(root / "target")
+    byte_tokenizer().save_pretrained(root / "target")
+    target = FrozenTarget(model, [1, 2, 3])
+    torch.manual_seed(1)
+    drafter = Eagle3(config_for_target(target, "eagle3", tap_layers=[1, 2, 3])).attach(target).initialise_from(target)
+    export_drafter(drafter, root / "run" / "export", dtype=torch.float32)
+    rows = [
+        {
+            "workload": name,
+            "messages": [{"role": "user", "content": f"{name} {i}"}, {"role": "assistant", "content": "x"}],
+        }
+        for i in range(4)
+        for name in ("sums", "talk")
+    ]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def recipe(gates: dict | None = None, **evaluation):
+        section = {
+            "prompts": [{"path": str(root / "prompts.jsonl")}],
+            "num_speculative_tokens": 2,
+            "max_tokens": 6,
+            "repeats": 1,
+            "prompts_per_workload": 2,
+            "baseline_transformers": False,
+            **evaluation,
+        }
+        tree = {
+            "name": "tiny",
+            "output_dir": str(root / "run"),
+            "target": {"model": str(root / "target")},
+            "data": {"train": [{"path": str(root / "prompts.jsonl")}]},
+            "evaluation": section,
+            "gates": gates or {},
+        }
+        (root / "recipe.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+        return load_recipe(root / "recipe.yaml")
+
+    return root, recipe
+
+
+def test_a_run_is_measured_reported_and_gated(world) -> None:
+    root, recipe = world
+    console = Console(file=io.StringIO(), width=100)
+    history = [
+        {"step": 5, "loss": 1.5, "acceptance_rate": [0.4, 0.2]},
+        {"step": 9, "loss": 1.2, "acceptance_rate": [0.5]},
+    ]
+    gates = {"lossless_mismatches": {"max": 0}, "acceptance_length": {"min": 1.0}}
+    assert accept(recipe(gates), stages=Stages(1, console=console), history=history) == 0
+    report = load_report(root / "run" / "acceptance.json")
+    assert report.workloads() == ["sums", "talk", "all"] and report.temperatures() == [0, 1]
+    assert [gate.name for gate in report.gates] == [
+        "lossless_mismatches",
+        "t0.acceptance_length",
+        "t1.acceptance_length",
+    ]
+    assert report.provenance.recipe_sha256 == recipe(gates).recipe_hash()
+    page = (root / "run" / "report.html").read_text()
+    assert "Acceptance rate by draft depth" in page
+    printed = console.file.getvalue()
+    assert "sums" in printed and "all gates passed" in printed
+
+    missed = recipe({"t0.acceptance_length": {"min": 2.99}}, temperatures=[0.0], lossless_check=False)
+    console.file = io.StringIO()
+    assert accept(missed, stages=Stages(1, console=console)) == 1
+    assert "missed: t0.acceptance_length" in console.file.getvalue()
+    assert not load_report(root / "run" / "acceptance.json").passed
+
+
+def test_gates_without_a_temperature_hold_at_every_one(world) -> None:
+    _, recipe = world
+    gates = {
+        "efficiency": {"min": 0.5},
+        "t0.efficiency": {"min": 0.8},
+        "expected_measured_gap": {"max": 0.03},
+        "lossless_mismatches": {"max": 0},
+    }
+    bounds = {name: (bound.min, bound.max) for name, bound in gate_bounds(recipe(gates)).items()}
+    assert bounds == {
+        "t0.efficiency": (0.8, None),
+        "t1.efficiency": (0.5, None),
+        "expected_measured_gap": (None, 0.03),
+        "lossless_mismatches": (None, 0),
+    }
+
+
+def test_prompts_end_where_the_target_goes_on(world) -> None:
+    _, recipe = world
+    made = recipe(seed=3)
+    found = workloads(made, settings_of(made))
+    tokenizer = byte_tokenizer()
+    assert {name: len(prompts) for name, prompts in found.items()} == {"sums": 2, "talk": 2}
+    for name, prompts in found.items():
+        for prompt in prompts:
+            assert tokenizer.decode(prompt).startswith(f"user:{name}") and tokenizer.decode(prompt).endswith(
+                "assistant:"
+            )
+    assert workloads(made, settings_of(made)) == found
+
+
+def test_prompts_without_room_for_a_response_are_refused(world) -> None:
+    _, recipe = world
+    made = recipe(max_tokens=250)
+    with pytest.raises(DataError, match="every prompt of workload 'sums' is too long"):
+        workloads(made, settings_of(made))
+
+
+def test_settings_follow_the_recipe(world) -> None:
+    _, recipe = world
+    settings = settings_of(recipe(batch_size=4, lossless_check=False, top_k=9))
+    assert (settings.transformers_repeats, settings.lossless_prompts, settings.top_k) == (0, 0, 9)
+    assert settings.timed_prompts >= settings.batch_size == 4
+
+
+def test_without_prompts_nothing_is_measured(world, tmp_path) -> None:
+    _, recipe = world
+    console = Console(file=io.StringIO(), width=100)
+    assert accept(recipe(prompts=[]), stages=Stages(1, console=console)) == 0
+    assert "not measured" in console.file.getvalue()
+
+
+def test_an_export_that_is_missing_is_named(world, tmp_path) -> None:
+    _, recipe = world
+    made = recipe().model_copy(update={"output_dir": str(tmp_path)})
+    with pytest.raises(CheckpointError, match="export"):
+        accept(made)

@@ -1,0 +1,95 @@
+"""Which engines a run is measured in: what a recipe may ask, what happens without vLLM, the command's options."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from inference.vllm_bridge.engine import PYTHON, VllmOptions
+from speculators.errors import ConfigError
+from train.cli import app
+from train.pipeline.acceptance_stage import gate_bounds
+from train.pipeline.engines import Engines, engines_of, require_engines
+from train.pipeline.run import run
+from train.recipe.recipe import make_recipe
+
+SOURCES = [{"demo": {"split": "test", "count": 2}}]
+BOTH = {"engines": ["draftsmith", "vllm"]}
+
+
+def recipe(gates: dict | None = None, **evaluation):
+    return make_recipe(
+        {
+            "name": "tiny",
+            "target": {"model": "somewhere"},
+            "data": {"train": SOURCES, "validation": SOURCES},
+            "evaluation": evaluation,
+            "gates": gates or {},
+        }
+    )
+
+
+@pytest.fixture
+def nowhere(monkeypatch) -> None:
+    monkeypatch.setenv(PYTHON, "/nowhere/python")
+
+
+def test_without_vllm_a_run_is_measured_here_alone_and_says_so(nowhere) -> None:
+    said: list[str] = []
+    assert engines_of(recipe(), said.append) == Engines() and not said
+    assert engines_of(recipe(**BOTH), said.append) == Engines()
+    assert len(said) == 1 and PYTHON in said[0] and "not measured in vLLM" in said[0]
+
+
+def test_a_gate_on_vllm_stops_a_run_before_it_trains(nowhere, tmp_path) -> None:
+    with pytest.raises(ConfigError, match=rf"vllm_gap is set.*{PYTHON}"):
+        require_engines(recipe({"t0.vllm_gap": {"max": 0.02}}, **BOTH))
+    require_engines(recipe({"t0.acceptance_length": {"min": 1}}, **BOTH))
+    written = tmp_path / "recipe.yaml"
+    written.write_text(recipe({"vllm_gap": {"max": 0.02}}, **BOTH).resolved_yaml())
+    with pytest.raises(ConfigError, match="vllm_gap is set"):
+        run(written, [f"output_dir={tmp_path / 'run'}"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_gap_is_gated_over_the_temperatures_of_both() -> None:
+    bounds = gate_bounds(recipe({"vllm_gap": {"max": 0.02}, "t0.vllm_gap": {"max": 0.01}}, **BOTH))
+    assert {name: bound.max for name, bound in bounds.items()} == {"vllm_gap": 0.02, "t0.vllm_gap": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("gates", "evaluation", "words"),
+    [
+        ({"vllm_gap": {"max": 0.02}}, {}, r"needs evaluation.engines: \[draftsmith, vllm\]"),
+        ({"t1.vllm_gap": {"max": 0.02}}, {**BOTH, "vllm": {"temperatures": [0]}}, "at temperature 1 needs it in"),
+        ({}, {"engines": ["vllm"]}, "expected draftsmith among them"),
+        ({}, {**BOTH, "vllm": {"temperatures": [0.5]}}, r"\[0.5\] are not among evaluation.temperatures"),
+    ],
+)
+def test_contradictions_are_named(gates, evaluation, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        recipe(gates, **evaluation)
+
+
+def test_what_vllm_is_told_comes_from_the_recipe(monkeypatch) -> None:
+    monkeypatch.setattr("train.pipeline.engines.vllm_python", lambda: "python of vLLM")
+    section = {"temperatures": [0], "options": {"tensor_parallel_size": 2}, "speculative_config": {"x": 1}}
+    engines = engines_of(recipe(**BOTH, vllm=section))
+    assert engines.vllm == VllmOptions("python of vLLM", {"tensor_parallel_size": 2}, {"x": 1})
+    assert engines.ours and engines.temperatures == [0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--engine", "hf"], "--engine hf: expected draftsmith or vllm"),
+        (["--url", "http://x"], "--url: without --engine vllm"),
+        (["--engine", "vllm", "--baseline-url", "http://x"], "give --url too"),
+        (["--engine", "vllm", "--url", "http://x", "--vllm-python", "p"], "the server runs already"),
+        (["--engine", "vllm", "--vllm-options", "[1]"], "--vllm-options: expected a JSON object"),
+        (["--method", "ngram", "--drafter", "d"], "--model and --drafter (or --method)"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(arguments, words) -> None:
+    result = CliRunner().invoke(app, ["evaluate", "--model", "m", *arguments], env={"COLUMNS": "300"})
+    assert result.exit_code == 2 and words in result.output

@@ -1,0 +1,133 @@
+"""Held-out evaluation: texts as the report samples them, as many as the recipe says, and how sure the figure is."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inference import LLM, SamplingParams
+from inference.spec_decode.replay import ReplayResult, standard_error
+from tests.conftest import make_tiny_model
+from tests.speculators.families.conftest import Case, make
+from train.data.sources import Example
+from train.pipeline import data_stage as run_data
+from train.pipeline.data_stage import RunData, workloads_in_turn
+from train.pipeline.run import held_out_evaluation
+from train.recipe.recipe import make_recipe
+from train.regeneration.store import Response
+from train.trainer.fingerprint import fingerprint
+from train.trainer.trainer import held_out_figure
+
+
+def recipe(**sections):
+    return make_recipe(
+        {"name": "t", "target": {"model": "tiny"}, "data": {"train": [{"demo": {}}], "validation": [{"demo": {}}]}}
+        | sections
+    )
+
+
+def example(workload: str) -> Example:
+    return Example(workload, "here", prompt="?")
+
+
+def written_texts(llm: LLM, count: int, **filters) -> list[Response]:
+    prompts = [{"prompt_token_ids": [3 + i % 90, 5 + i * 7 % 90, 9]} for i in range(count)]
+    params = [SamplingParams(temperature=1.0, max_tokens=48, ignore_eos=True, seed=i, **filters) for i in range(count)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [Response("w", tuple(o.prompt_token_ids), tuple(o.outputs[0].token_ids), 1.0, 0) for o in outputs]
+
+
+def test_what_is_expected_is_what_the_runtime_does_under_the_reports_filters() -> None:
+    filters = {"top_k": 5, "top_p": 0.9}
+    target, drafter = make(
+        Case("eagle3", {"draft_vocab_size": 101}, taps=(1, 2, 3)), make_tiny_model("llama"), noise=0.05
+    )
+    drafter.initialise_from(target)
+    drafter.freeze()
+    llm = LLM._assemble(
+        target, drafter=drafter, num_speculative_tokens=3, max_num_seqs=32, max_model_len=100, rule="token"
+    )
+    texts = written_texts(llm, 96, **filters)
+    measured = llm.get_metrics().acceptance_length
+    evaluation = {"num_speculative_tokens": 3, **filters}
+    found = held_out_evaluation(recipe(evaluation=evaluation), llm.engine.target, {1.0: texts})(drafter)
+    error = found["expected_standard_error"]
+    assert error == found["expected_standard_error_t1"] and 0 < error < 0.02
+    assert abs(found["expected_acceptance_length"] - measured) < 4 * error  # without the filters it lies 0.1 off
+
+
+def test_held_out_texts_are_written_as_the_report_samples(monkeypatch) -> None:
+    """Not as those to train on: other temperatures, filters and lengths."""
+    made = recipe(
+        regenerate={"top_p": 0.5, "top_k": 3},
+        evaluation={"top_p": 0.9, "top_k": 20, "max_tokens": 7, "temperatures": [0.0, 0.7]},
+        training={"steps": 1, "eval_texts": 5},
+    )
+    asked = {}
+
+    def responses(name, examples, temperatures=None, **changed):
+        asked["section"] = made.regenerate.model_copy(update=changed)
+        return [Response("w", (i,), (1,), t, 0) for i, t in enumerate(temperatures)]
+
+    monkeypatch.setattr(run_data, "load_sources", lambda *_, **__: [example("w")] * 9)
+    monkeypatch.setattr(run_data, "askable", lambda examples, *_: examples)
+    data: Any = RunData.__new__(RunData)
+    data.recipe, data.tokenizer, data.bad = made, None, SimpleNamespace(begin=lambda name: None)
+    data._responses, data._account = responses, lambda: None
+    found, section = data.held_out(), asked["section"]
+    assert (section.top_p, section.top_k, section.max_new_tokens) == (0.9, 20, 7)
+    assert {t: len(texts) for t, texts in found.items()} == {0.0: 3, 0.7: 3}  # 5 texts, the same prompts at both
+
+
+def test_a_budget_of_texts_is_shared_by_the_workloads() -> None:
+    examples = [example(name) for name in "aaaaaaaaabbc"]
+    chosen = workloads_in_turn(examples, 7)
+    assert Counter(e.workload for e in chosen) == {"a": 4, "b": 2, "c": 1}
+    assert [e.workload for e in chosen] == sorted(e.workload for e in chosen)  # in their order
+    assert workloads_in_turn(examples, 99) == examples
+    alone = recipe(evaluation={"temperatures": [0.0, 1.0]}).held_out_prompts
+    assert len(workloads_in_turn([example("a")] * 500, alone)) == alone == 64  # one workload has all of them
+
+
+def test_the_default_number_of_texts_is_no_part_of_the_fingerprint() -> None:
+    def of(**training):
+        return fingerprint(recipe(training={"steps": 1, **training}), "", "")
+
+    assert of() == of(eval_texts=128) != of(eval_texts=64)
+
+
+def test_the_standard_error_is_that_of_repeated_draws() -> None:
+    """Prompts are easy or hard at both temperatures, so that the mean over them is less sure than if they were not."""
+    rng = np.random.default_rng(0)
+
+    def draw(n: int = 40):
+        ease = rng.beta(2, 2, n)
+        samples = []
+        for _ in range(2):
+            rounds = rng.integers(5, 40, n)
+            samples.append({i: ReplayResult(float(r), [float(r * ease[i])]) for i, r in enumerate(rounds)})
+        return samples
+
+    drawn = [draw() for _ in range(600)]
+    means = [sum(sum(s.values(), ReplayResult()).expected_acceptance_length for s in samples) / 2 for samples in drawn]
+    said = [standard_error(samples) for samples in drawn]
+    assert np.mean(said) == pytest.approx(np.std(means), rel=0.1)
+    apart = [math.hypot(*(standard_error([s]) for s in samples)) / 2 for samples in drawn]  # as if independent
+    assert np.mean(apart) < 0.8 * np.mean(said)
+
+
+def test_the_figure_is_shown_with_its_error() -> None:
+    history = [
+        {"step": 1, "loss": 1.0},
+        {"step": 2, "expected_acceptance_length": 2.3456, "expected_standard_error": 0.0321},
+        {"step": 3, "expected_acceptance_length": 2.1, "expected_standard_error": 0.05},
+        {"step": 4, "loss": 0.5},
+    ]
+    assert held_out_figure(history) == "τ 2.10 ± 0.05 (step 3)"
+    assert held_out_figure(history, 2) == "τ 2.35 ± 0.03 (step 2)"
+    assert held_out_figure(history[:1]) == ""

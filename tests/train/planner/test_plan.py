@@ -1,0 +1,362 @@
+"""The plan: counts are what torch counts, bytes what is allocated and written, and advice that is given holds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from safetensors import safe_open
+from torch.utils.flop_counter import FlopCounterMode
+
+from speculators.export import export_drafter
+from speculators.registry import family_class
+from speculators.sizes import Products, decoder_products, products
+from speculators.target.frozen_target import FrozenTarget
+from tests.train.recipe.test_real_recipes import RECIPES, planned
+from tests.train.test_cli import TOKENIZER, call, refused
+from train.data.sources import load_sources
+from train.planner import devices as hardware
+from train.planner import work
+from train.planner.devices import DEVICES, Device, Range, find_device
+from train.planner.memory import checkpoint_bytes, disk, memory, optimizer_bytes, state_bytes
+from train.planner.outline import Outline, outline
+from train.planner.phases import depth_products, phases
+from train.planner.plan import make_plan
+from train.planner.token_counts import assumed
+from train.recipe.load import load_recipe
+from train.recipe.recipe import make_recipe
+from train.trainer import checkpoint
+from train.trainer.optimizers import make_optimizer
+
+FAMILIES = {
+    "eagle": {"unroll_steps": 2},
+    "eagle3": {"unroll_steps": 3, "draft_vocab_size": 64},
+    "medusa": {"num_heads": 3, "unroll_steps": 3},
+    "mlp": {"n_predict": 3, "unroll_steps": 3},
+    "mtp": {"unroll_steps": 3},
+    "draft_model": {"from_target": {"first": 2}},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_model) -> Path:
+    """A tiny target with a tokenizer."""
+    import shutil
+
+    path = tmp_path_factory.mktemp("target")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(TOKENIZER / name, path)
+    tiny_model("qwen3", vocab_size=4096, max_position_embeddings=512, eos_token_id=2, head_dim=8).save_pretrained(path)
+    return path
+
+
+def tree(folder: Path, family: str = "eagle3", **training) -> dict:
+    return {
+        "name": "tiny",
+        "family": family,
+        "output_dir": str(folder / "run"),
+        "target": {"model": str(folder)},
+        "drafter": FAMILIES[family],
+        "data": {
+            "train": [{"demo": {"count": 30}}],
+            "validation": [{"demo": {"split": "validation", "count": 6}}],
+            "max_length": 256,
+        },
+        "training": {"steps": 10, "batch_size": 2} | training,
+        "evaluation": {"num_speculative_tokens": 2},
+    }
+
+
+def made(outlined: Outline, folder: Path, family: str):
+    """The drafter with weights, ready to train, and its target."""
+    target = FrozenTarget.from_pretrained(str(folder), tap_layers=outlined.drafter.tap_layers)
+    drafter = family_class(family)(outlined.drafter).attach(target)
+    drafter.initialise_from(target, outlined.recipe.drafter)
+    return drafter.prepare_training(outlined.recipe.drafter), target
+
+
+def test_products_are_what_torch_counts(folder):
+    """Of every family's unroll, every depth: each matrix with every slot it meets, and the scores of attention."""
+    for family in FAMILIES:
+        plan = outline(make_recipe(tree(folder, family)))
+        drafter, target = made(plan, folder, family)
+        T, asked = 40, 12
+        ids = torch.randint(5, 4000, (1, T))
+        mask = torch.arange(T)[None] >= T - asked
+        features = target.features(ids, torch.arange(T)[None], torch.zeros_like(ids), mask)
+        if family == "draft_model":
+            drafter.runner  # noqa: B018 (its probes would be counted)
+        with FlopCounterMode(display=False) as counted:
+            steps = list(drafter.unroll(features, plan.depths))
+        used = len(torch.cat([s.anchor_index for s in steps]).unique())
+        chain, expected = plan.drafter.attention.layers > 0, 0.0
+        for everywhere, some in depth_products(drafter, plan.depths):
+            expected += 2 * (T * everywhere.weights + used * some.weights)
+            if family != "draft_model":  # whose attention is a kernel that torch does not count on a CPU
+                expected += 2 * used * T * plan.drafter.attention.width
+        tolerance = 0.01 if chain else 0.15  # heads without attention drop a slot whose terms are over
+        assert counted.get_total_flops() == pytest.approx(expected, rel=tolerance), family
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "gpt_oss", "deepseek_v3"])
+def test_products_of_a_target(architecture, tiny_model):
+    """Dense ones are counted by torch; of experts a token meets two of four, and many tokens meet all."""
+    model = tiny_model(architecture)
+    sizes = decoder_products(model, model.config)
+    matrices = {n: p for n, p in model.named_parameters() if p.ndim > 1 and not n.endswith("bias")}
+    apart = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    dense = sum(p.numel() for p in matrices.values() if p.ndim == 2 and id(p) not in apart)
+    experts = sum(p.numel() for p in matrices.values() if p.ndim == 3)
+    assert sizes.weights == dense + experts / 2
+    assert sizes.touched(1) == sizes.weights and sizes.touched(1e4) == pytest.approx(dense + experts)
+    if not experts:
+        with FlopCounterMode(display=False) as counted, torch.no_grad():
+            model.model(torch.arange(20)[None])
+        assert counted.get_total_flops() == pytest.approx(2 * 20 * sizes.weights, rel=0.01)
+
+
+def test_active_parameters_of_a_mixture(tmp_path):
+    """Qwen3-30B-A3B: 3.3 billion active with the input embedding, by its model card."""
+    plan, _ = planned(RECIPES / "qwen3-30b-a3b" / "eagle3.yaml", tmp_path)
+    t = plan.target
+    assert (t.active_parameters + t.vocab_size * t.hidden_size) / 1e9 == pytest.approx(3.35, abs=0.05)
+    assert t.products.touched(1e6) / 1e9 == pytest.approx(30.53 - 0.62, abs=0.1)
+
+
+# ------------------------------------------------------------------ bytes
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exact_bytes(family, optimizer, folder, tmp_path):
+    """Weights, gradients, optimizer states, the tensors of a checkpoint and of an export."""
+    plan = outline(make_recipe(tree(folder, family, optimizer=optimizer)))
+    drafter, target = made(plan, folder, family)
+    assert plan.target.num_parameters * plan.target.dtype.itemsize == sum(p.nbytes for p in target.parameters())
+    parameters = drafter.trainable_parameters()
+    made_optimizer = make_optimizer(drafter, plan.recipe.training)
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    made_optimizer.step()
+    assert sum(p.grad.nbytes for p in parameters) == 4 * plan.trainable
+    state = made_optimizer.state_dict()
+    parts = state.get("optimizers", [state])
+    states = [t for part in parts for each in part["state"].values() for t in each.values() if torch.is_tensor(t)]
+    assert optimizer_bytes(plan.head, plan.recipe.training) == sum(t.nbytes for t in states)
+    checkpoint.save_best(tmp_path, drafter)
+    assert state_bytes(plan.head) == tensor_bytes(tmp_path / "best" / "drafter.safetensors")
+    assert checkpoint_bytes(plan) == state_bytes(plan.head) + optimizer_bytes(plan.head, plan.recipe.training)
+    exported = export_drafter(drafter, tmp_path / "export", dtype=plan.target.dtype)
+    written = sum(tensor_bytes(path) for path in exported.glob("*.safetensors"))
+    assert disk(plan)["export"] == pytest.approx(written, rel=0.01)
+
+
+def tensor_bytes(path: Path) -> int:
+    with safe_open(path, "pt") as file:
+        return sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
+
+
+def test_activations_are_about_what_autograd_keeps(folder):
+    """Within a factor of two of the bytes of distinct tensors that an unroll saves."""
+    for family in ("eagle3", "medusa", "mtp"):
+        plan = outline(make_recipe(tree(folder, family, mixed_precision="no")), counted=([], []))
+        drafter, target = made(plan, folder, family)
+        T, kept = 256, {}
+        ids = torch.randint(5, 4000, (1, T))
+        features = target.features(ids, torch.arange(T)[None], torch.zeros_like(ids), torch.ones_like(ids) > 0)
+        weights = {p.untyped_storage().data_ptr() for p in (*drafter.parameters(), *target.parameters())}
+
+        def keep(t: torch.Tensor, kept: dict = kept, weights: set = weights) -> torch.Tensor:
+            if t.untyped_storage().data_ptr() not in weights:
+                kept[t.untyped_storage().data_ptr()] = t.untyped_storage()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            list(drafter.unroll(features, plan.depths))
+        measured = sum(storage.nbytes() for storage in kept.values())
+        (stage,) = (each for each in memory(plan) if each.name == "train")
+        estimated = next(v for k, v in stage.passing["learn"].items() if k.startswith("activations")) / 2  # rows
+        assert 0.5 < estimated / measured < 2, (family, estimated, measured)
+
+
+# ------------------------------------------------------------------ time
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory) -> Outline:
+    """Qwen3-8B with an EAGLE-3 head on 20,000 conversations."""
+    plan, _ = planned(RECIPES / "qwen3-8b" / "eagle3.yaml", tmp_path_factory.mktemp("real"))
+    sources = [assumed(c, s, plan.recipe, 20_000, None) for c, s in zip(plan.sources, plan.recipe.data.train)]
+    return replace(plan, sources=sources)
+
+
+def seconds(plan: Outline, device: str = "h100", count: int = 1) -> Range:
+    steps = plan.steps(count)
+    found = phases(plan, steps=steps, processes=count, device="cuda", around=True, report=True)
+    return Range(*(sum(each) for each in zip(*(p.whole.seconds(DEVICES[device]) for p in found))))
+
+
+def with_training(plan: Outline, **changes) -> Outline:
+    section = plan.recipe.training.model_copy(update=changes)
+    return replace(plan, recipe=plan.recipe.model_copy(update={"training": section}))
+
+
+def with_length(plan: Outline, length: int) -> Outline:
+    data = plan.recipe.data.model_copy(update={"max_length": length})
+    return replace(plan, recipe=plan.recipe.model_copy(update={"data": data}))
+
+
+def test_more_of_anything_takes_more(real):
+    """Memory and time of a step: rows, longer rows, a target of more parameters."""
+
+    def cost(plan: Outline) -> tuple[float, float]:
+        step = sum(p.whole.seconds(DEVICES["h100"]).likely for p in phases(plan, steps=1, device="cuda"))
+        return step, max(m.total for m in memory(plan, device="cuda") if m.name == "train")
+
+    t = real.target
+    larger = replace(
+        real,
+        target=replace(
+            t, num_parameters=2 * t.num_parameters, products=replace(t.products, weights=2 * t.products.weights)
+        ),
+    )
+    rows, length = real.recipe.training.batch_size, real.recipe.data.max_length
+    for other in (with_training(real, batch_size=2 * rows), with_length(real, 2 * length), larger):
+        assert all(more > less for more, less in zip(cost(other), cost(real), strict=True))
+    low, likely, high = seconds(real)
+    assert 0 < low < likely < high
+
+
+def test_more_devices_are_never_slower(real):
+    times = [seconds(real, count=count).likely for count in (1, 2, 4, 8)]
+    assert times == sorted(times, reverse=True) and times[1] > times[0] / 2
+    assert seconds(real, "h200").likely <= seconds(real, "h100").likely < seconds(real, "a100-80").likely
+
+
+def test_decoding_is_bound_by_weights_at_first_and_by_arithmetic_later(real):
+    t, fast = real.target, replace(DEVICES["h100"], call_seconds=0.0)
+
+    def round_seconds(rows: int) -> float:
+        size = (t.products, t.attention, t.hidden_size, t.vocab_size, t.dtype)
+        return work.decode(*size, rows=rows, context=0).seconds(fast).likely
+
+    assert round_seconds(8) < 1.1 * round_seconds(1)
+    assert round_seconds(4096) > 1.8 * round_seconds(2048)
+
+
+def test_work_scales_and_adds_up():
+    one = work.forward(Products(weights=1e9, values=1e5, dense=10**9, count=7), 64, torch.bfloat16)
+    device = DEVICES["l4"]
+    twice = (one + one).seconds(device)
+    assert twice == pytest.approx((one * 2).seconds(device)) and twice.likely == pytest.approx(
+        2 * one.seconds(device)[1]
+    )
+    assert products([("a", torch.empty(3, 4)), ("a.bias", torch.empty(3, 4)), ("n", torch.empty(3))]).weights == 12
+
+
+# ------------------------------------------------------------------ fitting, and what would fit
+
+
+@pytest.fixture
+def recipe_file(tmp_path, folder) -> Path:
+    path = tmp_path / "tiny.yaml"
+    fields = tree(folder, batch_size=16, keep_features_gb=0.5) | {"output_dir": str(tmp_path / "run")}
+    fields["regenerate"] = {"batch_size": 64}
+    path.write_text(yaml.safe_dump(fields))
+    return path
+
+
+def pocket(monkeypatch, recipe_file: Path, share: float) -> float:
+    """A device with `share` of the memory that the recipe needs; returns what that is."""
+    tiny = replace(DEVICES["l4"], name="pocket", context=0.0)
+    needed = make_plan(load_recipe(recipe_file), tiny).needed
+    monkeypatch.setitem(hardware.DEVICES, "pocket", replace(tiny, memory=share * needed))
+    return needed
+
+
+def test_a_run_that_fits(monkeypatch, recipe_file):
+    pocket(monkeypatch, recipe_file, 1.5)
+    code, output = call("plan", recipe_file, "--gpu", "pocket", "--price-per-hour", "3")
+    assert code == 0, output
+    assert "fits:" in output and "in money" in output and "responses of the target" in output
+    assert not (recipe_file.parent / "run").exists()
+    code, output = call("plan", recipe_file, "--gpu", "pocket", "--json")
+    told = json.loads(output)
+    assert code == 0 and told["fits"] and told["cost"] is None and not told["advice"]
+    assert told["seconds"]["likely"] == pytest.approx(sum(p["likely"] for p in told["phases"]))
+
+
+@pytest.mark.parametrize("share", [0.9, 0.6, 0.35])
+def test_advice_holds(monkeypatch, recipe_file, share):
+    """A run that does not fit is refused with exit code 1, and fits with every advice that is given."""
+    pocket(monkeypatch, recipe_file, share)
+    code, output = call("plan", recipe_file, "--gpu", "pocket")
+    assert code == 1 and "does not fit" in output and "most of all" in output and "would fit" in output
+    code, output = call("plan", recipe_file, "--gpu", "pocket", "--json")
+    told = json.loads(output)
+    assert code == 1 and not told["fits"] and told["advice"]
+    for advice in told["advice"]:
+        arguments = " ".join(advice["changes"]).split()
+        device = [] if "--gpu" in arguments else ["--gpu", "pocket"]
+        code, output = call("plan", recipe_file, *device, *arguments)
+        assert code == 0, (advice, output)
+
+
+def test_unknown_devices_and_unknown_data(recipe_file, tmp_path, folder):
+    assert "expected one of h100" in refused("plan", recipe_file, "--gpu", "abacus")
+    assert "one device" in refused("plan", recipe_file, "--count", "2")
+    hub = yaml.safe_load(recipe_file.read_text())
+    hub["data"] = {"train": [{"name": "org/chats"}], "max_length": 256}
+    hub["training"] = {"epochs": 1, "batch_size": 2}
+    recipe_file.write_text(yaml.safe_dump(hub))
+    code, output = call("plan", recipe_file, "--gpu", "l4", "--price-per-hour", "1")
+    assert code == 0 and "give --examples" in output and "in money" not in output
+    assert "Time of one step" in output
+    code, output = call("plan", recipe_file, "--gpu", "l4", "--examples", "5000", "--tokens", "120", "--json")
+    told = json.loads(output)
+    assert code == 0 and told["steps"] == [pytest.approx(5000 * 120 / 512, rel=0.02)]
+    assert any("5,000 examples of 120 tokens" in text for text in told["assumptions"])
+
+
+def test_a_budget_of_minutes_is_the_time_of_the_training(folder):
+    recipe = make_recipe(
+        tree(folder) | {"training": {"max_minutes": 3, "batch_size": 2}, "regenerate": {"enabled": False}}
+    )
+    plan = make_plan(recipe, DEVICES["l4"])
+    steps = ("features of the target", "drafter, forward and backward", "logits and loss", "optimizer")
+    training = sum(time.likely for name, time in plan.times if name in steps)
+    assert training == pytest.approx(180, rel=0.02)
+
+
+def test_stages_add_up(folder):
+    """Two stages of the same steps take about twice the training of one, and are measured once."""
+    fields = tree(folder)
+    one = make_plan(make_recipe(fields), DEVICES["l4"])
+    two = make_plan(make_recipe(fields | {"stages": [{"name": "a"}, {"name": "b"}]}), DEVICES["l4"])
+    names = [name for name, _ in two.times]
+    assert "a: logits and loss" in names and "b: logits and loss" in names
+    assert [name for name in names if "final" in name] == ["b: final measurement"]
+    loss = dict(one.times)["logits and loss"].likely
+    assert dict(two.times)["a: logits and loss"].likely == pytest.approx(loss)
+    assert two.disk["best weights"] == 2 * one.disk["best weights"] and two.disk["export"] == one.disk["export"]
+
+
+def test_this_machine_is_measured():
+    device = find_device("cpu")
+    assert isinstance(device, Device) and device.kind == "cpu"
+    assert device.flops["float32"] > 1e8 and device.bandwidth > 1e8 and 0 < device.call_seconds < 1e-3
+    assert SimpleNamespace(**device.products._asdict()).low <= device.products.high
+
+
+def test_a_mixture_is_counted_as_it_is_used(folder):
+    """The largest that repeats nothing: the scarcer source is used up, the other as its share says."""
+    whole = tree(folder, "medusa")
+    whole["data"]["train"] = [{"demo": {"count": 40, "seed": 1}, "share": 0.25}, {"demo": {"count": 30}, "share": 0.75}]
+    plan = outline(make_recipe(whole))
+    assert [source.examples for source in plan.sources] == [10, 30]
+    assert len(load_sources(plan.recipe.data.train)) == 40

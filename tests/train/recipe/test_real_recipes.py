@@ -1,0 +1,252 @@
+"""The recipes for real targets can be planned from the target's config.json alone, at its true size."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from speculators.errors import ConfigError
+from train.pipeline import run
+from train.planner import dry_run
+from train.planner.devices import find_device
+from train.planner.memory import memory
+from train.planner.outline import Outline, outline
+from train.planner.plan import make_plan, require_memory_to_measure
+from train.recipe.load import load_recipe
+from train.recipe.recipe import Recipe
+
+RECIPES = Path(__file__).resolve().parents[3] / "recipes"
+REAL = sorted(path for path in RECIPES.glob("*/*.yaml") if path.parent.name not in ("quickstart", "accelerate"))
+
+_QWEN3: dict[str, Any] = {
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+}
+
+
+def _llama3(factor: float) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+_OPT: dict[str, Any] = {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "vocab_size": 50272,
+    "max_position_embeddings": 2048,
+    "do_layer_norm_before": True,
+    "torch_dtype": "float16",
+}
+TARGETS: dict[str, tuple[float, dict[str, Any]]] = {  # parameters in billions, config.json
+    "meta-llama/Llama-3.1-8B-Instruct": (
+        8.03,
+        {
+            **_LLAMA,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "rope_scaling": _llama3(8.0),
+            "tie_word_embeddings": False,
+        },
+    ),
+    "Qwen/Qwen3-8B": (
+        8.19,
+        {
+            **_QWEN3,
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_key_value_heads": 8,
+        },
+    ),
+    "Qwen/Qwen3-30B-A3B": (
+        30.53,
+        {
+            **_QWEN3,
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+    ),
+    "facebook/opt-6.7b": (
+        6.66,
+        {
+            **_OPT,
+            "hidden_size": 4096,
+            "word_embed_proj_dim": 4096,
+            "ffn_dim": 16384,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+        },
+    ),
+}
+STUDENTS: dict[str, tuple[float, dict[str, Any]]] = {
+    "meta-llama/Llama-3.2-1B-Instruct": (
+        1.24,
+        {
+            **_LLAMA,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "head_dim": 64,
+            "rope_scaling": _llama3(32.0),
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Qwen/Qwen3-0.6B": (
+        0.60,
+        {
+            **_QWEN3,
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "facebook/opt-125m": (
+        0.125,
+        {
+            **_OPT,
+            "hidden_size": 768,
+            "word_embed_proj_dim": 768,
+            "ffn_dim": 3072,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+        },
+    ),
+}
+
+
+def planned(path: Path, folder: Path, *overrides: str) -> tuple[Outline, float]:
+    """The plan of a recipe with the config.json of its target, and of its student, in folders; the target's true
+    size."""
+    recipe = local_recipe(path, folder, *overrides)
+    return outline(recipe), TARGETS[load_recipe(path).target.model][0]
+
+
+def local_recipe(path: Path, folder: Path, *overrides: str) -> Recipe:
+    recipe = load_recipe(path)
+    named = {"target.model": (recipe.target.model, TARGETS)}
+    if recipe.drafter.init_from in STUDENTS:
+        named["drafter.init_from"] = (recipe.drafter.init_from, STUDENTS)
+    local = []
+    for key, (name, known) in named.items():
+        (folder / key).mkdir()
+        (folder / key / "config.json").write_text(json.dumps(known[name][1]))
+        local.append(f"{key}={folder / key}")
+    return load_recipe(path, [*local, *overrides])
+
+
+@pytest.mark.parametrize("path", REAL, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_real_recipe_can_be_planned(path: Path, tmp_path: Path) -> None:
+    plan, billions = planned(path, tmp_path)
+    assert plan.target.num_parameters / 1e9 == pytest.approx(billions, abs=0.01)
+    assert 0 < plan.trainable < plan.target.num_parameters
+    assert plan.drafter.vocab_size == plan.target.vocab_size
+    assert plan.recipe.name == f"{path.parent.name}/{path.stem}"
+    dry_run.describe(plan.recipe)
+
+
+@pytest.mark.parametrize("path", REAL, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_real_recipe_fits_the_devices_that_it_names(path: Path, tmp_path: Path) -> None:
+    """Every stage, measurement in float32 among them, by the plan that its first lines name, as it is launched."""
+    text = path.read_text()
+    gpu, count = re.search(
+        rf"#   draftsmith plan {path.relative_to(RECIPES.parent)} --gpu (\S+) --count (\d+)\n", text
+    ).groups()
+    launched = re.search(r"#   accelerate launch (?:--num_processes (\d+) )?train/", text)
+    assert count == (launched.group(1) or "1")
+    plan = make_plan(local_recipe(path, tmp_path), find_device(gpu), int(count))
+    names = {each.name for stage in plan.stages for each in stage.memory}
+    assert plan.fits and {"train", "measure", "measure in float32"} <= names
+
+
+@pytest.mark.parametrize("path", [p for p in REAL if p.stem == "draft_model"], ids=lambda path: path.parent.name)
+def test_a_student_is_planned_from_its_config_alone(path: Path, tmp_path: Path, capsys) -> None:
+    """Trained whole, or by the adapter that a comment of the recipes offers."""
+    student = load_recipe(path).drafter.init_from
+    (tmp_path / "whole").mkdir()
+    plan, _ = planned(path, tmp_path / "whole")
+    assert plan.trainable / 1e9 == pytest.approx(STUDENTS[student][0], abs=0.005) and plan.frozen == 0
+    lora = "drafter.peft={peft_type: LORA, r: 64, lora_alpha: 128, target_modules: all-linear}"
+    adapted, _ = planned(path, tmp_path, lora)
+    assert adapted.frozen == plan.trainable and 0 < adapted.trainable < plan.trainable / 10
+    assert memory(adapted)[1].total < memory(plan)[1].total
+    dry_run.describe(adapted.recipe, Console(width=300))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "no state of the target: tokens alone" in printed
+    assert f"starts from {adapted.recipe.drafter.init_from}" in printed
+
+
+def test_every_real_target_is_known() -> None:
+    assert REAL
+    assert {load_recipe(path).target.model for path in REAL} <= set(TARGETS)
+    students = {load_recipe(path).drafter.init_from for path in REAL if path.stem == "draft_model"}
+    assert students == set(STUDENTS)
+
+
+def test_what_could_be_trained_but_not_measured_is_refused_before_training(tmp_path: Path) -> None:
+    """Qwen3-30B-A3B trains on 80 GB, and its float32 comparison does not fit there."""
+    path = RECIPES / "qwen3-30b-a3b" / "eagle3.yaml"
+    recipe = local_recipe(path, tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"evaluation: .*in float32 takes about 1\d\d GB.*80 GB.*lossless_check=false"
+    ):
+        require_memory_to_measure(recipe, int(80e9))
+    require_memory_to_measure(recipe, int(141e9))
+    require_memory_to_measure(recipe, None)  # a CPU
+    (tmp_path / "again").mkdir()
+    require_memory_to_measure(
+        local_recipe(path, tmp_path / "again", "evaluation.lossless_check=false", "gates={}"), int(80e9)
+    )
+
+
+def test_a_run_asks_before_it_loads_anything(tmp_path: Path, monkeypatch) -> None:
+    recipe = local_recipe(RECIPES / "qwen3-30b-a3b" / "eagle3.yaml", tmp_path)
+    (tmp_path / "recipe.yaml").write_text(recipe.resolved_yaml())
+    monkeypatch.setattr(run, "total_memory", lambda device: int(80e9))
+    monkeypatch.setattr(run, "load_target", lambda *given: pytest.fail("loaded"))
+    with pytest.raises(ConfigError, match="could be trained and not measured"):
+        run.run(tmp_path / "recipe.yaml", [f"output_dir={tmp_path / 'out'}"])

@@ -1,0 +1,149 @@
+"""A target trained along with its heads: what is exported is what was trained, and a killed run ends the same."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from pydantic import ValidationError
+from safetensors.torch import load_file
+
+from speculators.families.medusa import Medusa
+from speculators.registry import config_for_target
+from speculators.target.frozen_target import FrozenTarget
+from tests.train.trainer.test_loop import make_rows
+from train.recipe.recipe import recipe_class
+from train.trainer.joint_target import JointTarget, cross_entropy
+from train.trainer.trainer import Trainer
+
+TEXTS = [([5, 6, 7], [8, 9, 10, 11]), ([3, 4], [50, 60])]
+
+
+def make_trainer(tiny_model, folder: Path, target: FrozenTarget | None = None, **joint) -> Trainer:
+    recipe = recipe_class("medusa").model_validate(
+        {
+            "name": "t",
+            "family": "medusa",
+            "target": {"model": "tiny"},
+            "data": {"train": [{"demo": {}}], "max_length": 48},
+            "drafter": {"num_heads": 2},
+            "joint": {"r": 4, **joint},
+            "training": {
+                "steps": 8, "batch_size": 2, "learning_rate": 1e-2, "save_every": 2, "mixed_precision": "no",
+            },
+        }
+    )  # fmt: skip
+    target = target or FrozenTarget(copy.deepcopy(tiny_model("qwen2")))
+    torch.manual_seed(0)
+    drafter = Medusa(config_for_target(target, "medusa", num_heads=2)).attach(target).initialise_from(target)
+    return Trainer(
+        recipe, target, drafter, make_rows(), accelerator=Accelerator(cpu=True), folder=folder, fingerprint="a",
+        joint=JointTarget(target, recipe.joint, recipe.training.seed),
+    )  # fmt: skip
+
+
+class Tokenizer:
+    def save_pretrained(self, folder) -> None:
+        (Path(folder) / "tokenizer.json").write_text("{}")
+
+
+@pytest.mark.parametrize("exported", ["merged", "adapter"])
+def test_what_is_exported_is_what_was_trained(tiny_model, tmp_path, exported):
+    trainer = make_trainer(tiny_model, tmp_path / "run", export=exported)
+    original = FrozenTarget(tiny_model("qwen2"))
+    tiny_model("qwen2").save_pretrained(tmp_path / "base")
+    trainer.joint.model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    trainer.run()
+    before, after = trainer.joint.held_out_loss(TEXTS)
+    assert before == pytest.approx(cross_entropy(original, TEXTS), rel=1e-5)
+    assert after == pytest.approx(cross_entropy(trainer.target, TEXTS)) and abs(after - before) > 1e-3
+    folder = trainer.joint.export(tmp_path / "target", Tokenizer(), {"before": before, "after": after})
+    reloaded = FrozenTarget.from_pretrained(str(folder))
+    assert cross_entropy(reloaded, TEXTS) == pytest.approx(after, rel=1e-4)
+    assert cross_entropy(trainer.target, TEXTS) == pytest.approx(after, rel=1e-4)  # exporting changed nothing
+    assert (folder / "adapter_config.json").exists() == (exported == "adapter")
+    assert not list(tmp_path.glob(".target*"))
+
+
+def test_a_target_that_ran_wide_is_exported_as_narrow_as_it_was(tiny_model, tmp_path, monkeypatch):
+    """On a CPU without bfloat16 a bfloat16 checkpoint is trained in float32."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64", "avx512_bf16": False})
+    copy.deepcopy(tiny_model("qwen2")).bfloat16().save_pretrained(tmp_path / "base")
+    target = FrozenTarget.from_pretrained(str(tmp_path / "base"))
+    trainer = make_trainer(tiny_model, tmp_path / "run", target)
+    trainer.run()
+    _, after = trainer.joint.held_out_loss(TEXTS)
+    folder = trainer.joint.export(tmp_path / "target", Tokenizer(), {})
+    tensors = load_file(folder / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16} and "lm_head.weight" not in tensors
+    assert target.dtype == torch.float32 and target.checkpoint_dtype == torch.bfloat16  # exporting changed nothing
+    reloaded = FrozenTarget.from_pretrained(str(folder))
+    assert reloaded.dtype == torch.float32 and reloaded.checkpoint_dtype == torch.bfloat16
+    assert cross_entropy(reloaded, TEXTS) == pytest.approx(after, rel=2e-3)
+
+
+def test_the_targets_own_weights_do_not_move_and_the_loss_falls(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path, heads_schedule="constant", head_lr_multiplier=1.0)
+    frozen = {n: p.clone() for n, p in trainer.joint.model.named_parameters() if not p.requires_grad}
+    history = trainer.run().history
+    assert history[-1]["loss"] < history[0]["loss"]
+    for name, parameter in trainer.joint.model.named_parameters():
+        assert parameter.requires_grad != (name in frozen)
+        assert name not in frozen or torch.equal(parameter, frozen[name])
+    assert all(bool(p.detach().abs().sum() > 0) for p in trainer.joint.trainable_parameters())  # B began at zero
+
+
+def test_the_heads_rate_is_a_multiple_and_their_weight_grows(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path, head_lr_multiplier=5.0)
+    heads, adapter = trainer.optimizer.param_groups
+    assert heads["peak_lr"] == pytest.approx(5 * adapter["peak_lr"])
+    joint = trainer.joint
+    assert joint.heads_weight(0.0) == 0.0 and joint.heads_weight(1.0) == pytest.approx(0.2)
+    assert 0.1 < joint.heads_weight(0.5) < 0.2
+
+
+@pytest.mark.parametrize("stop_after", [1, 5])
+def test_killed_anywhere_ends_with_the_same_weights(tiny_model, tmp_path, stop_after):
+    whole = make_trainer(tiny_model, tmp_path / "whole", dropout=0.1)
+    whole.run()
+    broken = make_trainer(tiny_model, tmp_path / "broken", dropout=0.1)
+
+    def die(share, note):
+        if broken.state.step == stop_after:
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        broken.run(die)
+    again = make_trainer(tiny_model, tmp_path / "broken", dropout=0.1)
+    again.run()
+    for part in ("drafter", "joint"):
+        a, b = getattr(whole, part).state_dict(), getattr(again, part).state_dict()
+        assert a.keys() == b.keys()
+        for name in a:
+            assert torch.equal(a[name], b[name]), name
+
+
+def test_the_adapter_is_drawn_from_the_seed_alone(tiny_model):
+    """Whatever was drawn before: an earlier stage, another process's rows, or less of a run that is continued."""
+    tree = {"name": "t", "family": "medusa", "target": {"model": "x"}, "data": {"train": [{"demo": {}}]}}
+    section = recipe_class("medusa").model_validate({**tree, "joint": {"r": 4}}).joint
+
+    def drawn(before: int, seed: int) -> torch.Tensor:
+        torch.manual_seed(before)
+        joint = JointTarget(FrozenTarget(copy.deepcopy(tiny_model("qwen2"))), section, seed)
+        state = torch.get_rng_state()
+        torch.manual_seed(before)
+        assert torch.equal(state, torch.get_rng_state())  # what is drawn next does not notice
+        return torch.cat([p.detach().flatten() for p in joint.trainable_parameters()])
+
+    assert torch.equal(drawn(1, 0), drawn(2, 0)) and not torch.equal(drawn(1, 0), drawn(1, 1))
+
+
+def test_features_cannot_be_kept(tiny_model):
+    tree = {"name": "t", "target": {"model": "x"}, "data": {"train": [{"demo": {}}]}}
+    tree |= {"joint": {}, "training": {"steps": 1, "keep_features_gb": 1.0}}
+    with pytest.raises(ValidationError, match="keep_features_gb"):
+        recipe_class().model_validate(tree)

@@ -1,0 +1,288 @@
+"""The loop: resumable to the bit, normalised over all valid terms, safe to stop at any moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+from speculators.errors import CheckpointError
+from speculators.families.eagle3 import Eagle3
+from speculators.registry import config_for_target
+from speculators.target.frozen_target import FrozenTarget
+from train.data.loss_mask import TokenRow
+from train.data.packing import pack
+from train.recipe.recipe import Recipe, recipe_class
+from train.trainer import checkpoint
+from train.trainer.schedule import learning_rate
+from train.trainer.trainer import Interrupted, Trainer
+
+
+def make_rows(count: int = 24, vocab: int = 100):
+    rng = np.random.default_rng(0)
+    rows = []
+    for _ in range(count):
+        length = int(rng.integers(8, 24))
+        ids = rng.integers(3, vocab, length)
+        ids[1:] = (ids[:-1] * 7 + 3) % vocab  # something to learn
+        rows.append(TokenRow(ids, np.arange(length) >= 3))
+    return pack(rows, 48)
+
+
+def make_recipe(**training) -> Recipe:
+    defaults = {"steps": 8, "batch_size": 2, "learning_rate": 1e-2, "save_every": 2, "mixed_precision": "no"}
+    return recipe_class().model_validate(
+        {
+            "name": "t",
+            "target": {"model": "tiny"},
+            "data": {"train": [{"demo": {}}], "max_length": 48},
+            "drafter": {"unroll_steps": 3, "draft_vocab_size": 60},
+            "training": {**defaults, **training},
+        }
+    )
+
+
+def make_trainer(
+    make_model, folder: Path, recipe: Recipe, rows=None, evaluate=None, fingerprint="a", device="cpu"
+) -> Trainer:
+    target = FrozenTarget(make_model("llama").to(device), [1, 2, 3])
+    torch.manual_seed(0)
+    drafter = Eagle3(config_for_target(target, "eagle3", tap_layers=[1, 2, 3], draft_vocab_size=60)).attach(target)
+    drafter.initialise_from(target)
+    return Trainer(
+        recipe,
+        target,
+        drafter,
+        rows or make_rows(),
+        accelerator=Accelerator(cpu=device == "cpu"),
+        folder=folder,
+        fingerprint=fingerprint,
+        evaluate=evaluate,
+    )
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.drafter.state_dict().items()}
+
+
+def assert_equal(a: dict, b: dict) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def test_loss_falls_and_records_are_complete(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path, make_recipe(steps=25))
+    state = trainer.run()
+    first, last = state.history[0], state.history[-1]
+    assert last["loss"] < 0.8 * first["loss"]
+    assert len(first["acceptance_rate"]) == 3 and 1 <= first["in_loop_acceptance_length"] <= 4
+    assert state.step == 25 and [r["step"] for r in state.history] == list(range(1, 26))
+
+
+@pytest.mark.parametrize("stop_after", [1, 3, 4, 7])
+def test_killed_anywhere_ends_with_the_same_weights(tiny_model, tmp_path, stop_after):
+    """A run that dies after any step and is started again ends bit for bit like one that was left alone."""
+    whole = make_trainer(tiny_model, tmp_path / "whole", make_recipe())
+    whole.run()
+
+    broken = make_trainer(tiny_model, tmp_path / "broken", make_recipe())
+
+    def die(share, note):
+        if broken.state.step == stop_after:
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        broken.run(die)
+    again = make_trainer(tiny_model, tmp_path / "broken", make_recipe())
+    state = again.run()
+    assert_equal(weights(whole), weights(again))
+    assert [r["step"] for r in state.history] == list(range(1, 9))
+    assert [r["loss"] for r in state.history] == [r["loss"] for r in whole.state.history]
+
+
+SCRIPT = """
+import sys, time
+sys.path[:0] = {paths!r}
+from pathlib import Path
+import conftest, test_loop, torch
+torch.set_num_threads(1)
+recipe = test_loop.make_recipe(steps=30, save_every=3)
+trainer = test_loop.make_trainer(conftest.make_tiny_model, Path(sys.argv[1]), recipe)
+print("ready", flush=True)
+trainer.run(lambda share, note: (print("step", flush=True), time.sleep(0.01)))
+"""
+
+
+def start(folder: Path) -> subprocess.Popen:
+    here = Path(__file__).resolve()
+    paths = [str(here.parent), str(here.parents[2]), str(here.parents[3])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.format(paths=paths), str(folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def steps_seen(process: subprocess.Popen, count: int) -> None:
+    for _ in range(count + 1):
+        assert process.stdout.readline(), "the training process ended early"
+
+
+def test_kill_9_and_sigterm_then_rerun(tmp_path):
+    """The same through real processes: kill -9, then SIGTERM (exits after saving), then to the end."""
+    whole = start(tmp_path / "whole")
+    broken = start(tmp_path / "broken")
+    steps_seen(broken, 7)
+    broken.kill()
+    broken.wait()
+    broken = start(tmp_path / "broken")
+    steps_seen(broken, 4)
+    broken.send_signal(signal.SIGTERM)
+    broken.stdout.read()
+    assert broken.wait() != 0
+    before = checkpoint.latest(tmp_path / "broken")
+    broken = start(tmp_path / "broken")
+    broken.stdout.read()
+    whole.stdout.read()
+    assert broken.wait() == 0 and whole.wait() == 0 and before is not None
+    ends = [load_file(checkpoint.latest(tmp_path / name) / "drafter.safetensors") for name in ("whole", "broken")]
+    assert_equal(*ends)
+
+
+def test_signal_saves_and_names_the_way_on(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path, make_recipe(save_every=100))
+
+    def stop(share, note):
+        if trainer.state.step == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Interrupted, match="run the same command again"):
+        trainer.run(stop)
+    assert checkpoint.latest(tmp_path).name == "step-00000004"  # the step under way is finished first
+
+
+def test_accumulation_equals_one_large_batch(tiny_model, tmp_path):
+    """Two micro-batches of two rows give the gradient of one batch of four: every valid term counts once."""
+    rows = make_rows()
+    one = make_trainer(tiny_model, tmp_path / "one", make_recipe(batch_size=4, steps=3), rows)
+    two = make_trainer(
+        tiny_model, tmp_path / "two", make_recipe(batch_size=2, gradient_accumulation_steps=2, steps=3), rows
+    )
+    gradients = []
+    for trainer in (one, two):
+        trainer.optimizer.step = lambda: None  # look at the gradient, not at what Adam makes of its sign
+        trainer.optimizer.zero_grad = lambda set_to_none: None
+        record = trainer.step(0.5)
+        gradients.append([record["loss"], record["grad_norm"], *(p.grad.clone() for p in trainer.parameters)])
+    for a, b in zip(*gradients):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
+
+
+TWO = """
+import json, sys
+sys.path[:0] = {paths!r}
+from pathlib import Path
+import conftest, test_loop, torch
+torch.set_num_threads(1)
+recipe = test_loop.make_recipe(steps=2, batch_size=int(sys.argv[2]))
+trainer = test_loop.make_trainer(conftest.make_tiny_model, Path(sys.argv[1]), recipe)
+state = trainer.run()
+if trainer.accelerator.is_main_process:
+    kept = ("loss", "grad_norm", "in_loop_acceptance_length", "terms")
+    print(json.dumps([[r[k] for k in kept] for r in state.history]), flush=True)
+trainer.accelerator.end_training()
+"""
+
+
+def test_two_processes_train_like_one(tmp_path):
+    """The same global batch gives the same loss, gradient norm and metrics whatever the number of processes."""
+    here = Path(__file__).resolve()
+    script = TWO.format(paths=[str(here.parent), str(here.parents[2]), str(here.parents[3])])
+    base = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {
+        "OMP_NUM_THREADS": "1"
+    }
+
+    def spawn(folder: Path, rows: int, extra: dict[str, str]) -> subprocess.Popen:
+        command = [sys.executable, "-c", script, str(folder), str(rows)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=base | extra)
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    pair = [spawn(tmp_path / "two", 2, world | {"RANK": r, "LOCAL_RANK": r}) for r in "01"]
+    printed = [process.communicate(timeout=240)[0] for process in pair]
+    alone = spawn(tmp_path / "one", 4, {}).communicate(timeout=240)[0]
+    assert all(process.returncode == 0 for process in pair)
+    two, one = json.loads(printed[0].splitlines()[-1]), json.loads(alone.splitlines()[-1])
+    torch.testing.assert_close(torch.tensor(two)[:, [0, 1, 3]], torch.tensor(one)[:, [0, 1, 3]], atol=1e-5, rtol=1e-4)
+
+
+def test_padding_and_prompts_carry_no_loss(tiny_model, tmp_path):
+    """Changing tokens that are not supervised at the end of a row, or padding, changes no loss."""
+    trainer = make_trainer(tiny_model, tmp_path, make_recipe())
+    batch = trainer.features.batch(trainer.chosen(trainer.step_rows.of(0)[0]))
+    features = trainer.target.features(**batch)
+    weights_per_row = (trainer.depth_weights / trainer.drafter.count_terms(features, 3)).float()
+    loss = float(trainer._micro_step(features, weights_per_row)["loss"])
+    changed = {**batch, "input_ids": torch.where(batch["segment_ids"] < 0, 9, batch["input_ids"])}
+    features = trainer.target.features(**changed)
+    assert float(trainer._micro_step(features, weights_per_row)["loss"]) == pytest.approx(loss, rel=1e-6)
+
+
+def test_best_is_kept_by_held_out_value(tiny_model, tmp_path):
+    values = iter([1.0, 3.0, 2.0, 2.5])
+    trainer = make_trainer(
+        tiny_model, tmp_path, make_recipe(eval_every=2), evaluate=lambda d: {"expected_acceptance_length": next(values)}
+    )
+    seen = {}
+    state = trainer.run(lambda share, note: seen.__setitem__(trainer.state.step, weights(trainer)))
+    assert (state.best_value, state.best_step) == (3.0, 4)
+    checkpoint.load_best(tmp_path, trainer.drafter)
+    assert_equal(weights(trainer), seen[4])
+
+
+def test_another_recipe_does_not_continue_this_run(tiny_model, tmp_path):
+    make_trainer(tiny_model, tmp_path, make_recipe(steps=2)).run()
+    with pytest.raises(CheckpointError, match="another recipe"):
+        make_trainer(tiny_model, tmp_path, make_recipe(steps=2), fingerprint="b").run()
+
+
+def test_time_budget_ends_a_run(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path, make_recipe(steps=None, max_minutes=0.02, save_every=None))
+    began = time.monotonic()
+    state = trainer.run()
+    assert 0 < state.step and time.monotonic() - began < 30 and state.seconds >= 1.2
+
+
+def test_learning_rate_warms_up_and_ends_at_zero(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path, make_recipe(steps=100, warmup_ratio=0.1, learning_rate=1.0))
+    rates = [learning_rate(trainer.recipe.training, s / 100, trainer.total_steps) for s in range(101)]
+    assert 0 < rates[0] < 0.2 and max(rates) <= 1.0 + 1e-6 and rates[10] == pytest.approx(1.0) and rates[100] == 0.0
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+@pytest.mark.parametrize("warmup_ratio", [0.02, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("total_steps", [1, 3, 10, 1000, None])
+def test_the_warm_up_rises_and_never_passes_the_peak(total_steps, warmup_ratio):
+    """Whatever the budget: shares of few steps, or of time (None), in which a step may be a large part of a run."""
+    training = make_recipe(warmup_ratio=warmup_ratio, learning_rate=1.0).training
+    shares = [s / 1000 for s in range(1001)]
+    rates = [learning_rate(training, share, total_steps) for share in shares]
+    assert 0 < rates[0] and max(rates) <= 1.0
+    warm = [rate for share, rate in zip(shares, rates) if share <= warmup_ratio]
+    assert warm == sorted(warm) and rates[1 + len(warm) :] == sorted(rates[1 + len(warm) :], reverse=True)

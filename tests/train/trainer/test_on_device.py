@@ -1,0 +1,151 @@
+"""Training on a device that is not there: no host tensor among its own, and few waits in a step, for every family.
+
+What is trained is what is trained on a CPU, so only that it runs, and what it waits for, is asked here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from speculators.target.frozen_target import FrozenTarget
+from tests.conftest import make_tiny_model
+from tests.device_emulation import DEVICE
+from tests.speculators.families.conftest import OPT
+from tests.train.features import test_feature_cache as caches
+from tests.train.on_policy import test_on_policy as on_policy_tests
+from tests.train.trainer import test_joint as joint_tests
+from tests.train.trainer.test_loop import make_rows
+from train.features.cache import FeatureCache
+from train.features.row_features import RowFeatures
+from train.pipeline.drafter_stage import make_drafter
+from train.pipeline.progress import Stages
+from train.pipeline.run import held_out_evaluation
+from train.recipe.drafter_config import drafter_config
+from train.recipe.recipe import recipe_class
+from train.regeneration.store import Response
+from train.trainer.trainer import Trainer
+
+TEXTS = {t: [Response("w", (5, 6, 7), (8, 9, 10, 11, 12), t, 0)] for t in (0.0, 1.0)}
+SMALL = {"draft_vocab_size": 60, "unroll_steps": 3}
+FITTED = {**SMALL, "norm_before_residual": True, "init": "least_squares"}
+LORA = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
+MUON = {"optimizer": "muon", "keep_features_gb": 1.0}
+RECOMPUTED = {"activation_checkpointing": True, "gradient_accumulation_steps": 2}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # family, drafter section, training section
+    "eagle3": ("eagle3", SMALL, {}),
+    "eagle3, fitted": ("eagle3", FITTED, MUON),
+    "eagle3, 3.1, fitted": ("eagle3", {**FITTED, "fc_norm": True, "norm_output": True}, RECOMPUTED),
+    "eagle3, own embeddings": ("eagle3", {**SMALL, "own_embeddings": True}, {}),
+    "eagle": ("eagle", {}, RECOMPUTED),
+    "eagle, HASS": ("eagle", {"unroll_steps": 3, "detach": True, "feature_noise": 0.0}, {}),
+    "eagle, own embeddings": ("eagle", {"own_embeddings": True}, MUON),
+    "eagle, pass through": ("eagle", {"init": "pass_through"}, {}),
+    "medusa": ("medusa", {"num_heads": 3, "unroll_steps": 3}, RECOMPUTED),
+    "medusa, fitted": ("medusa", {"num_heads": 3, "unroll_steps": 3, "init": "least_squares"}, MUON),
+    "mlp": ("mlp", {"inner_dim": 24}, MUON),
+    "mlp, tied": ("mlp", {"inner_dim": 24, "tie_weights": True}, RECOMPUTED),
+    "mtp": ("mtp", {}, MUON),
+    "mtp, residual": ("mtp", {"hidden_state": "residual"}, RECOMPUTED),
+    "draft_model, cut": ("draft_model", {"from_target": {"first": 2}}, RECOMPUTED),
+    "draft_model, LoRA": ("draft_model", {"from_target": {"first": 2}, "peft": LORA}, {}),
+    "draft_model, other": ("draft_model", {"config": {"model_type": "opt", **OPT}}, MUON),
+}
+
+
+class Accelerator:
+    """accelerate's, as far as the loop asks, on the claimed device."""
+
+    device, num_processes, process_index, is_main_process, distributed_type = DEVICE, 1, 0, True, None
+    state = SimpleNamespace()
+
+    def autocast(self):
+        return contextlib.nullcontext()
+
+    def log(self, *given, **named) -> None: ...
+    def wait_for_everyone(self) -> None: ...
+
+
+def on_device(name: str, **changed: Any):
+    return make_tiny_model(name, **changed).to("cuda")
+
+
+def make_trainer(folder: Path, family: str, drafter: dict[str, Any], training: dict[str, Any], rows=None) -> Trainer:
+    sizes = {"steps": 2, "batch_size": 2, "save_every": 2, "eval_every": 2, "mixed_precision": "no", **training}
+    recipe = recipe_class(family).model_validate({
+        "name": "t", "family": family, "target": {"model": "tiny"}, "data": {"train": [{"demo": {}}], "max_length": 48},
+        "drafter": drafter, "training": sizes, "evaluation": {"num_speculative_tokens": 3},
+    })  # fmt: skip
+    probe = FrozenTarget(on_device("llama"))
+    config = drafter_config(recipe, probe)
+    target = FrozenTarget(probe.model, config.tap_layers)
+    probe.close()
+    rows = rows or make_rows()
+    features = RowFeatures(target, rows, keep_bytes=recipe.training.keep_features_gb * 2**30)
+    made = make_drafter(recipe, config, target, features, Stages(1, enabled=False), folder)
+    assert {p.device for p in made.parameters()} == {DEVICE}
+    return Trainer(
+        recipe, target, made, rows, accelerator=Accelerator(), folder=folder, features=features,
+        evaluate=held_out_evaluation(recipe, target, TEXTS),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_family_trains_evaluates_and_saves(claimed_gpu, tmp_path, name):
+    state = make_trainer(tmp_path, *CASES[name]).run()
+    assert state.step == 2 and state.best_step == 2 and all(0 < record["loss"] < 10 for record in state.history)
+
+
+# Waits of one optimizer step of one micro-step, whatever its rows. Every family: the step's figures, the norm that
+# gradients are clipped by, whether a row has several texts, which targets are distinct (once per head). Then the terms
+# of each of three depths; the slots that have one; a chain's own: how many of them a row has; the draft vocabulary.
+WAITS = {"eagle3": 9, "eagle": 8, "medusa": 15, "mlp": 15, "mtp": 8, "draft_model, cut": 7}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_step_waits_as_often_for_many_rows_as_for_few(claimed_gpu, tmp_path, name):
+    family, drafter, _ = CASES[name]
+    found = []
+    for batch_size in (1, 4):
+        trainer = make_trainer(tmp_path / str(batch_size), family, drafter, {"batch_size": batch_size, "steps": 9})
+        trainer.step(0.1)  # what is looked up once is known
+        with claimed_gpu.waits() as waits:
+            trainer.step(0.2)
+        found.append(sum(waits.values()))
+        assert found[-1] <= WAITS[name], claimed_gpu.sites
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("family", on_policy_tests.SHAPES)
+def test_texts_are_written_on_policy(claimed_gpu, tmp_path, family):
+    recipe = on_policy_tests.make_recipe(family, {}, steps=3)
+    state = on_policy_tests.make_trainer(on_device, tmp_path, recipe, Accelerator()).run()
+    assert any(record["on_policy"] for record in state.history)
+
+
+def test_a_target_trained_along(claimed_gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(joint_tests, "Accelerator", lambda **named: Accelerator())
+    trainer = joint_tests.make_trainer(on_device, tmp_path, FrozenTarget(on_device("qwen2")))
+    trainer.run()
+    before, after = trainer.joint.held_out_loss(joint_tests.TEXTS)
+    assert before != after
+
+
+@pytest.mark.parametrize("encoding", ["exact", "bf16", "int4", "rotated4"])
+def test_cached_features_come_back_to_the_device(claimed_gpu, tmp_path, encoding):
+    rows, target = make_rows(), FrozenTarget(on_device("llama"), [1, 2, 3])
+    caches.write(FeatureCache(tmp_path, key := caches.make_key(encoding)), rows, target)
+    features = RowFeatures(target, rows, cache=FeatureCache(tmp_path, key).scan()).of([0, 2])
+    assert features.taps.device == features.last_hidden.device == DEVICE and bool(features.taps.isfinite().all())
+
+
+def test_the_held_out_evaluation_reads_the_runtime_on_the_device(claimed_gpu, tmp_path):
+    trainer = make_trainer(tmp_path, *CASES["eagle3"])
+    figures = trainer.evaluate(trainer.drafter)
+    assert 1 <= figures["expected_acceptance_length"] <= 4
+    assert torch.tensor(list(figures.values())).isfinite().all()

@@ -1,0 +1,56 @@
+"""Which parameters an optimizer gets, and that its state is kept whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.train.trainer.test_loop import assert_equal, make_recipe, make_trainer, weights
+from train.trainer.optimizers import Together
+
+MUON = {"optimizer": "muon", "keep_features_gb": 1.0}
+
+
+def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_rest(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path, make_recipe(**MUON))
+    assert isinstance(trainer.optimizer, Together)
+    muon, adam = trainer.optimizer.optimizers
+    by_id = {id(p): name for name, p in trainer.drafter.named_parameters()}
+    of_muon = {by_id[id(p)] for p in muon.param_groups[0]["params"]}
+    of_adam = {by_id[id(p)] for p in adam.param_groups[0]["params"]}
+    assert "fc.weight" in of_muon and "layers.0.mlp.up_proj.weight" in of_muon
+    assert "lm_head.weight" in of_adam and "norm.weight" in of_adam
+    assert not of_muon & of_adam and of_muon | of_adam == set(by_id.values())
+
+
+def test_every_group_follows_the_schedule_from_its_own_peak(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path, make_recipe(**MUON, warmup_ratio=0.0))
+    trainer.step(0.5)
+    rates = [group["lr"] for group in trainer.optimizer.param_groups]
+    t = trainer.recipe.training
+    assert rates == [0.5 * t.muon_learning_rate, 0.5 * t.learning_rate]
+
+
+def test_muon_resumes_to_the_same_weights(tiny_model, tmp_path):
+    whole = make_trainer(tiny_model, tmp_path / "whole", make_recipe(**MUON))
+    whole.run()
+    broken = make_trainer(tiny_model, tmp_path / "broken", make_recipe(**MUON))
+
+    def die(share, note):
+        if broken.state.step == 5:
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        broken.run(die)
+    again = make_trainer(tiny_model, tmp_path / "broken", make_recipe(**MUON))
+    again.run()
+    assert_equal(weights(whole), weights(again))
+
+
+def test_muon_moves_a_matrix_equally_in_all_directions(tiny_model, tmp_path):
+    """What it is chosen for: the singular values of an update are alike, those of the gradient are not."""
+    trainer = make_trainer(tiny_model, tmp_path, make_recipe(**MUON, warmup_ratio=0.0))
+    before = trainer.drafter.fc.weight.detach().clone()
+    trainer.step(0.0)
+    values = torch.linalg.svdvals((trainer.drafter.fc.weight.detach() - before).float())
+    assert values[0] / values[len(values) // 2] < 3

@@ -1,0 +1,299 @@
+"""One recipe, any number of processes, whole or sharded, resumed on another: the same losses, metrics and weights."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
+
+from speculators.drafter import Drafter
+from speculators.families.medusa import Medusa
+from speculators.registry import config_for_target, family_class
+from speculators.target.frozen_target import FrozenTarget
+from tests.conftest import make_tiny_model
+from tests.train.on_policy.test_on_policy import make_recipe as on_policy_recipe
+from tests.train.on_policy.test_on_policy import make_trainer as on_policy_trainer
+from tests.train.trainer.test_loop import make_rows
+from tests.train.worlds import Scenario, in_worlds
+from train.features.row_features import RowFeatures
+from train.pipeline.data_stage import waits_on_host
+from train.pipeline.drafter_stage import make_drafter
+from train.pipeline.progress import Stages
+from train.recipe.drafter_config import drafter_config
+from train.recipe.recipe import make_recipe
+from train.trainer.joint_target import JointTarget
+from train.trainer.parallel import share_out
+from train.trainer.trainer import Trainer
+
+FAMILIES: dict[str, dict[str, Any]] = {  # drafter sections
+    "eagle3": {"unroll_steps": 3, "draft_vocab_size": 60, "tap_layers": [1, 2, 3]},
+    "eagle": {"unroll_steps": 2, "feature_noise": 0.1, "init": "pass_through"},
+    "medusa": {"num_heads": 3, "unroll_steps": 3, "init": "target"},
+    "mlp": {"unroll_steps": 3},
+    "mtp": {"unroll_steps": 2},
+    "draft_model": {"from_target": {"last": 2}},
+}
+FIGURES = (
+    "loss", "grad_norm", "acceptance_rate", "top1_agreement", "in_loop_acceptance_length", "terms",
+    "expected_acceptance_length", "on_policy", "suffix_loss", "suffix_terms", "rollout_acceptance_length",
+)  # fmt: skip
+
+
+class PowerCut(Exception):
+    pass
+
+
+def make_trainer(folder: Path, family: str, sharding: str = "none", **training) -> Trainer:
+    defaults = {"steps": 6, "global_batch_size": 8, "batch_size": 4, "learning_rate": 1e-3, "muon_learning_rate": 1e-3}
+    tree = {
+        "name": "t",
+        "family": family,
+        "target": {"model": "tiny"},
+        "data": {"train": [{"demo": {}}], "max_length": 48},
+        "drafter": FAMILIES[family],
+        "training": {**defaults, "save_every": 2, "eval_every": 3, "mixed_precision": "no", **training},
+    }
+    recipe = make_recipe(tree)
+    target = FrozenTarget(make_tiny_model("llama", initializer_range=0.1), FAMILIES[family].get("tap_layers", ()))
+    made = family_class(family)
+    shape = recipe.drafter.shape(made.config_class.model_fields, target)
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(accelerator.process_index)  # the first process's weights are everybody's
+    drafter = made(config_for_target(target, family, **shape)).attach(target)
+    drafter.initialise_from(target, recipe.drafter)
+    share_out(accelerator, target, sharding)
+    trainer = Trainer(recipe, target, drafter, make_rows(60), accelerator=accelerator, folder=folder, evaluate=size_of)
+    several = accelerator.num_processes > 1
+    assert all(isinstance(p, DTensor) for p in target.layers.parameters()) == (several and sharding == "fsdp")
+    assert all(isinstance(p, DTensor) for p in trainer.parameters) == (several and "ACCELERATE_USE_FSDP" in os.environ)
+    return trainer
+
+
+def size_of(drafter: Drafter) -> dict[str, float]:
+    """In place of a held-out evaluation: something of the whole drafter."""
+    return {"expected_acceptance_length": sum(float(p.detach().double().abs().mean()) for p in drafter.parameters())}
+
+
+def make_staged(folder: Path, **training) -> Iterator[Trainer]:
+    """Medusa-2: heads alone, then with the target, as `train.pipeline.run` makes the stages. `stop_after` ends the
+    second."""
+    tree = {
+        "name": "t",
+        "family": "medusa",
+        "target": {"model": "tiny"},
+        "data": {"train": [{"demo": {}}], "max_length": 48},
+        "drafter": {"num_heads": 2},
+        "joint": {"r": 4, "heads_schedule": "constant", "dropout": 0.1},
+        "training": {"global_batch_size": 8, "batch_size": 4, "learning_rate": 1e-2, "mixed_precision": "no"},
+        "stages": [
+            {"name": "heads", "training": {"steps": 2}},
+            {"name": "joint", "training": {"steps": 3, **training}},
+        ],
+    }
+    recipe = make_recipe(tree)
+    target = FrozenTarget(copy.deepcopy(make_tiny_model("qwen2")))
+    drafter = Medusa(config_for_target(target, "medusa", num_heads=2)).attach(target).initialise_from(target)
+    accelerator = Accelerator(cpu=True)
+    for name, part in recipe.training_stages():
+        seed = part.training.seed + accelerator.process_index  # the first process's weights are everybody's
+        joint = JointTarget(target, part.joint, seed) if part.joint else None
+        yield Trainer(
+            part, target, drafter, make_rows(), accelerator=accelerator, folder=folder / name, fingerprint=name,
+            joint=joint,
+        )  # fmt: skip
+
+
+def train_staged(folder: Path, run: str, stop_after: int | None = None, draws: int = 0) -> dict[str, np.ndarray]:
+    """Everything that trained, heads and adapter; nothing if the joint stage ends after `stop_after` of its steps.
+    `draws`: of random numbers beforehand, which no weight may depend on."""
+
+    def advance(share: float, note: str) -> None:
+        if trainer.joint is not None and trainer.state.step == stop_after:
+            raise PowerCut
+
+    torch.rand(draws)
+    try:
+        for trainer in make_staged(folder / run, save_every=100):
+            trainer.run(advance)
+    except PowerCut:
+        return {}
+    return {name: p.detach().numpy().copy() for name, p in trainer.names().items()}
+
+
+def train(folder: Path, family: str, run: str, stop_after: int | None = None, on_policy: bool = False, **training):
+    """(figures of every step, weights) of a run, which ends after `stop_after` steps as by a power cut."""
+    if family == "medusa-2":
+        return train_staged(folder, run, stop_after, **training)
+    if on_policy:
+        sizes = {"steps": 6, "global_batch_size": 8, "batch_size": 2, "learning_rate": 1e-3}
+        recipe = on_policy_recipe(family, {"share": 0.6, "refresh_every": 2}, **sizes, **training)
+        trainer = on_policy_trainer(make_tiny_model, folder / run, recipe)
+    else:
+        trainer = make_trainer(folder / run, family, **training)
+
+    def advance(share: float, note: str) -> None:
+        if trainer.state.step == stop_after:
+            raise PowerCut
+
+    try:
+        history = trainer.run(advance).history
+    except PowerCut:
+        return [], {}
+    weights = {name: tensor.numpy() for name, tensor in trainer.drafter.state_dict().items()}
+    return [{name: np.asarray(record[name]) for name in FIGURES if name in record} for record in history], weights
+
+
+def scenario(family: str, processes: int, sharded: bool = False, **arguments) -> Scenario:
+    name = f"{family}, {processes} {'sharded' if sharded else 'whole'}"
+    name += "".join(f", {key}={value}" for key, value in arguments.items())
+    run = arguments.pop("run", name)
+    return Scenario(name, processes, sharded, {"family": family, "run": run, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("changes", "waits"),
+    [
+        ({}, False),  # it writes the responses
+        ({"regenerate": {"endpoints": [{"url": "http://cluster:8000/v1"}]}}, True),
+        ({"regenerate": {"enabled": False}}, True),
+        ({"regenerate": {"enabled": False}, "validation": [{"demo": {}}]}, False),  # and those held out
+        ({"regenerate": {"enabled": False}, "init": "least_squares"}, False),  # features to fit the start to
+        ({"regenerate": {"enabled": False}, "processes": 1}, False),
+        ({"regenerate": {"enabled": False}, "sharding": "none"}, False),
+    ],
+)
+def test_a_target_that_is_asked_for_nothing_waits_on_the_host(changes: dict[str, Any], waits: bool) -> None:
+    recipe = make_recipe(
+        {
+            "name": "t",
+            "family": "eagle3",
+            "target": {"model": "tiny", "sharding": changes.get("sharding", "fsdp")},
+            "data": {"train": [{"demo": {}}], "validation": changes.get("validation", [])},
+            "drafter": {"init": changes.get("init", "taps"), "norm_before_residual": True},
+            "regenerate": changes.get("regenerate", {}),
+            "training": {"steps": 1},
+        }
+    )
+    accelerator: Any = SimpleNamespace(num_processes=changes.get("processes", 2))
+    assert waits_on_host(recipe, accelerator) is waits
+
+
+EVERYWHERE = [(1, False), (2, False), (4, False), (2, True), (4, True)]
+MOVES = [((4, True), (2, False)), ((1, False), (4, True)), ((2, False), (1, False))]  # killed there, continued here
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Every run of this file, in one set of processes."""
+    scenarios = [scenario(family, *world) for family in FAMILIES for world in EVERYWHERE]
+    for optimizer in ("adamw", "muon"):
+        for number, (before, after) in enumerate(MOVES):
+            run = f"{optimizer}-{number}"
+            scenarios.append(scenario("eagle3", *before, run=run, stop_after=3, optimizer=optimizer))
+            scenarios.append(scenario("eagle3", *after, run=run, optimizer=optimizer))
+    scenarios += [scenario("eagle3", *world, optimizer="muon") for world in EVERYWHERE[:1] + EVERYWHERE[3:]]
+    scenarios += [scenario("eagle3", *world, sharding="fsdp") for world in ((4, False), (2, True))]
+    scenarios += [scenario("eagle3", *world, on_policy=True) for world in (EVERYWHERE[0], EVERYWHERE[3])]
+    scenarios += [scenario("medusa-2", *world) for world in EVERYWHERE[:2]]
+    scenarios.append(scenario("medusa-2", 1, run="medusa-2-cut", stop_after=1))  # before its first checkpoint
+    scenarios.append(scenario("medusa-2", 1, run="medusa-2-cut", draws=7))
+    return in_worlds(train, scenarios, tmp_path_factory.mktemp("worlds"), seconds=900)
+
+
+def assert_same(one: tuple[list, dict], other: tuple[list, dict], what: str, atol: float = 1e-5) -> None:
+    assert len(one[0]) == len(other[0]) > 0, what
+    for step, (wanted, got) in enumerate(zip(one[0], other[0]), 1):
+        assert wanted.keys() == got.keys()
+        for name in wanted:
+            message = f"{what}: {name} of step {step}"
+            np.testing.assert_allclose(got[name], wanted[name], atol=atol, rtol=atol, err_msg=message)
+    for name, tensor in one[1].items():
+        np.testing.assert_allclose(other[1][name], tensor, atol=1e-4, err_msg=f"{what}: {name}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_number_of_processes_trains_the_same_head(found, family):
+    """1, 2 and 4 processes, whole and sharded: losses, metrics and weights."""
+    for world in EVERYWHERE[1:]:
+        name = scenario(family, *world).name
+        assert_same(found[f"{family}, 1 whole"], found[name], name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_killed_run_continues_on_another_number_of_processes(found, optimizer):
+    alone = found["eagle3, 1 whole" + (", optimizer=muon" if optimizer == "muon" else "")]
+    for number, (_, after) in enumerate(MOVES):
+        name = scenario("eagle3", *after, run=f"{optimizer}-{number}", optimizer=optimizer).name
+        assert_same(alone, found[name], name, atol=1e-5 if optimizer == "adamw" else 1e-3)
+
+
+@pytest.mark.slow
+def test_muon_of_shards_is_muon(found):
+    """Its products are bfloat16: a last bit of a gradient may become one of those."""
+    for world in EVERYWHERE[3:]:
+        name = scenario("eagle3", *world, optimizer="muon").name
+        assert_same(found["eagle3, 1 whole, optimizer=muon"], found[name], name, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_sharded_target_says_the_same(found):
+    for world in ((4, False), (2, True)):
+        name = scenario("eagle3", *world, sharding="fsdp").name
+        assert_same(found["eagle3, 1 whole"], found[name], name)
+
+
+@pytest.mark.slow
+def test_a_target_trained_along_is_the_same_on_every_number_of_processes(found):
+    """The adapter as well as the heads, after a stage that has drawn other numbers in every process."""
+    one, two = found["medusa-2, 1 whole"], found["medusa-2, 2 whole"]
+    assert any("lora_A" in name for name in one) and one.keys() == two.keys()
+    for name, tensor in one.items():
+        np.testing.assert_allclose(two[name], tensor, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.slow
+def test_a_joint_stage_killed_before_its_first_checkpoint_ends_the_same(found):
+    one, again = found["medusa-2, 1 whole"], found[scenario("medusa-2", 1, run="medusa-2-cut", draws=7).name]
+    for name, tensor in one.items():
+        np.testing.assert_array_equal(again[name], tensor, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("eagle3", {}), ("draft_model", {"from_target": {"last": 2}, "peft": {"peft_type": "LORA", "r": 2}})],
+)
+def test_a_head_begins_with_the_same_weights_whatever_was_drawn_before(tmp_path, family, options):
+    """In every process, and in a run that is continued; an adapter of a draft model too."""
+    recipe = make_recipe(
+        {"name": "t", "family": family, "target": {"model": "tiny"}, "data": {"train": [{"demo": {}}]},
+         "drafter": options, "training": {"seed": 3}}
+    )  # fmt: skip
+    made = []
+    for before in (0, 1):
+        model = make_tiny_model("llama")
+        config = drafter_config(recipe, FrozenTarget(model))
+        target = FrozenTarget(model, config.tap_layers)
+        torch.manual_seed(before)
+        made.append(make_drafter(recipe, config, target, RowFeatures(target, make_rows()), Stages(1), tmp_path))
+    one, other = (drafter.state_dict() for drafter in made)
+    assert one.keys() == other.keys() and ("peft" not in options or any("lora_A" in name for name in one))
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.slow
+def test_on_policy_texts_are_those_of_one_process(found):
+    names = [scenario("eagle3", *world, on_policy=True).name for world in (EVERYWHERE[0], EVERYWHERE[3])]
+    assert any(record["on_policy"] > 0 for record in found[names[0]][0])
+    assert_same(found[names[0]], found[names[1]], names[1])

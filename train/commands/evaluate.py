@@ -1,0 +1,101 @@
+"""`draftsmith evaluate`. Torch is imported when it runs; must not know how anything is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from inference.console import json_option
+from speculators.errors import ConfigError
+
+if TYPE_CHECKING:
+    from train.pipeline.engines import Engines
+
+OURS, VLLM = "draftsmith", "vllm"
+
+
+def evaluate(
+    recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="Evaluate the export of this run.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Overrides, such as evaluation.max_tokens=64."),
+    ] = None,
+    model: Annotated[str, typer.Option(help="Instead of a recipe: the target, a folder or repository id.")] = "",
+    drafter: Annotated[str, typer.Option(help="Instead of a recipe: the exported drafter.")] = "",
+    method: Annotated[str, typer.Option(help="Instead of a drafter: ngram or suffix, which need none.")] = "",
+    engine: Annotated[
+        list[str] | None, typer.Option(help="draftsmith (default) or vllm; repeated: both, side by side.")
+    ] = None,
+    url: Annotated[str, typer.Option(help="A vLLM server that drafts; without it one is started.")] = "",
+    baseline_url: Annotated[str, typer.Option(help="A vLLM server of the same target that does not draft.")] = "",
+    vllm_python: Annotated[
+        str, typer.Option(help="Python of an environment that has vLLM; default: $DRAFTSMITH_VLLM_PYTHON.")
+    ] = "",
+    vllm_options: Annotated[str, typer.Option(metavar="JSON", help="Options of vLLM's LLM.")] = "",
+    prompts: Annotated[str, typer.Option(metavar="FILE", help="JSONL of prompts; default: the built-in ones.")] = "",
+    num_speculative_tokens: Annotated[int, typer.Option("-k", "--num-speculative-tokens", min=1, help="Drafts.")] = 4,
+    temperature: Annotated[list[float] | None, typer.Option(help="May be repeated; default: 0 and 1.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Longest response.")] = 128,
+    prompts_per_workload: Annotated[int, typer.Option(min=1, help="Prompts of each workload.")] = 16,
+    repeats: Annotated[int, typer.Option(min=0, help="Interleaved repetitions of every timing; 0: no times.")] = 3,
+    dtype: Annotated[str, typer.Option(help="Precision of the target; auto: its own. A recipe says its own.")] = "auto",
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("runs/evaluation"),
+) -> None:
+    """The acceptance report: of a recipe's run (exit code 1: a gate is missed), or of --drafter for --model."""
+    from train.pipeline.evaluate_again import evaluate_folders, evaluate_run
+    from train.recipe.load import load_recipe
+
+    asked = _engines(engine, url, baseline_url, vllm_python, vllm_options, of_recipe=recipe is not None)
+    if recipe is not None and not (model or drafter or method or prompts):
+        checked = load_recipe(recipe, overrides or ())
+        raise typer.Exit(evaluate_run(checked, asked))
+    if recipe is not None or not model or bool(drafter) == bool(method):
+        raise ConfigError("evaluate: give a recipe, or --model and --drafter (or --method) without one")
+    page = evaluate_folders(
+        model,
+        drafter or None,
+        prompts or None,
+        out,
+        temperature or [0.0, 1.0],
+        method=method or None,
+        engines=asked,
+        dtype=dtype,
+        num_speculative_tokens=num_speculative_tokens,
+        max_tokens=max_tokens,
+        prompts_per_workload=prompts_per_workload,
+        repeats=repeats,
+    )
+    Console().print(str(page), highlight=False)
+
+
+def _engines(
+    names: list[str] | None, url: str, baseline_url: str, python: str, options: str, *, of_recipe: bool
+) -> Engines | None:
+    """The engines that are named; None: none is, and the recipe says."""
+    given = {"--url": url, "--baseline-url": baseline_url, "--vllm-python": python, "--vllm-options": options}
+    about_vllm = [name for name, value in given.items() if value]
+    if unknown := set(names or ()) - {OURS, VLLM}:
+        raise ConfigError(f"--engine {', '.join(sorted(unknown))}: expected {OURS} or {VLLM}")
+    if about_vllm and VLLM not in (names or ()):
+        raise ConfigError(f"{', '.join(about_vllm)}: without --engine vllm it would mean nothing; add it")
+    if baseline_url and not url:
+        raise ConfigError("--baseline-url: the server without drafting stands beside one with; give --url too")
+    if url and (python or options):
+        raise ConfigError(f"--url: the server runs already; {about_vllm[-1]} is for a vLLM that is started")
+    if not names:
+        return None
+    from inference.vllm_bridge.engine import VllmOptions
+    from inference.vllm_bridge.server import VllmServers
+    from train.pipeline.engines import Engines
+
+    if VLLM not in names:
+        return Engines()
+    made: Any = (
+        VllmServers(url, baseline_url or None)
+        if url
+        else VllmOptions(python or None, json_option("--vllm-options", options) or {})
+    )
+    return Engines(OURS in names, made, needs_ours=of_recipe)

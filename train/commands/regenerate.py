@@ -1,0 +1,55 @@
+"""`draftsmith regenerate`: the responses of a recipe ahead of its training, which then finds them.
+
+So that the machines that write (a cluster of servers) and those that train need not wait for each other. The target is
+not loaded where endpoints write, unless asked for.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from speculators.errors import ConfigError
+from train.commands.options import Part, parse_part
+
+
+def regenerate(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe: a YAML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="As for train.")
+    ] = None,
+    part: Part = "1/1",
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Ask again for what an earlier run was allowed to go without.")
+    ] = False,
+    check_target: Annotated[
+        bool, typer.Option("--check-target", help="Load the target here, and compare the endpoints with it.")
+    ] = False,
+) -> None:
+    """Write the responses of a recipe, at its endpoints if it names some; again, it continues."""
+    from accelerate import Accelerator
+
+    from inference.entrypoints.loading import load_tokenizer
+    from train.pipeline.data_stage import RunData
+    from train.pipeline.progress import Stages
+    from train.pipeline.run import load_target
+    from train.recipe.load import load_recipe
+
+    mine, checked = parse_part(part), load_recipe(recipe, overrides or ())
+    parts = [(name, each) for name, each in checked.training_stages() if each.regenerate.enabled]
+    held_out = bool(checked.data.validation)
+    if not parts and not held_out:
+        raise ConfigError(f"{recipe}: regenerate.enabled is false and there is no data.validation; nothing is written")
+    stages, accelerator = Stages(len(parts) + len(checked.training_stages()) * held_out), Accelerator()
+    t = checked.target
+    tokenizer = load_tokenizer(t.model, None, revision=t.revision, trust_remote_code=t.trust_remote_code)
+    target = None
+    for name, each in checked.training_stages():
+        if target is None and (check_target or not each.regenerate.endpoints):
+            target = load_target(checked, accelerator, ())
+        data = RunData(each, target, tokenizer, accelerator, stages, stage=name, part=mine, retry_failed=retry_failed)
+        if each.regenerate.enabled:
+            data.responses()
+        data.held_out()

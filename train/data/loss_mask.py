@@ -1,0 +1,345 @@
+"""Which tokens of a conversation the assistant wrote: the loss mask, found with its chat template.
+
+A mask is either proved or refused (`BadRow`). Two ways to prove it, per assistant turn, each time on the conversation
+that ends with that turn, as serving would see it:
+
+1. the template marks the assistant's text itself (`{% generation %}`), and the tokenizer reports those
+   tokens;
+2. otherwise: the tokens of the prompt (everything before the turn, plus the generation prompt) must be a
+   true prefix of the tokens including the turn; the difference is the response.
+
+Supervised are the response's tokens *and the end-of-turn token* (the special token that closes it), since
+the target must emit that too; template text after it (a newline) is not. A template without such a token
+supervises the whole turn. Template languages whose turns end with the next turn's header teach no end.
+
+Templates that rewrite history (dropping `<think>` of earlier turns, moving the system prompt to the last
+user turn) make an earlier turn look unlike what the target saw when it wrote it. Such a conversation is
+fanned out: as few rows as give every assistant turn once, each in the context it was written in.
+
+Must not know: where examples come from, how rows are packed, what a loss is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Literal
+
+import numpy as np
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from inference.provenance import text_sha256
+from speculators.errors import DataError
+from train.data.bad_rows import BadRow
+from train.data.sources import REASONING_FIELDS, Example, Message
+
+_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+@dataclass(eq=False)
+class TokenRow:
+    """One document. `input_ids` int32 [T]; `loss_mask` bool [T]: the token is to be predicted."""
+
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    workload: str = "default"
+    truncated: bool = False
+
+    def __post_init__(self) -> None:
+        self.input_ids = np.asarray(self.input_ids, dtype=np.int32)
+        self.loss_mask = np.asarray(self.loss_mask, dtype=bool)
+        if self.input_ids.shape != self.loss_mask.shape or self.input_ids.ndim != 1:
+            raise DataError(f"a row needs one mask value per token, got {self.input_ids.shape}, {self.loss_mask.shape}")
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @classmethod
+    def from_response(cls, prompt_ids: Sequence[int], response_ids: Sequence[int], workload: str) -> TokenRow:
+        """A prompt and the response the target wrote to it, as tokens: nothing is left to prove."""
+        return cls(
+            np.concatenate([np.asarray(prompt_ids, np.int32), np.asarray(response_ids, np.int32)]),
+            np.repeat([False, True], [len(prompt_ids), len(response_ids)]),
+            workload,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """One assistant turn: the tokens up to its end, and which of them it wrote."""
+
+    ids: list[int]
+    mask: np.ndarray  # bool [len(ids)]
+
+
+def fewest_rows(turns: Sequence[Turn], workload: str) -> list[TokenRow]:
+    """Turns of one conversation, in order, as rows: a turn that another one begins with is supervised in its row."""
+    pending, rows = list(turns), []
+    while pending:
+        last = pending[-1]
+        covered = [turn for turn in pending if last.ids[: len(turn.ids)] == turn.ids]
+        mask = np.zeros(len(last.ids), dtype=bool)
+        for turn in covered:
+            mask[: len(turn.ids)] |= turn.mask
+        rows.append(TokenRow(np.asarray(last.ids), mask, workload))
+        pending = [turn for turn in pending if turn not in covered]
+    return rows[::-1]
+
+
+class ConversationTokenizer:
+    """Turns examples into token rows with proved masks. Picklable, so that processes can share the work."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        chat_template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        reasoning: Literal["keep", "drop"] = "keep",
+    ) -> None:
+        """`chat_template`: template text instead of the tokenizer's; `template_kwargs`: its variables."""
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.template_kwargs = dict(template_kwargs or {})
+        self.reasoning = reasoning
+
+    def template_facts(self) -> dict[str, Any]:
+        """Which template text is rendered with, and its variables: what serving has to do the same."""
+        template = self.chat_template or self.tokenizer.chat_template
+        text = template if isinstance(template, str | None) else json.dumps(template, sort_keys=True)
+        return {"chat_template_sha256": text_sha256(text), "chat_template_kwargs": self.template_kwargs}
+
+    def prompt_ids(self, example: Example) -> list[int]:
+        """What serving would send for the last response of `example`.
+
+        Its text prompt, or the conversation before its last assistant turn (all of it if the user spoke last)
+        with the generation prompt.
+        """
+        if example.prompt is not None:
+            return self.tokenizer(example.prompt, verbose=False)["input_ids"]
+        messages = self._messages(example)
+        end = len(messages) - (messages[-1]["role"] == "assistant")
+        return self._encode(self._render(example, messages, end, prompt=True))
+
+    def rows(self, example: Example, max_length: int | None = None) -> list[TokenRow]:
+        """One row, or several where the template rewrites history; BadRow quotes the turn at fault.
+
+        A row may end behind `max_length` tokens, if that leaves out no token before them.
+        """
+        if example.prompt is not None:
+            return [self._completion_row(example)]
+        messages = self._messages(example)
+        spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not spoken:
+            raise BadRow(
+                example.origin,
+                "no_response",
+                "the conversation has no assistant turn to learn from; turn regenerate on to have the target answer it",
+            )
+        return fewest_rows(self._turns(example, messages, spoken, max_length), example.workload)
+
+    # ------------------------------------------------------------------------------------------ one turn
+
+    def _turns(
+        self, example: Example, messages: list[Message], spoken: list[int], max_length: int | None
+    ) -> list[Turn]:
+        """The assistant turns at the places `spoken`, but for those that begin behind `max_length` tokens.
+
+        They do where the text before them begins with that of an earlier turn, up to the special token that ends it
+        (no merge crosses one), and that is longer already.
+        """
+        turns, full = [], None
+        for index in spoken:
+            head = self._render(example, messages, index, prompt=True)
+            if full is not None and head.startswith(full):
+                continue
+            tail = self._render(example, messages, index + 1, prompt=False)
+            turn = self._turn(example, messages, index, head, tail)
+            turns.append(turn)
+            if max_length is not None and len(turn.ids) > max_length and turn.ids[-1] in self._special_ids:
+                full = tail
+        return turns
+
+    def _turn(self, example: Example, messages: list[Message], index: int, head_text: str, tail_text: str) -> Turn:
+        """Turn `index`; `head_text`: all before it with the generation prompt, `tail_text`: all up to its end."""
+        refusal = partial(_refusal, example, messages, index)
+        if not (messages[index]["content"].strip() or messages[index].get("tool_calls") or _thought(messages[index])):
+            raise refusal(
+                "empty_turn", "it is empty, so there is nothing to learn; turn regenerate on to have it written"
+            )
+        if missing := _not_shown(messages[index], tail_text[_common(head_text, tail_text) :]):
+            advice = "set data.reasoning: drop, " if missing in REASONING_FIELDS else ""
+            raise refusal(
+                "not_shown",
+                f"the chat template does not show its {missing}; {advice}use a template that does, "
+                "or turn regenerate on",
+            )
+        head, ids = self._encode(head_text), self._encode(tail_text)
+        common = _common(head, ids)
+        alone, joined = self._decode(head[common:]), self._decode(ids[common : common + 8])
+        if common < len(head) and tail_text.startswith(head_text):
+            raise refusal(
+                "boundary",
+                f"it changes the tokens of the prompt before it, which alone ends in {alone!r} but is "
+                f"followed up as {joined!r}; strip the turn's leading whitespace",
+            )
+        if self._marked(example):
+            mask = self._marked_mask(example, messages, index)
+            if len(mask) != len(ids):
+                raise refusal("no_mask", "two renderings of it differ; the template must not depend on time or chance")
+            mask[:common] = False
+        elif common == len(head):
+            mask = np.arange(len(ids)) >= common
+        else:
+            raise refusal(
+                "unlike_prompt",
+                f"the template renders it unlike its own generation prompt, which ends in {alone!r} "
+                f"where the turn has {joined!r} (thoughts dropped?); turn regenerate on, which needs no "
+                "mask, or give data.chat_template a template with generation markers",
+            )
+        mask = self._close(ids, mask)
+        if not mask.any():
+            raise refusal("no_mask", "its mask is empty: the template renders no token of it")
+        end = int(np.flatnonzero(mask)[-1]) + 1
+        return Turn(ids[:end], mask[:end])
+
+    def _marked_mask(self, example: Example, messages: list[Message], index: int) -> np.ndarray:
+        """The tokens that the template's own markers enclose, up to turn `index`: bool [T]."""
+        out = self.tokenizer.apply_chat_template(
+            list(messages[: index + 1]),
+            tools=list(example.tools) or None,
+            chat_template=self.chat_template,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False},
+            **self.template_kwargs,
+        )
+        mask, spans = np.asarray(out["assistant_masks"], dtype=bool), out["offset_mapping"]
+        for i in range(1, len(mask)):  # of the tokens that share the last character transformers marks one
+            mask[i] |= mask[i - 1] and spans[i][0] < spans[i - 1][1]
+        return mask
+
+    def _close(self, ids: list[int], mask: np.ndarray) -> np.ndarray:
+        """End the mask with the end-of-turn token: taken in if markers left it out, and nothing after it."""
+        written = np.flatnonzero(mask)
+        if not len(written):
+            return mask
+        end = int(written[-1]) + 1  # exclusive
+        special = [i for i in written if ids[i] in self._special_ids]
+        if special and not self._decode(ids[special[-1] + 1 : end]).strip():
+            end = int(special[-1]) + 1
+        elif end < len(ids) and ids[end] in self._special_ids:
+            end += 1
+            mask[end - 1] = True
+        mask[end:] = False
+        return mask
+
+    # ------------------------------------------------------------------------------------------ text
+
+    def _completion_row(self, example: Example) -> TokenRow:
+        """Prompt and completion, no template; no end-of-text is added, for a file may be cut anywhere."""
+        prompt = self.prompt_ids(example)
+        joint = self.tokenizer(example.prompt + (example.completion or ""), verbose=False)["input_ids"]
+        if joint[: len(prompt)] != prompt:  # the boundary is inside a token; serving has the prompt's alone
+            split = prompt + self._encode(example.completion or "")
+            if self._decode(split) != self._decode(joint):
+                raise BadRow(
+                    example.origin,
+                    "boundary",
+                    "the prompt's tokens change when the completion is added, and the two do not join: the prompt ends "
+                    f"in {example.prompt[-40:]!r}",
+                )
+            joint = split
+        if len(joint) == len(prompt):
+            raise BadRow(
+                example.origin,
+                "no_response",
+                "the completion is empty, so there is nothing to learn; turn regenerate on to have the target write it",
+            )
+        return TokenRow.from_response(prompt, joint[len(prompt) :], example.workload)
+
+    def _messages(self, example: Example) -> list[Message]:
+        """The messages as templates expect them: one spelling of reasoning, or none of it."""
+        if example.messages[0]["role"] == "assistant":
+            why = "no turn comes before it, so nothing prompts it; drop it or put a user turn first"
+            raise _refusal(example, list(example.messages), 0, "assistant_first", why)
+        messages = []
+        for message in example.messages:
+            rest = {key: value for key, value in message.items() if key not in REASONING_FIELDS}
+            thought = _thought(message)
+            if thought is not None and self.reasoning == "keep":
+                rest |= dict.fromkeys(REASONING_FIELDS, thought)
+            messages.append(rest)
+        return messages
+
+    def _render(self, example: Example, messages: list[Message], end: int, *, prompt: bool) -> str:
+        """The first `end` messages as text, with the generation prompt if `prompt`."""
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages[:end]),
+                tools=list(example.tools) or None,
+                chat_template=self.chat_template,
+                add_generation_prompt=prompt,
+                tokenize=False,
+                **self.template_kwargs,
+            )
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
+            if self.tokenizer.chat_template is None and self.chat_template is None:
+                raise DataError("the tokenizer has no chat template; give one with data.chat_template") from None
+            why = f"the chat template refuses it: {error}"
+            raise _refusal(example, messages, end - 1, "template_refuses", why) from None
+
+    def _encode(self, text: str) -> list[int]:
+        """Tokens of rendered text: no BOS is added, templates write their own."""
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _marked(self, example: Example) -> bool:
+        template = self.tokenizer.get_chat_template(self.chat_template, list(example.tools) or None)
+        return self.tokenizer.is_fast and bool(_MARKER.search(template))
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return frozenset(self.tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
+
+
+def _common(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Length of the longest common prefix."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _thought(message: Message) -> str | None:
+    return next((message[name] for name in REASONING_FIELDS if message.get(name)), None)
+
+
+def _not_shown(message: Message, text: str) -> str | None:
+    """What of a turn its rendering lacks, if anything; whitespace, often trimmed, is not compared."""
+    said = {name: message[name] for name in REASONING_FIELDS if message.get(name)} | {"text": message["content"]}
+    for call in message.get("tool_calls", ()):
+        said[f"tool call {call['function']['name']}"] = call["function"]["name"]
+    shown = "".join(text.split())
+    return next((what for what, words in said.items() if "".join(str(words).split()) not in shown), None)
+
+
+def _refusal(example: Example, messages: list[Message], index: int, reason: str, what: str) -> BadRow:
+    message = messages[index]
+    words = message["content"]
+    quoted = repr(words if len(words) <= 100 else words[:97] + "...")
+    where = f"turn {index + 1} of {len(messages)} ({message['role']}: {quoted})"
+    return BadRow(example.origin, reason, f"{where}: {what}")

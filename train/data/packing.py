@@ -1,0 +1,277 @@
+"""Examples -> token rows -> packed rows -> batches, with an account of what was lost on the way.
+
+Rows longer than `max_length` are cut, those left without a supervised token are dropped; both are counted.
+Packing joins documents into rows of at most `max_length` tokens with positions that restart and segment ids
+that keep attention apart; `Shuffled` is the order in which steps see them.
+Must not know: templates (`train.data.loss_mask`), sources (`train.data.sources`), models.
+"""
+
+from __future__ import annotations
+
+import bisect
+import multiprocessing
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from speculators.errors import DataError
+from train.data.bad_rows import BadRow, BadRows
+from train.data.loss_mask import ConversationTokenizer, TokenRow
+from train.data.sources import Example
+from train.recipe.data_sections import DataSection
+
+Progress = Callable[[int, int], None]  # done, total
+
+
+@dataclass
+class RowStatistics:
+    """What became of the examples. All counts; `tokens` and `supervised` are after cutting."""
+
+    examples: int = 0
+    rows: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    truncated: int = 0  # rows cut at max_length and kept
+    dropped_cut: int = 0  # rows whose supervised tokens all lay beyond max_length
+    dropped_bad: int = 0  # examples that are damaged, or whose mask cannot be proved (data.on_bad_row: drop)
+    fanned_out: int = 0  # rows added because the template rewrites history
+    first_bad: str = ""  # the first error among dropped_bad
+    rows_by_workload: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def supervised_share(self) -> float:
+        """Part of the tokens that carry loss."""
+        return self.supervised / self.tokens if self.tokens else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for reports."""
+        return {
+            **asdict(self),
+            "rows_by_workload": dict(self.rows_by_workload),
+            "supervised_share": self.supervised_share,
+        }
+
+    def __str__(self) -> str:
+        losses = {
+            "cut": self.truncated,
+            "dropped after cutting": self.dropped_cut,
+            "bad": self.dropped_bad,
+        }
+        lost = "".join(f", {count} {what}" for what, count in losses.items() if count)
+        return f"{self.rows} rows, {self.tokens} tokens, {self.supervised_share:.0%} supervised{lost}"
+
+
+def conversation_tokenizer(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> ConversationTokenizer:
+    """The recipe's `data` section as a ConversationTokenizer; reads the template file it names."""
+    template = None
+    if section.chat_template is not None:
+        if not Path(section.chat_template).is_file():
+            raise DataError(f"data.chat_template: no such file: {section.chat_template}")
+        template = Path(section.chat_template).read_text(encoding="utf-8")
+    return ConversationTokenizer(
+        tokenizer,
+        chat_template=template,
+        template_kwargs=section.chat_template_kwargs,
+        reasoning=section.reasoning,
+    )
+
+
+def prepare_rows(
+    examples: Sequence[Example],
+    tokenizer: ConversationTokenizer,
+    *,
+    max_length: int,
+    bad: BadRows | None = None,
+    num_proc: int = 1,
+    progress: Progress | None = None,
+) -> tuple[list[TokenRow], RowStatistics]:
+    """Token rows of at most `max_length` tokens, in the order of `examples`, and what was lost on the way.
+
+    An example without a row goes to `bad`, which may raise; without `bad` it raises BadRow, quoting the turn. Always
+    raises DataError if no row is left.
+    """
+    found: list[TokenRow] = []
+    dropped, first_bad, fanned_out = 0, "", 0
+    for done, rows in enumerate(tokenise(examples, tokenizer, max_length, num_proc), 1):
+        if isinstance(rows, BadRow):
+            if bad is None:
+                raise rows
+            bad.refuse(rows)
+            dropped, first_bad = dropped + 1, first_bad or str(rows)
+        else:
+            fanned_out += len(rows) - 1
+            found += rows
+        if progress is not None:
+            progress(done, len(examples))
+    kept, statistics = fit_rows(found, max_length)
+    statistics.examples, statistics.dropped_bad, statistics.first_bad = len(examples), dropped, first_bad
+    statistics.fanned_out = fanned_out
+    if not kept:
+        first = f" (the first: {first_bad})" if dropped else ""
+        raise DataError(
+            f"no row is left of {len(examples)} examples: {dropped} are damaged or have no provable mask{first}, "
+            f"{statistics.dropped_cut} have no response within max_length={max_length}"
+        )
+    return kept, statistics
+
+
+def fit_rows(rows: Iterable[TokenRow], max_length: int) -> tuple[list[TokenRow], RowStatistics]:
+    """Cut rows at `max_length` tokens and drop those left without a supervised one; the input is kept."""
+    kept, statistics = [], RowStatistics()
+    for row in rows:
+        statistics.examples += 1
+        if len(row) > max_length:
+            row = TokenRow(row.input_ids[:max_length], row.loss_mask[:max_length], row.workload, truncated=True)
+        if not row.loss_mask.any():
+            statistics.dropped_cut += 1
+            continue
+        kept.append(row)
+        statistics.rows += 1
+        statistics.tokens += len(row)
+        statistics.supervised += int(row.loss_mask.sum())
+        statistics.truncated += row.truncated
+        statistics.rows_by_workload[row.workload] += 1
+    return kept, statistics
+
+
+_shared: tuple[ConversationTokenizer, int]  # in a worker process: set once, not sent with every chunk
+
+
+def _set_shared(tokenizer: ConversationTokenizer, max_length: int) -> None:
+    global _shared
+    _shared = tokenizer, max_length
+
+
+def _rows_or_error(example: Example, given: tuple[ConversationTokenizer, int] | None = None) -> list[TokenRow] | BadRow:
+    tokenizer, max_length = given or _shared
+    try:
+        return tokenizer.rows(example, max_length)
+    except BadRow as error:
+        return error
+
+
+def tokenise(
+    examples: Sequence[Example], tokenizer: ConversationTokenizer, max_length: int, num_proc: int = 1
+) -> Iterator[list[TokenRow] | BadRow]:
+    """The rows of each example in its turn, not yet cut, or why there are none."""
+    if num_proc == 1:
+        yield from (_rows_or_error(example, (tokenizer, max_length)) for example in examples)
+        return
+    context = multiprocessing.get_context("spawn")  # fork would copy the locks of running threads
+    with ProcessPoolExecutor(num_proc, context, _set_shared, (tokenizer, max_length)) as pool:
+        yield from pool.map(_rows_or_error, examples, chunksize=64)
+
+
+# --------------------------------------------------------------------------------------------- packing
+
+
+@dataclass(eq=False)
+class PackedRow:
+    """Several documents in one row of T tokens. `segment_ids` counts documents from 0; positions restart in
+    each.
+    """
+
+    input_ids: np.ndarray  # int32 [T]
+    position_ids: np.ndarray  # int32 [T]
+    segment_ids: np.ndarray  # int32 [T]
+    loss_mask: np.ndarray  # bool [T]
+    workloads: tuple[str, ...]  # of each segment
+    paths: np.ndarray | None = None  # int32 [T, K] and [T]: only in rows with branches, see TargetFeatures
+    forks: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+def pack(rows: Sequence[TokenRow], max_length: int, *, packing: bool = True) -> list[PackedRow]:
+    """Put every row into exactly one packed row of at most `max_length` tokens; `packing=False`: one each.
+
+    Best fit, longest first: deterministic, and the order says nothing about content, so shuffle afterwards.
+    """
+    for row in rows:
+        if not 0 < len(row) <= max_length:
+            raise DataError(f"a row of {len(row)} tokens does not fit max_length={max_length}; call fit_rows first")
+    if not packing:
+        return [_join([row]) for row in rows]
+    return [_join([rows[i] for i in members]) for members in best_fit([len(row) for row in rows], max_length)]
+
+
+def best_fit(lengths: Sequence[int], max_length: int) -> list[list[int]]:
+    """Which of things of these lengths go together, at most `max_length` in all: the longest first, each where the
+    least room is left."""
+    bins: list[list[int]] = []
+    room: list[list[int]] = [[] for _ in range(max_length + 1)]  # room[r]: bins with r tokens left
+    sizes: list[int] = []  # the r > 0 whose list is not empty, sorted
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        place = bisect.bisect_left(sizes, length)
+        if place < len(sizes):
+            left = sizes[place]
+            chosen = room[left].pop()
+            if not room[left]:
+                del sizes[place]
+        else:
+            left, chosen = max_length, len(bins)
+            bins.append([])
+        bins[chosen].append(index)
+        if left > length:
+            if not room[left - length]:
+                bisect.insort(sizes, left - length)
+            room[left - length].append(chosen)
+    return bins
+
+
+def _join(rows: Sequence[TokenRow]) -> PackedRow:
+    lengths = [len(row) for row in rows]
+    return PackedRow(
+        input_ids=np.concatenate([row.input_ids for row in rows]),
+        position_ids=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
+        segment_ids=np.repeat(np.arange(len(rows), dtype=np.int32), lengths),
+        loss_mask=np.concatenate([row.loss_mask for row in rows]),
+        workloads=tuple(row.workload for row in rows),
+    )
+
+
+class Shuffled:
+    """The endless stream of 0 .. count - 1 in which each epoch is a permutation of its own; `seed`: of all of them."""
+
+    def __init__(self, seed: Sequence[int], count: int) -> None:
+        self.seed, self.count = seed, count
+        self._epoch: tuple[int, np.ndarray] | None = None
+
+    def __getitem__(self, position: int) -> int:
+        epoch, offset = divmod(position, self.count)
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = epoch, np.random.default_rng([*self.seed, epoch]).permutation(self.count)
+        return int(self._epoch[1][offset])
+
+
+def collate(rows: Sequence[PackedRow], *, length: int | None = None, pad_token_id: int = 0) -> dict[str, torch.Tensor]:
+    """A batch: input_ids, position_ids, segment_ids (int64) and loss_mask (bool), each [B, T].
+
+    T is `length`, or the longest row's. Padding has segment -1, position 0 and no loss; its token is never
+    attended. Rows with branches also give paths [B, T, K] and forks [B, T]; they go together only with their like.
+    """
+    size = max(map(len, rows)) if length is None else length
+    if size < max(map(len, rows)):
+        raise DataError(f"a packed row of {max(map(len, rows))} tokens does not fit a batch of length {size}")
+    filling = {"input_ids": pad_token_id, "position_ids": 0, "segment_ids": -1, "loss_mask": False}
+    branching = [row.paths is not None for row in rows]
+    if any(branching):
+        if not all(branching):
+            raise DataError("rows with branches and rows without are in one batch; make a batch of each")
+        filling |= {"paths": -1, "forks": -1}
+    batch = {}
+    for name, fill in filling.items():
+        dtype = torch.bool if name == "loss_mask" else torch.long
+        batch[name] = torch.full((len(rows), size, *getattr(rows[0], name).shape[1:]), fill, dtype=dtype)
+        for i, row in enumerate(rows):
+            batch[name][i, : len(row)] = torch.from_numpy(getattr(row, name)).to(dtype)
+    return batch

@@ -1,0 +1,174 @@
+"""Which examples are trained on: one per turn where wanted, none twice, none that the evaluation asks.
+
+Pure functions over lists of examples, one list per source; what is left out is named with its reason. Must not know:
+files, tokenizers, recipes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from speculators.errors import DataError
+from train.data.sources import Example, Message
+
+Lists = list[list[Example]]
+SHINGLE = 5  # words of a run, of which near-duplicates share most
+PERMUTATIONS = 128  # of MinHash: an estimated similarity is off by about 1 / sqrt(128)
+_WORD = re.compile(r"\w+")
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """An example that is not trained on. `why`: duplicate, near_duplicate or contaminated; `like`: what it repeats."""
+
+    origin: str
+    workload: str
+    why: str
+    like: str
+    detail: str = ""
+
+
+def fan_out(example: Example) -> list[Example]:
+    """One example per assistant turn, each ending with it, and one for a last question that is still open."""
+    turns = example.messages
+    ends = [i + 1 for i, message in enumerate(turns) if message["role"] == "assistant" and i]
+    if not ends or ends[-1] < len(turns):
+        ends.append(len(turns))
+    if len(ends) == 1:
+        return [example]
+    return [replace(example, origin=f"{example.origin}, turn {end}", messages=turns[:end]) for end in ends]
+
+
+def deduplicate(
+    lists: Sequence[Sequence[Example]], *, responses: bool, similarity: float | None = None
+) -> tuple[Lists, list[LeftOut]]:
+    """The first of examples that ask the same, over all lists; `responses`: that are answered the same as well.
+
+    The same: equal once case, spaces and compatibility forms of characters are set aside. With `similarity`: also those
+    whose runs of five words have a Jaccard similarity of that much, by MinHash.
+    """
+    first: dict[bytes, str] = {}
+    near = _Near(similarity) if similarity is not None else None
+    left_out: list[LeftOut] = []
+
+    def new(example: Example) -> bool:
+        said = list(_said(example, responses))
+        digest = _digest(said)
+        if digest in first:
+            left_out.append(LeftOut(example.origin, example.workload, "duplicate", first[digest]))
+            return False
+        first[digest] = example.origin
+        if near is not None and (like := near.like(example.origin, " ".join(text for _, text in said))):
+            left_out.append(LeftOut(example.origin, example.workload, "near_duplicate", like))
+            return False
+        return True
+
+    return [[example for example in some if new(example)] for some in lists], left_out
+
+
+def decontaminate(
+    lists: Sequence[Sequence[Example]], held_out: Iterable[Example], *, ngram: int | None = None
+) -> tuple[Lists, list[LeftOut]]:
+    """The examples that do not ask what one of `held_out` asks.
+
+    They do if the whole prompts are the same, as in `deduplicate`; with `ngram` also if a turn of the user's (or a tool
+    result, or a text to go on with) has a run of so many words in common with one there. System prompts do not count.
+    """
+    prompts: dict[bytes, str] = {}
+    runs: dict[bytes, str] = {}
+    for example in held_out:
+        prompts.setdefault(_digest(_said(example, False)), example.origin)
+        for run in _runs(example, ngram):
+            runs.setdefault(_digest_text(run), example.origin)
+    left_out: list[LeftOut] = []
+
+    def clean(example: Example) -> bool:
+        like, shared = prompts.get(_digest(_said(example, False))), ""
+        if like is None and runs:
+            shared = next((run for run in _runs(example, ngram) if _digest_text(run) in runs), "")
+            like = runs[_digest_text(shared)] if shared else None
+        if like is not None:
+            left_out.append(LeftOut(example.origin, example.workload, "contaminated", like, shared))
+        return like is None
+
+    return [[example for example in some if clean(example)] for some in lists], left_out
+
+
+# --------------------------------------------------------------------------------------------- what examples say
+
+
+def _said(example: Example, responses: bool) -> Iterator[tuple[str, str]]:
+    """(role, normalised text) of all that comes before the last response, and with `responses` of all."""
+    if example.prompt is not None:
+        yield "prompt", _normalised(example.prompt)
+        if responses:
+            yield "completion", _normalised(example.completion or "")
+        return
+    messages = example.messages
+    if not responses and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    for message in messages:
+        yield message["role"], _normalised(_words_of(message))
+    if example.tools:
+        yield "tools", _normalised(str(example.tools))
+
+
+def _words_of(message: Message) -> str:
+    calls = [f"{call['function']['name']} {call['function']['arguments']}" for call in message.get("tool_calls", ())]
+    return " ".join([message["content"], *calls])
+
+
+def _normalised(text: str) -> str:
+    text = text if text.isascii() else unicodedata.normalize("NFKC", text)
+    return " ".join(text.casefold().split())
+
+
+def _runs(example: Example, ngram: int | None) -> Iterator[str]:
+    """Every run of `ngram` words in what the user said."""
+    if ngram is None:
+        return
+    asked = [m["content"] for m in example.messages if m["role"] in ("user", "tool")]
+    for text in [example.prompt] if example.prompt is not None else asked:
+        words = _WORD.findall(_normalised(text))
+        for start in range(len(words) - ngram + 1):
+            yield " ".join(words[start : start + ngram])
+
+
+def _digest(said: Iterable[tuple[str, str]]) -> bytes:
+    return _digest_text("\0".join(f"{role}\1{text}" for role, text in said))
+
+
+def _digest_text(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+class _Near:
+    """Texts seen so far, found again by likeness."""
+
+    def __init__(self, similarity: float) -> None:
+        try:
+            from datasketch import MinHash, MinHashLSH
+        except ImportError:
+            raise DataError(
+                "data.deduplicate: near needs the package datasketch: pip install 'draftsmith[dedup]', or use exact"
+            ) from None
+        self.similarity, self.new = similarity, lambda: MinHash(num_perm=PERMUTATIONS, seed=1)
+        self.index, self.known = MinHashLSH(threshold=similarity, num_perm=PERMUTATIONS), dict[str, MinHash]()
+
+    def like(self, origin: str, text: str) -> str | None:
+        """The origin of the most similar text so far, if similar enough; otherwise `text` is remembered."""
+        words = _WORD.findall(text)
+        runs = {" ".join(words[i : i + SHINGLE]) for i in range(max(len(words) - SHINGLE + 1, 1))}
+        made = self.new()
+        made.update_batch([run.encode() for run in sorted(runs)])
+        found = {key: made.jaccard(self.known[key]) for key in self.index.query(made)}
+        if found and max(found.values()) >= self.similarity:
+            return max(sorted(found), key=found.__getitem__)
+        key = f"{origin} {len(self.known)}" if origin in self.known else origin
+        self.known[key] = made
+        self.index.insert(key, made)
+        return None

@@ -1,0 +1,334 @@
+"""Where examples come from: files, the hub, the built-in generators; every kind ends as the same `Example`.
+
+Also the one place that knows how other people write conversations down (OpenAI messages, ShareGPT, prompt and
+completion, columns of any name). Must not know: tokenizers, templates, masks, how files are read
+(`train.data.readers`).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from speculators.errors import DataError
+from train.data.bad_rows import BadRow, BadRows
+from train.data.readers import rows_of
+from train.recipe.data_sections import Columns, Source
+
+Message = dict[str, Any]
+
+# ShareGPT's speakers, and the spellings its descendants use, as OpenAI's roles.
+_ROLES = {
+    "system": "system", "developer": "developer",
+    "human": "user", "user": "user",
+    "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "bing": "assistant",
+    "bard": "assistant",
+    "tool": "tool", "function": "tool", "observation": "tool", "ipython": "tool",
+}  # fmt: skip
+REASONING_FIELDS = ("reasoning_content", "reasoning")
+
+
+@dataclass(frozen=True)
+class Example:
+    """A conversation (`messages`, each with a role and content as text), or a text with its continuation (`prompt`,
+    `completion`).
+
+    `origin` says in errors where it came from, such as `chats.jsonl:12`. A completion may be empty, and a
+    conversation may end with the user: both are prompts whose response is still to be written.
+    """
+
+    workload: str
+    origin: str
+    messages: tuple[Message, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+    prompt: str | None = None
+    completion: str | None = None
+
+
+def load_sources(sources: Sequence[Source], *, seed: int = 0, bad: BadRows | None = None) -> list[Example]:
+    """The examples of all sources, in order, as often as the mixture wants each.
+
+    A damaged row goes to `bad`; without one it raises.
+    """
+    return mix(sources, read_sources(sources, seed=seed, bad=bad), seed=seed)
+
+
+def read_sources(sources: Sequence[Source], *, seed: int = 0, bad: BadRows | None = None) -> list[list[Example]]:
+    """The examples of each source, at most its `limit`. DataError for a source without any."""
+    found = []
+    for source in sources:
+        before = bad.count() if bad else 0
+        found.append(list(islice(load_source(source, seed=seed, bad=bad), source.limit)))
+        if not found[-1]:
+            lost = f": all of its {bad.count() - before} rows are bad, {bad}" if bad and bad.count() > before else ""
+            raise DataError(f"{source.label}: the source holds no examples{lost}")
+    return found
+
+
+def mix(sources: Sequence[Source], found: Sequence[Sequence[Example]], *, seed: int = 0) -> list[Example]:
+    """Each example as often as its source is used; the fraction of a time is a sample drawn by `seed`."""
+    examples: list[Example] = []
+    times = times_used(sources, list(map(len, found)))
+    for index, (some, often) in enumerate(zip(found, times)):
+        whole, fraction = divmod(often, 1)
+        chosen = random.Random(f"{seed}/{index}").sample(range(len(some)), round(fraction * len(some)))
+        examples += list(some) * int(whole) + [some[i] for i in sorted(chosen)]
+    return examples
+
+
+def times_used(sources: Sequence[Source], counts: Sequence[int]) -> list[float]:
+    """How often an example of each source is used, of which there are `counts`: its `weight`, or what its `share` of
+    the largest mixture without repetition comes to."""
+    total = min((n / source.share for source, n in zip(sources, counts) if source.share), default=0)
+    return [
+        source.weight if source.share is None else min(round(source.share * total) / max(n, 1), 1.0)
+        for source, n in zip(sources, counts)
+    ]
+
+
+def load_source(source: Source, *, seed: int = 0, bad: BadRows | None = None) -> Iterator[Example]:
+    """Examples of one source as they come, before `limit` and `weight`; `seed`: of a stream's shuffle buffer.
+
+    A damaged row goes to `bad`; without one it raises.
+    """
+    source = source.resolved()
+    rows, default = _built_in(source) or (rows_of(source, seed=seed), Path(source.path or source.name or "").stem)
+    for origin, row in rows:
+        if bad is not None:
+            bad.read += 1
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            yield parse_row(
+                row, origin=origin, workload=source.workload, default_workload=default,
+                field=source.field, columns=source.columns,
+            )  # fmt: skip
+        except BadRow as error:
+            if bad is None:
+                raise
+            bad.refuse(error)
+
+
+def _built_in(source: Source) -> tuple[Iterator[tuple[str, Any]], str] | None:
+    """The rows of what the project makes itself, and their workload; None for other sources."""
+    if source.demo is not None:
+        from train.data.demo import WORKLOADS, conversations
+
+        demo = source.demo
+        made = conversations(demo.split, demo.count, demo.seed, demo.workloads or WORKLOADS)
+        rows: Iterable[dict[str, Any]] = ({"messages": c.messages, "workload": c.workload} for c in made)
+        return ((f"demo {demo.split} #{i}", row) for i, row in enumerate(rows)), "demo"
+    if source.stdlib is not None:
+        from train.data.stdlib_source import completions
+
+        s = source.stdlib
+        rows = completions(s.split, s.count, s.seed, s.prompt_chars)
+        return ((f"stdlib {s.split} #{i}", row) for i, row in enumerate(rows)), "code"
+    return None
+
+
+def parse_row(
+    row: Any,
+    *,
+    origin: str,
+    workload: str | None = None,
+    default_workload: str = "default",
+    field: str = "auto",
+    columns: Columns | None = None,
+) -> Example:
+    """One row of a file or dataset as an Example; keys with null values (columns filled up by Arrow) count
+    as absent. Raises BadRow for a damaged one.
+
+    `workload` overrides the row's own `workload` column, which overrides `default_workload`; `columns` says what
+    holds what where the columns have other names than `field` knows.
+    """
+    try:
+        return _Reader(origin).example(row, workload or None, default_workload, field, columns)
+    except RecursionError:
+        raise BadRow(origin, "too_deep", "nested too deeply to be read") from None
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads the row at `origin`."""
+
+    origin: str
+
+    def bad(self, reason: str, what: str) -> BadRow:
+        return BadRow(self.origin, reason, what)
+
+    def example(
+        self, row: Any, workload: str | None, default_workload: str, field: str, columns: Columns | None
+    ) -> Example:
+        if not isinstance(row, Mapping):
+            what = f"expected a mapping with messages, conversations or prompt, got {_quote(row)}"
+            raise self.bad("wrong_type", what)
+        row = {str(key): value for key, value in row.items() if value is not None}
+        if columns is not None:
+            row, field = self.renamed(row, columns)
+        label = workload or self.text(row.get("workload", default_workload), "workload as text") or default_workload
+        keys = {"messages": "messages", "conversations": "conversations", "completion": "prompt"}
+        kind = field if field != "auto" else next((k for k, key in keys.items() if key in row), None)
+        if kind is None or keys[kind] not in row:
+            wanted = "messages, conversations or prompt" if kind is None else keys[kind]
+            there = ", ".join(map(_quote_name, row)) or "none"
+            raise self.bad(
+                "missing_column",
+                f"the row has no {wanted}; its keys are {there} (data.*.columns gives columns other names)",
+            )
+        if kind == "completion":
+            prompt, completion = row["prompt"], row.get("completion", "")
+            if not (isinstance(prompt, str) and isinstance(completion, str) and prompt):
+                what = f"expected prompt and completion as text, got {_quote([prompt, completion])}"
+                raise self.bad("empty_turn" if prompt == "" else "wrong_type", what)
+            wanted = "prompt and completion as text"
+            return Example(
+                label, self.origin, prompt=self.text(prompt, wanted), completion=self.text(completion, wanted)
+            )
+        messages = self.messages(row[kind], kind)
+        system = self.text(row.get("system", ""), "system as text")
+        if messages[0]["role"] != "system" and system:
+            messages = [{"role": "system", "content": system}, *messages]
+        return Example(label, self.origin, messages=tuple(messages), tools=self.tools(row.get("tools")))
+
+    def renamed(self, row: Mapping[str, Any], columns: Columns) -> tuple[dict[str, Any], str]:
+        """The row under the names that are read here, and which of them."""
+        named = {ours: row[theirs] for ours, theirs in columns.model_dump().items() if theirs in row}
+        whole = next(name for name in ("messages", "user", "prompt") if getattr(columns, name) is not None)
+        if whole not in named:
+            raise self.bad(
+                "missing_column",
+                f"the row has no column {getattr(columns, whole)!r}, which columns.{whole} names; it has "
+                f"{', '.join(map(_quote_name, row)) or 'none'}",
+            )
+        named = {name: row[name] for name in ("tools", "workload") if name in row} | named
+        if whole == "prompt":
+            return named, "completion"
+        if whole == "messages":
+            return named, "messages"
+        asked = self.text(named["user"], f"text in column {columns.user}")
+        if more := self.text(named.get("input", ""), f"text in column {columns.input}").strip():
+            asked = f"{asked}\n\n{more}"
+        turns = [{"role": "user", "content": asked}]
+        if "assistant" in named:
+            turns.append({"role": "assistant", "content": named["assistant"]})
+            if thought := named.get("reasoning"):
+                turns[-1]["reasoning_content"] = thought
+        return {**named, "messages": turns}, "messages"
+
+    def messages(self, turns: Any, kind: str) -> list[Message]:
+        if not isinstance(turns, list) or not turns:
+            reason = "empty_turn" if turns == [] else "wrong_type"
+            raise self.bad(reason, f"expected {kind} to be a non-empty list of turns, got {_quote(turns)}")
+        messages = [self.message(turn, f"turn {i} of {len(turns)}") for i, turn in enumerate(turns, 1)]
+        if all(message["role"] == "system" for message in messages):
+            raise self.bad("no_conversation", f"none of its {len(turns)} turns is the user's or the assistant's")
+        for i, message in enumerate(messages, 1):
+            last_answer = i == len(messages) and message["role"] == "assistant"  # may be still to be written
+            if message["role"] in ("user", "assistant") and not last_answer and not _says_something(message):
+                what = f"turn {i} of {len(turns)} ({message['role']}) is empty, so that what follows answers nothing"
+                raise self.bad("empty_turn", what)
+        return messages
+
+    def message(self, turn: Any, where: str) -> Message:
+        if not isinstance(turn, Mapping):
+            raise self.bad("wrong_type", f"{where}: expected a mapping, got {_quote(turn)}")
+        turn = self.clean(turn, where)
+        speaker, text = ("from", "value") if "from" in turn and "role" not in turn else ("role", "content")
+        role = _ROLES.get(turn[speaker]) if isinstance(turn.get(speaker), str) else None
+        if role is None:
+            known = ", ".join(_ROLES)
+            what = f"{where}: unknown {speaker} {_quote(turn.get(speaker))}; expected one of {known}"
+            raise self.bad("unknown_role", what)
+        calls = turn.get("tool_calls") or []
+        if not isinstance(calls, list):
+            raise self.bad("bad_tool_call", f"{where}: expected tool_calls to be a list, got {_quote(calls)}")
+        content = turn.get(text, "" if calls else None)
+        if _is_text_parts(content):
+            content = "\n".join(part["text"] for part in content)  # as servers hand them to templates
+        if not isinstance(content, str):
+            raise self.bad("wrong_type", f"{where} ({role}): expected text in '{text}', got {_quote(content)}")
+        rest = {k: v for k, v in turn.items() if k not in (speaker, text, "tool_calls")}
+        for name in REASONING_FIELDS:
+            if not isinstance(rest.get(name, ""), str):
+                raise self.bad("wrong_type", f"{where} ({role}): expected text in '{name}', got {_quote(rest[name])}")
+        message = {**rest, "role": role, "content": content}
+        return message | ({"tool_calls": [self.tool_call(call, where) for call in calls]} if calls else {})
+
+    def tool_call(self, call: Any, where: str) -> dict[str, Any]:
+        """A tool call with its arguments as a mapping: OpenAI sends them as JSON text, templates want the
+        mapping.
+        """
+        function = call.get("function", call) if isinstance(call, Mapping) else {}
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise self.bad("bad_tool_call", f"{where}: expected a tool call with a function name, got {_quote(call)}")
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            arguments = self.from_json(arguments, f"{where}: the arguments of {function['name']} are")
+        if not isinstance(arguments, Mapping):
+            what = f"{where}: expected the arguments of {function['name']} to be a mapping, got {_quote(arguments)}"
+            raise self.bad("bad_tool_call", what)
+        called = {**function, "arguments": arguments}
+        return {**call, "function": called} if "function" in call else {"type": "function", "function": called}
+
+    def tools(self, tools: Any) -> tuple[dict[str, Any], ...]:
+        if isinstance(tools, str):  # datasets whose columns cannot hold free-form schemas carry them as JSON text
+            tools = self.from_json(tools or "[]", "tools are")
+        tools = self.clean(tools, "tools")
+        if not isinstance(tools or [], list) or not all(isinstance(tool, dict) for tool in tools or []):
+            raise self.bad("bad_tool_call", f"expected tools to be a list of JSON schemas, got {_quote(tools)}")
+        return tuple(tools or ())
+
+    def from_json(self, text: str, what: str) -> Any:
+        try:
+            return self.clean(json.loads(text), what)
+        except ValueError as error:
+            raise self.bad("bad_tool_call", f"{what} not JSON: {error}") from None
+
+    def text(self, value: Any, wanted: str) -> str:
+        if not isinstance(value, str):
+            raise self.bad("wrong_type", f"expected {wanted}, got {_quote(value)}")
+        return self.clean(value, wanted)
+
+    def clean(self, value: Any, where: str) -> Any:
+        """`value` without null entries; BadRow if there is text in it that no tokenizer takes."""
+        if isinstance(value, str):
+            if not value.isascii() and (half := _SURROGATE.search(value)):
+                what = f"{where}: {half.group()!r} at character {half.start() + 1} is half of a surrogate pair"
+                raise self.bad("lone_surrogate", what)
+            return value
+        if isinstance(value, Mapping):
+            return {self.clean(str(k), where): self.clean(v, where) for k, v in value.items() if v is not None}
+        return [self.clean(item, where) for item in value] if isinstance(value, list | tuple) else value
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def _is_text_parts(content: Any) -> bool:
+    """Whether it is a list of OpenAI's text parts; only text is trained on."""
+    return isinstance(content, list) and all(
+        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in content
+    )
+
+
+def _says_something(message: Message) -> bool:
+    thought = any(message.get(name) for name in REASONING_FIELDS)
+    return bool(message["content"].strip() or message.get("tool_calls") or thought)
+
+
+def _quote(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _quote_name(name: str) -> str:
+    name = name.encode("utf-8", "backslashreplace").decode()
+    return name if len(name) <= 40 else name[:37] + "..."

@@ -1,0 +1,76 @@
+"""What the frozen target computes on training rows, once per step, once per run, or once for many runs.
+
+A frozen target says the same of a row in every epoch. With memory to spare its answers are kept, and further epochs
+cost the head's own steps only; a cache on disk has them from earlier (`train.pipeline.features_stage`). Kept rows are
+computed one by one, so that what a step sees depends on its rows alone and never on which of them were known already.
+Knows packed rows and targets, and nothing of drafters or losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from speculators.host_copy import to_device
+from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from train.data.packing import PackedRow, collate
+from train.features.cache import FeatureCache
+
+
+class RowFeatures:
+    """Batches of packed rows and the target's features of them.
+
+    keep_bytes: how much of the features may stay in the target's memory; 0 keeps none.
+    cache: has the features of all rows; None: the target computes them.
+    """
+
+    def __init__(
+        self,
+        target: FrozenTarget,
+        rows: Sequence[PackedRow],
+        *,
+        pad_token_id: int = 0,
+        keep_bytes: float = 0,
+        cache: FeatureCache | None = None,
+    ) -> None:
+        self.target, self.rows, self.pad_token_id, self.cache = target, rows, pad_token_id, cache
+        self.keep_bytes, self.kept_bytes = keep_bytes, 0
+        self._kept: dict[int, tuple[Tensor | None, Tensor]] = {}  # row -> taps [L, n·H], last_hidden [L, H]
+
+    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """input_ids, position_ids, segment_ids, loss_mask [B, T] of the rows, on the target's device."""
+        batch = collate([self.rows[i] for i in indices], pad_token_id=self.pad_token_id)
+        return {name: to_device(tensor, self.target.device) for name, tensor in batch.items()}
+
+    def of(self, indices: Sequence[int], batch: dict[str, Tensor] | None = None) -> TargetFeatures:
+        """The features of the rows; `batch`: theirs, if it is there already."""
+        batch = batch or self.batch(indices)
+        if not self.keep_bytes and self.cache is None:
+            return self.target.features(**batch)
+        T, found = batch["input_ids"].shape[1], [self._row(i) for i in indices]
+        taps = None if found[0][0] is None else _stacked([taps for taps, _ in found], T)
+        return TargetFeatures(**batch, taps=taps, last_hidden=_stacked([last for _, last in found], T))
+
+    def _row(self, index: int) -> tuple[Tensor | None, Tensor]:
+        if index in self._kept:
+            return self._kept[index]
+        row = self.made(index) if self.cache is None else self.cache.row(self.rows[index], self.target.device)
+        size = sum(t.numel() * t.element_size() for t in row if t is not None)
+        if self.kept_bytes + size <= self.keep_bytes:
+            self._kept[index] = row
+            self.kept_bytes += size
+        return row
+
+    def made(self, index: int) -> tuple[Tensor | None, Tensor]:
+        """What the target computes of one row: taps [L, n·H], last_hidden [L, H]."""
+        features = self.target.features(**self.batch([index]))
+        return None if features.taps is None else features.taps[0], features.last_hidden[0]
+
+
+def _stacked(rows: list[Tensor], length: int) -> Tensor:
+    """[L_i, D] -> [B, length, D], zeros behind each."""
+    out = rows[0].new_zeros(len(rows), length, rows[0].shape[1])
+    for place, row in zip(out, rows):
+        place[: len(row)] = row
+    return out

@@ -1,0 +1,172 @@
+"""The objective over draft steps: a mix of divergences, summed without holding a [tokens, vocabulary] tensor.
+
+`chunked_objective` makes draft logits, target probabilities, divergence, acceptance and every gradient for a
+few hundred rows at a time and drops them (`train.losses.chunked`); `plain_objective` is the same in ordinary
+autograd, for tests and small jobs. Both return the *sum* of weight * D: the caller divides by a normaliser
+summed over ranks and accumulation steps.
+
+This module knows no family, no target architecture, no optimizer and no schedule of depth weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from speculators.errors import ConfigError
+from speculators.vocab.draft_vocab import to_draft_ids
+from train.losses.chunked import (
+    Chunked,
+    Head,
+    Task,
+    default_chunk_size,
+    in_float,
+    precise,
+    probe,
+    target_rows,
+    to_target,
+    walk,
+)
+from train.losses.divergences import Mix
+from train.losses.step_metrics import StepMetrics
+
+Loss = Mix | Mapping[str, float | Mapping[str, float]]
+
+
+def chunked_objective(
+    hidden: Tensor,
+    draft_head: Head,
+    target_hidden: Tensor,
+    target_logits: Head,
+    weight: Tensor,
+    labels: Tensor,
+    mix: Loss,
+    draft_to_target: Tensor | None = None,
+    chunk_size: int | None = None,
+    temperature: float = 1.0,
+    target_index: Tensor | None = None,
+) -> tuple[Tensor, StepMetrics]:
+    """Sum over rows of weight * D(p, q), and the metrics of the same rows.
+
+    hidden [N, D]        the drafter's states
+    draft_head           [n, D] -> logits [n, Vd]; whichever parameters it uses get their gradient through
+                         autograd, so hooks (DDP) fire as usual
+    target_hidden [N, H] the state of the position that each row must match
+    target_logits        [n, H] -> [n, V], called without gradient
+    weight [N]           drop rows of weight 0 beforehand
+    labels [N]           target ids of the predicted data tokens
+    mix                  what a recipe writes under `loss:`
+    draft_to_target [Vd] the target id of every draft token; None when the vocabularies are the same
+    chunk_size           rows; None chooses from the vocabulary
+    temperature          above 0, divides both logits
+    target_index [N]     optional: target_hidden is then [M, H], row i matches target_hidden[target_index[i]].
+                         Rows are walked in the order of their target, so that a distribution which several
+                         rows match (one per depth, with the depths concatenated into one call) is made once
+
+    Gradients are computed here and only scaled in backward, which therefore runs once. One call holds one
+    float32 gradient of the head until then: one call over all depths holds one, a call per depth holds K.
+    The softmax is float32 under any autocast; fp16 with a loss scaler is not supported.
+    """
+    constants = (target_hidden, target_logits, weight, labels, draft_to_target, temperature, target_index)
+    task = _task(hidden, draft_head, mix, *constants)
+    if hidden.shape[0] == 0:
+        return _no_rows(hidden, draft_head)
+    grad = torch.is_grad_enabled()
+    if grad and torch.is_autocast_enabled(hidden.device.type):
+        torch.clear_autocast_cache()  # a copy of a weight cast earlier under no_grad would cut the graph
+    parameters, draft_vocabulary = probe(draft_head, hidden)
+    with torch.no_grad():
+        vocabulary = max(draft_vocabulary, target_logits(target_hidden[:1]).shape[-1])
+    task = replace(task, chunk_size=chunk_size or default_chunk_size(vocabulary, hidden.device))
+    if grad and (hidden.requires_grad or parameters):
+        loss_sum, loss, alpha, agreement = Chunked.apply(hidden, task, *parameters)
+    else:
+        (loss, alpha, agreement), _, _ = walk(task, hidden, [], needs_hidden=False)
+        loss_sum = loss.sum()
+    if task.mix.state_terms:
+        on_states = _state_terms(task, hidden)
+        loss_sum, loss = loss_sum + on_states.sum(), loss + on_states.detach()
+    return loss_sum, StepMetrics(loss, alpha, agreement)
+
+
+def plain_objective(
+    hidden: Tensor,
+    draft_head: Head,
+    target_hidden: Tensor,
+    target_logits: Head,
+    weight: Tensor,
+    labels: Tensor,
+    mix: Loss,
+    draft_to_target: Tensor | None = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, StepMetrics]:
+    """`chunked_objective` as one reads it in a paper: every [N, V] tensor at once, gradients by autograd."""
+    constants = (target_hidden, target_logits, weight, labels, draft_to_target, temperature)
+    task = _task(hidden, draft_head, mix, *constants)
+    with torch.no_grad():
+        p, _, best = target_rows(task, slice(None))
+    logits = draft_head(hidden)  # [N, Vd]
+    with torch.autocast(hidden.device.type, enabled=False):
+        log_q = torch.log_softmax(in_float(logits) / temperature, dim=-1)
+        loss = task.mix(log_q, p, task.labels) * task.weight
+        if task.mix.state_terms:
+            loss = loss + _state_terms(task, hidden)
+        alpha = torch.minimum(p, log_q.detach().exp()).sum(-1)
+        agreement = to_target(log_q.detach().argmax(-1), draft_to_target) == best
+    return loss.sum(), StepMetrics(loss.detach(), alpha, agreement)
+
+
+def _no_rows(hidden: Tensor, head: Head) -> tuple[Tensor, StepMetrics]:
+    """A loss of zero that still reaches every parameter: other ranks would wait for this one's gradients."""
+    parameters, _ = probe(head, hidden.new_zeros(1, *hidden.shape[1:]))
+    loss_sum = sum((weight.sum() * 0.0 for weight in parameters), hidden.sum() * 0.0)
+    nothing = hidden.new_zeros(0, dtype=precise(hidden.dtype))
+    return loss_sum, StepMetrics(nothing, nothing, nothing.bool())
+
+
+def _task(
+    hidden: Tensor,
+    head: Head,
+    mix: Loss,
+    target_hidden: Tensor,
+    target_logits: Head,
+    weight: Tensor,
+    labels: Tensor,
+    draft_to_target: Tensor | None,
+    temperature: float,
+    target_index: Tensor | None = None,
+) -> Task:
+    """Check the shapes and bring every constant into its final form."""
+    mix, rows = Mix.parse(mix), hidden.shape[0]
+    per_row = {"weight": weight, "labels": labels}
+    per_row |= {"target_hidden": target_hidden} if target_index is None else {"target_index": target_index}
+    for name, tensor in per_row.items():
+        if tensor.shape[0] != rows:
+            raise ValueError(f"objective: {name} has {tensor.shape[0]} rows, hidden has {rows}; they must be the same")
+    if temperature <= 0:
+        raise ConfigError(
+            f"objective: temperature must be above 0, got {temperature}; use cross_entropy_argmax for greedy"
+        )
+    if mix.state_terms and hidden.shape[-1] != target_hidden.shape[-1]:
+        widths = f"the drafter's states are {hidden.shape[-1]} wide, the target's {target_hidden.shape[-1]}"
+        raise ConfigError(f"loss.smooth_l1: {widths}; use it only where they are equal")
+    return Task(
+        head=head,
+        target_hidden=target_hidden.detach(),
+        target_index=target_index,
+        target_logits=target_logits,
+        weight=weight.detach().to(precise(hidden.dtype)),
+        labels=to_draft_ids(labels, draft_to_target),
+        mix=mix,
+        draft_to_target=draft_to_target,
+        temperature=temperature,
+    )
+
+
+def _state_terms(task: Task, hidden: Tensor) -> Tensor:
+    """weight * the terms on states [N], in ordinary autograd: they are no larger than `hidden`."""
+    target = task.target_hidden if task.target_index is None else task.target_hidden[task.target_index]
+    return sum(term(hidden, target) for term in task.mix.state_terms) * task.weight

@@ -1,0 +1,96 @@
+"""Rollouts -> packed rows: the text, and after it what the drafter proposed where verification rejected it.
+
+A round of drafts d_0 .. d_{m-1} began at anchor a, the last token then committed; slot t = a - 1 of a head drafted it.
+If n < m of them were kept, depth k of that slot read the text at a + k for k <= n, and for k > n the draft d_{k-1},
+which the text does not hold. The drafts that some depth reads follow the text as a branch that leaves it after slot
+a + n, and the slot's path leads into it. All other slots have their ordinary paths.
+Knows rows and rollouts; no drafter and no loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from speculators.drafter import term_paths
+from train.data.loss_mask import TokenRow
+from train.data.packing import PackedRow, best_fit, pack
+from train.on_policy.rollout import Rollout
+
+WORKLOAD = "rollout"
+
+
+def rollout_rows(
+    rollouts: Sequence[Rollout], *, depths: int, max_length: int, packing: bool = True, branches: bool = True
+) -> list[PackedRow]:
+    """Rows of at most `max_length` tokens. `depths`: those that are trained; `branches`: what was rejected as well."""
+    if not branches:
+        texts = [TokenRow.from_response(each.prompt_ids, each.output_ids, WORKLOAD) for each in rollouts]
+        return pack(texts, max_length, packing=packing)
+    rows = [branching_row(each, depths, max_length) for each in rollouts]
+    if not packing:
+        return rows
+    return [_joined([rows[i] for i in members]) for members in best_fit([len(row) for row in rows], max_length)]
+
+
+def branching_row(rollout: Rollout, depths: int, max_length: int) -> PackedRow:
+    """One text and its branches, each left out that would make the row longer than `max_length`.
+
+    A round whose last tokens the end of the text cut off has no branch, and neither has one whose rejected draft no
+    depth reads.
+    """
+    ids = [*rollout.prompt_ids, *rollout.output_ids]
+    N, positions = len(ids), list(range(len(ids)))
+    mask = np.arange(N) >= len(rollout.prompt_ids)
+    paths, forks = _ordinary_paths(mask, depths), [-1] * N
+    for each in rollout.rounds:
+        n = each.accepted
+        branch = each.drafts[:depths][n:-1]  # d_n onwards; nobody reads the last draft
+        if not branch or each.length + n + 1 > N or len(ids) + len(branch) > max_length:
+            continue
+        fork, slot = each.length - 1 + n, each.length - 2
+        paths[slot, n + 1 :] = -1
+        paths[slot, n + 1 : n + 1 + len(branch)] = len(ids) + np.arange(len(branch))
+        ids += branch
+        forks += [fork] * len(branch)
+        positions += range(fork + 1, fork + 1 + len(branch))
+    more = len(ids) - N
+    return PackedRow(
+        input_ids=np.array(ids, np.int32),
+        position_ids=np.array(positions, np.int32),
+        segment_ids=np.array([0] * N + [-1] * more, np.int32),
+        loss_mask=np.concatenate([mask, np.zeros(more, bool)]),
+        workloads=(WORKLOAD,),
+        paths=np.concatenate([paths, np.full((more, depths), -1, np.int32)]),
+        forks=np.array(forks, np.int32),
+    )
+
+
+def _ordinary_paths(loss_mask: np.ndarray, depths: int) -> np.ndarray:
+    """int32 [N, K] of one text, as if it had no branches."""
+    text = SimpleNamespace(
+        loss_mask=torch.from_numpy(loss_mask)[None], segment_ids=torch.zeros(1, len(loss_mask), dtype=torch.long)
+    )
+    found = [torch.where(*term_paths(text, depth), -1) for depth in range(depths)]
+    return torch.stack(found, -1)[0].int().numpy()
+
+
+def _joined(rows: Sequence[PackedRow]) -> PackedRow:
+    """Rows of one text each, one after the other."""
+    starts = np.cumsum([0, *map(len, rows[:-1])]).tolist()
+
+    def together(name: str, shifts: Sequence[int]) -> np.ndarray:
+        parts = [getattr(row, name) for row in rows]
+        return np.concatenate([np.where(part >= 0, part + by, -1) for part, by in zip(parts, shifts)]).astype(np.int32)
+
+    same = {n: np.concatenate([getattr(row, n) for row in rows]) for n in ("input_ids", "position_ids", "loss_mask")}
+    return PackedRow(
+        **same,
+        segment_ids=together("segment_ids", range(len(rows))),
+        paths=together("paths", starts),
+        forks=together("forks", starts),
+        workloads=tuple(workload for row in rows for workload in row.workloads),
+    )

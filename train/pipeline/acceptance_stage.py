@@ -1,0 +1,168 @@
+"""After training: the exported folder, loaded as an engine would load it, measured in the runtime and gated.
+
+Prompts come from the recipe's evaluation sources, as serving would send them; the report goes to the run's folder as
+`acceptance.json` and `report.html`, and its table to the terminal. The model in memory plays no part: what is measured
+is what is on disk. Knows recipes and folders; how things are measured is `inference.evaluation.evaluate`'s.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from inference.entrypoints.loading import load_tokenizer, target_config
+from inference.evaluation.evaluate import EvaluationSettings
+from inference.report.build import check_gates
+from inference.report.html import write_html
+from inference.report.schema import AcceptanceReport, Bound, save_report
+from inference.report.table import print_report
+from speculators.errors import DataError
+from train.data.packing import conversation_tokenizer
+from train.data.prepare import askable, bad_rows
+from train.data.sources import load_sources
+from train.pipeline.engines import Engines, engines_of, evaluate_in
+from train.pipeline.progress import Stages
+from train.recipe.recipe import Recipe
+from train.recipe.run_folder import EXPORT, PAGE, REPORT, TARGET
+from train.recipe.sections import split_gate
+from train.trainer.joint_target import change_of
+
+
+def accept(
+    recipe: Recipe,
+    *,
+    stages: Stages | None = None,
+    history: Sequence[Mapping[str, Any]] = (),
+    settings: EvaluationSettings | None = None,
+    engines: Engines | None = None,
+) -> int:
+    """Evaluates `<output_dir>/export`, writes the report, prints the table; 0, or 1 if a gate of the recipe is missed.
+
+    `history`: the training loop's records, for the page's curves. `settings`, `engines`: instead of the recipe's.
+    """
+    stages = stages or Stages(1)
+    folder = Path(recipe.output_dir)
+    if not (recipe.evaluation.prompts or recipe.data.validation):
+        stages.say("acceptance: not measured, the recipe names neither evaluation.prompts nor data.validation")
+        return 0
+    engines = engines or engines_of(recipe, stages.say)
+    with stages.stage("acceptance", 100) as advance:
+        report = measure(
+            recipe, settings or settings_of(recipe), lambda share, note: advance(round(100 * share, 1), note), engines
+        )
+    save_report(report, folder / REPORT)  # what was measured is kept even if a gate turns out to name nothing
+    report = report.model_copy(update={"gates": check_gates(report.summary, gate_bounds(recipe))})
+    save_report(report, folder / REPORT)
+    write_html(report, folder / PAGE, [_point(record) for record in history])
+    if stages.enabled:
+        print_report(report, stages.console)
+    missed = [gate.name for gate in report.gates if not gate.passed]
+    if change := report.provenance.target_change:
+        stages.say(
+            f"target, trained along: {change['before']:.4f} -> {change['after']:.4f} nats per token on "
+            f"{change['responses']:.0f} held-out responses"
+        )
+    verdict = f"missed: {', '.join(missed)}" if missed else "all gates passed" if report.gates else "no gates"
+    stages.say(f"{verdict}; {folder / PAGE}, {folder / REPORT}")
+    return 0 if report.passed else 1
+
+
+def measure(
+    recipe: Recipe, settings: EvaluationSettings, progress=None, engines: Engines | None = None
+) -> AcceptanceReport:
+    """The report on the run's export, without gates."""
+    target, template = recipe.target, recipe.data.chat_template
+    model = str(Path(recipe.output_dir) / TARGET) if recipe.joint else target.model
+    provenance = {"recipe_name": recipe.name, "recipe_sha256": recipe.recipe_hash(), "target_name": model}
+    if recipe.joint:
+        provenance["target_change"] = change_of(Path(model))
+    if template is not None:
+        provenance["chat_template"] = Path(template).read_text(encoding="utf-8")
+    return evaluate_in(
+        engines or Engines(),
+        [Path(recipe.output_dir)],
+        model,
+        Path(recipe.output_dir) / EXPORT,
+        workloads(recipe, settings),
+        settings,
+        provenance=provenance,
+        llm_options={
+            "dtype": target.dtype,
+            "revision": None if recipe.joint else target.revision,
+            "trust_remote_code": target.trust_remote_code,
+        },
+        progress=progress,
+    )
+
+
+def settings_of(recipe: Recipe) -> EvaluationSettings:
+    """The recipe's evaluation section; what it does not name keeps its default."""
+    e, usual = recipe.evaluation, EvaluationSettings()
+    return EvaluationSettings(
+        temperatures=tuple(e.temperatures),
+        top_p=e.top_p,
+        top_k=e.top_k,
+        num_speculative_tokens=e.num_speculative_tokens,
+        max_tokens=e.max_tokens,
+        prompts_per_workload=e.prompts_per_workload,
+        repeats=e.repeats,
+        batch_size=e.batch_size,
+        timed_prompts=max(e.timed_prompts, e.batch_size),
+        transformers_repeats=usual.transformers_repeats if e.baseline_transformers else 0,
+        lossless_prompts=usual.lossless_prompts if e.lossless_check else 0,
+        seed=e.seed,
+    )
+
+
+def workloads(recipe: Recipe, settings: EvaluationSettings) -> dict[str, list[list[int]]]:
+    """Prompts as token ids by workload, a seeded choice of `prompts_per_workload`, in the order of the sources.
+
+    Prompts that leave no room for a response of `max_tokens` are passed over; DataError if a workload has no other.
+    """
+    target, seed = recipe.target, recipe.evaluation.seed
+    options = {"revision": target.revision, "trust_remote_code": target.trust_remote_code}
+    tokenizer = conversation_tokenizer(recipe.data, load_tokenizer(target.model, None, **options))
+    limit = getattr(target_config(target.model, **options), "max_position_embeddings", None)
+    found: dict[str, list[list[int]]] = {}
+    bad = bad_rows(recipe.data, Path(recipe.output_dir), "evaluation").begin("evaluation")
+    examples = load_sources(recipe.evaluation.prompts or recipe.data.validation, seed=seed, bad=bad)
+    for example in askable(examples, tokenizer, bad):
+        found.setdefault(example.workload, []).append(tokenizer.prompt_ids(example))
+    bad.finish()
+    chosen = {}
+    for name, prompts in found.items():
+        fitting = [prompt for prompt in prompts if limit is None or len(prompt) + settings.max_tokens <= limit]
+        if limit is not None and not fitting:
+            raise DataError(
+                f"evaluation: every prompt of workload {name!r} is too long: the shortest of {len(prompts)} has "
+                f"{min(map(len, prompts))} tokens, and with max_tokens={settings.max_tokens} the target has room for "
+                f"{limit - settings.max_tokens}; lower evaluation.max_tokens, or leave the source out"
+            )
+        count = min(settings.prompts_per_workload, len(fitting))
+        places = random.Random(f"{seed}/{name}").sample(range(len(fitting)), count)
+        chosen[name] = [fitting[place] for place in sorted(places)]
+    return chosen
+
+
+def gate_bounds(recipe: Recipe) -> dict[str, Bound]:
+    """The recipe's gates by keys of the summary: one without a temperature holds at each that is measured."""
+    bounds: dict[str, Bound] = {}
+    for name, gate in recipe.gates.items():
+        temperature, figure = split_gate(name)
+        if temperature is not None:
+            names = [f"t{temperature:g}.{figure}"]
+        elif figure in ("lossless_mismatches", "expected_measured_gap", "vllm_gap"):  # over all temperatures already
+            names = [figure]
+        else:
+            names = [f"t{t:g}.{figure}" for t in recipe.evaluation.temperatures]
+        bounds |= {
+            key: Bound(min=gate.min, max=gate.max) for key in names if key not in bounds or temperature is not None
+        }
+    return bounds
+
+
+def _point(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of the loop under the page's names."""
+    return {**record, "alpha": record.get("acceptance_rate")}

@@ -1,0 +1,86 @@
+"""The drafter that a run trains, with its first weights.
+
+Knows recipes, targets and families in general, and no particular one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from inference.entrypoints.loading import load_tokenizer
+from inference.sampling.sampler import seeded
+from speculators.config import DrafterConfig
+from speculators.drafter import Drafter
+from speculators.export import load_weights
+from speculators.registry import family_class
+from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from speculators.vocab.draft_vocab import choose_draft_vocabulary, coverage
+from train.features.row_features import RowFeatures
+from train.pipeline.progress import Stages
+from train.recipe.drafter_config import start_folder
+from train.recipe.recipe import Recipe
+from train.trainer import checkpoint
+
+
+def make_drafter(
+    recipe: Recipe, config: DrafterConfig, target: FrozenTarget, features: RowFeatures, stages: Stages, folder: Path
+) -> Drafter:
+    """A drafter ready to train: draft vocabulary chosen from the supervised tokens, weights warm or initialised (but
+    not fitted where a checkpoint in `folder` will replace them), on the target's device, as its features are. What is
+    random in them, an adapter of a draft model too, is drawn from the recipe's seed alone."""
+    with seeded(recipe.training.seed, target.device):
+        drafter = _with_first_weights(recipe, config, target, features, stages, folder)
+        return drafter.prepare_training(recipe.drafter)
+
+
+def _with_first_weights(
+    recipe: Recipe, config: DrafterConfig, target: FrozenTarget, features: RowFeatures, stages: Stages, folder: Path
+) -> Drafter:
+    drafter = family_class(config.family)(config).attach(target).to(target.device)
+    if (start := start_folder(recipe)) is not None:
+        load_weights(drafter, start)
+        return drafter
+    if config.reduced_vocabulary:
+        counts = torch.zeros(config.vocab_size)
+        for row in features.rows:
+            counts += torch.bincount(torch.from_numpy(row.input_ids[row.loss_mask]).long(), minlength=config.vocab_size)
+        ids = choose_draft_vocabulary(counts, config.draft_vocab_size)
+        drafter.draft_to_target.copy_(ids)
+        stages.say(
+            f"      draft vocabulary: {config.draft_vocab_size} of {config.vocab_size} tokens, "
+            f"{coverage(counts, ids):.2%} of the supervised text"
+        )
+    seen, wanted = None, drafter.start_terms(recipe.drafter)
+    if wanted and checkpoint.latest(folder) is None:
+        with stages.stage("fit the start", 100) as advance:
+            seen = _features_of_some_rows(drafter, features, wanted, advance)
+    drafter.initialise_from(target, recipe.drafter, features=seen)
+    return drafter
+
+
+def meet_tokenizers(recipe: Recipe, drafter: Drafter, tokenizer: Any) -> None:
+    """For a drafter that has a tokenizer of its own; ConfigError if it does not fit the target's `tokenizer`."""
+    start = start_folder(recipe)
+    drafter.meet_tokenizers(
+        tokenizer,
+        None if start is None else lambda: load_tokenizer(None, str(start)),
+        intersection=getattr(recipe.drafter, "vocab", "same") == "intersection",
+        where="drafter.vocab: intersection",
+    )
+
+
+def _features_of_some_rows(drafter: Drafter, features: RowFeatures, wanted: int, advance) -> list[TargetFeatures]:
+    """Rows with `wanted` terms, spread over the data, one by one."""
+    terms, found = 0, []
+    order = np.random.default_rng(0).permutation(len(features.rows))
+    for index in order.tolist():
+        found.append(features.of([index]))
+        terms += int(drafter.count_terms(found[-1], 1)[0])
+        advance(min(round(100 * terms / wanted, 1), 100.0))
+        if terms >= wanted:
+            break
+    return found

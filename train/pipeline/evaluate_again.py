@@ -1,0 +1,87 @@
+"""The acceptance report once more: of a run that is done, or of any exported drafter without a recipe.
+
+A drafter alone gets a recipe made up for it, so that prompts, settings and gates go the one way
+`train.pipeline.acceptance_stage` knows. Must not know how anything is measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from inference.report.html import write_html
+from inference.report.schema import save_report
+from inference.report.table import print_report
+from speculators.errors import CheckpointError, ConfigError
+from train.pipeline.acceptance_stage import accept, settings_of, workloads
+from train.pipeline.engines import Engines, evaluate_in
+from train.pipeline.progress import Stages
+from train.pipeline.run import checkpoints
+from train.recipe.recipe import Recipe, make_recipe
+from train.recipe.run_folder import EXPORT, PAGE, REPORT
+from train.trainer import checkpoint
+
+BUILT_IN = [{"demo": {"split": "test", "count": 96}}, {"stdlib": {"split": "test", "count": 16}}]
+
+
+def evaluate_run(recipe: Recipe, engines: Engines | None = None) -> int:
+    """Measures `<output_dir>/export` again and gates it; the page keeps the curves of the training that is there.
+    `engines`: instead of the recipe's."""
+    folder = Path(recipe.output_dir)
+    if not (folder / EXPORT).is_dir():
+        raise CheckpointError(f"{folder / EXPORT}: no export to evaluate; run the recipe first, or draftsmith export")
+    newest = checkpoint.latest(checkpoints(recipe))
+    history = json.loads((newest / "state.json").read_text())["history"] if newest is not None else ()
+    return accept(recipe, history=history, engines=engines)
+
+
+def evaluate_folders(
+    model: str,
+    drafter: str | None,
+    prompts: str | None,
+    out: Path,
+    temperatures: Sequence[float],
+    *,
+    method: str | None = None,
+    engines: Engines | None = None,
+    dtype: str = "auto",
+    **evaluation: Any,
+) -> Path:
+    """Measures `drafter`, or a training-free `method`, for the target `model` on `prompts` (a file; None: built-in
+    ones); returns the page.
+
+    An engine that is measured alone is laid beside what was measured of this runtime before, in `out` or in the run
+    that the drafter is of. `evaluation`: further keys of a recipe's evaluation section.
+    """
+    sources = [{"path": prompts}] if prompts else BUILT_IN
+    keys = {"prompts": sources, "temperatures": list(temperatures), **evaluation}
+    try:
+        recipe = make_recipe(
+            {"name": "evaluation", "target": {"model": model}, "data": {"train": sources}, "evaluation": keys}
+        )
+    except ValidationError as error:
+        faults = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)]
+        raise ConfigError(f"evaluate: {'; '.join(faults)}") from None
+    stages, settings = Stages(1), settings_of(recipe)
+    with stages.stage("acceptance", 100) as advance:
+        report = evaluate_in(
+            engines or Engines(),
+            [out] if drafter is None else [out, Path(drafter).parent],
+            recipe.target.model,
+            drafter,
+            workloads(recipe, settings),
+            settings,
+            method=method,
+            provenance={"target_name": model},
+            llm_options={"dtype": dtype, "revision": recipe.target.revision},
+            progress=lambda share, note: advance(round(100 * share, 1), note),
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    save_report(report, out / REPORT)
+    write_html(report, out / PAGE)
+    print_report(report, stages.console)
+    return out / PAGE

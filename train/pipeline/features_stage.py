@@ -1,0 +1,243 @@
+"""The stage of a run that sees to the features of its training rows: online, or from a cache that it fills first.
+
+Before anything is written it is said how many bytes a token takes and how many there are in all, and a disk that does
+not have them is refused. Knows recipes and where features come from; not how they are written.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from inference.console import size_text
+from inference.provenance import config_sha256, text_sha256
+from inference.vllm_bridge.hidden_states import HiddenStates
+from speculators.errors import ConfigError
+from speculators.hub import cached_folder
+from speculators.target.frozen_target import FrozenTarget
+from train.data.packing import PackedRow, best_fit
+from train.features.cache import SOURCE, CacheKey, FeatureCache, ShardWriter, missing, texts_of
+from train.features.row_features import RowFeatures
+from train.pipeline.data_stage import RunData
+from train.pipeline.progress import Stages
+from train.recipe.recipe import Recipe
+
+Text = tuple[bytes, Tensor | None, Tensor]  # its name, taps [L, n·H], last hidden states [L, H]
+TOGETHER = 1 << 16  # tokens that vLLM is given at once, whose states it leaves in files
+ENGINE_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")  # devices are their product
+SPARE = 1.02  # of the disk: names, headers, other writers
+
+
+def training_features(
+    recipe: Recipe, data: RunData, rows: Sequence[PackedRow], accelerator: Accelerator, stages: Stages
+) -> RowFeatures:
+    """The features of the rows, for the loop; with `mode: cache` from the disk, once all of them are there."""
+    cache = None
+    if recipe.features.mode == "cache":
+        for main in (True, False):  # the others after the main process, which may delete what is there
+            if accelerator.is_main_process == main:
+                cache = open_cache(recipe, data, stages).scan()
+            accelerator.wait_for_everyone()
+        assert cache is not None
+        writer = Writer((accelerator.process_index, accelerator.num_processes))
+        if recipe.features.engine == "vllm":
+            writer = vllm_writer(accelerator, recipe.features.vllm_options)
+        fill(recipe, data, rows, cache, stages, writer)
+        accelerator.wait_for_everyone()
+        cache.scan()
+    keep_bytes = recipe.training.keep_features_gb * 2**30
+    return RowFeatures(data.target, rows, pad_token_id=data.pad_token_id, keep_bytes=keep_bytes, cache=cache)
+
+
+@dataclass(frozen=True)
+class Writer:
+    """What one process writes: of the rows those of `part` (number from 0, how many), or nothing (None). `devices`:
+    numbers of those that vLLM may use; None: all that this process sees."""
+
+    part: tuple[int, int] | None = (0, 1)
+    devices: tuple[int, ...] | None = None
+
+
+def vllm_writer(accelerator: Accelerator, options: Mapping[str, Any], count: int | None = None) -> Writer:
+    """Of this process: one engine for every set of devices that it takes, started by the first process of the set.
+
+    `count`: accelerators of this machine; None: as many as torch finds. Without any, one engine a machine. ConfigError
+    if one engine takes more than there are."""
+    each = math.prod(int(options.get(size, 1)) for size in ENGINE_SIZES)
+    if count is None:
+        count = torch.accelerator.device_count() if accelerator.device.type != "cpu" else 0
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+    machine, machines = accelerator.process_index // here, max(accelerator.num_processes // here, 1)
+    if count == 0:
+        return Writer((machine, machines) if accelerator.local_process_index == 0 else None)
+    if each > count:
+        sizes = ", ".join(f"{size}={options[size]}" for size in ENGINE_SIZES if size in options)
+        raise ConfigError(
+            f"features.vllm_options: an engine with {sizes} takes {each} devices, and this machine has {count}; "
+            "lower the sizes"
+        )
+    engines = max(min(here, count) // each, 1)
+    engine, first = divmod(accelerator.local_process_index, each)
+    if first or engine >= engines:
+        return Writer(None)
+    return Writer((machine * engines + engine, machines * engines), tuple(range(engine * each, (engine + 1) * each)))
+
+
+def _root(recipe: Recipe) -> Path:
+    return Path(recipe.features.dir or Path(recipe.output_dir) / "features")
+
+
+def cache_key(recipe: Recipe, data: RunData) -> CacheKey:
+    section, target, tokenizer = recipe.features, data.target, data.tokenizer.tokenizer
+    words = getattr(tokenizer, "backend_tokenizer", None)
+    return CacheKey(
+        target=recipe.target.model,
+        weights=data.weights_hash,
+        config=config_sha256(cached_folder(recipe.target.model, recipe.target.revision)),
+        tokenizer=str(text_sha256(words.to_str() if words else str(sorted(tokenizer.get_vocab().items())))),
+        template=str(text_sha256(data.tokenizer.chat_template or tokenizer.chat_template or "")),
+        hidden_size=target.hidden_size,
+        taps=target.tap_layers,
+        dtype=str(target.dtype).removeprefix("torch."),
+        engine=section.engine,
+        encoding=section.encodings[0],
+        last_hidden_encoding=section.encodings[1],
+    )
+
+
+def open_cache(recipe: Recipe, data: RunData, stages: Stages) -> FeatureCache:
+    """The recipe's cache. ConfigError if its folder has features of a target that has changed, unless the recipe says
+    what shall become of them; whatever else lies there unused is said."""
+    section = recipe.features
+    cache = FeatureCache(_root(recipe), cache_key(recipe, data))
+    outdated = cache.outdated()
+    for path, key in outdated:
+        changed = [name for name in SOURCE if name in cache.key.differences(key)]
+        what = f"{path}: features of {key.target} with other {', '.join(changed)} than it has now"
+        if section.on_change == "error":
+            raise ConfigError(
+                f"features.dir: {what}; set features.on_change to rebuild, which deletes them, or to keep, which "
+                "leaves them there and writes new ones beside them"
+            )
+        if section.on_change == "rebuild":
+            shutil.rmtree(path)
+        stages.say(f"      {what}: {'deleted' if section.on_change == 'rebuild' else 'not used'}")
+    for path, key in cache.others:
+        if path.exists() and path not in [each for each, _ in outdated]:
+            differences = [f"{name} {theirs}" for name, (_, theirs) in cache.key.differences(key).items()]
+            stages.say(f"      {path}: other features, not used ({', '.join(differences)})")
+    return cache
+
+
+def fill(
+    recipe: Recipe,
+    data: RunData,
+    rows: Sequence[PackedRow],
+    cache: FeatureCache,
+    stages: Stages,
+    who: Writer = Writer(),
+) -> None:
+    """Writes what is missing of the rows that are this writer's. ConfigError if the disk is too small for what is
+    missing of all."""
+    wanted = missing(cache, rows)
+    tokens, section = sum(wanted.values()), recipe.features
+    whole = cache.bytes_per_token * sum(map(len, rows))
+    stages.say(
+        f"      features in {cache.folder}: {cache.bytes_per_token:,} bytes per token ({section.described()}), "
+        f"{size_text(whole)} for the rows of this run, {size_text(cache.bytes_per_token * tokens)} to be written"
+    )
+    if not wanted:
+        return
+    refuse_small_disk(cache, tokens)
+    if who.part is None:
+        return
+    number, of = who.part
+    mine = [row for row in rows[number::of] if any(text in wanted for text, _ in texts_of(row))]
+    texts = {text: wanted[text] for row in mine for text, _ in texts_of(row) if text in wanted}
+    with ExitStack() as stack:
+        advance = stack.enter_context(stages.stage("write features", sum(texts.values())))
+        writer = stack.enter_context(ShardWriter(cache, section.shard_mb * 1e6))
+        source = partial(_from_vllm, devices=who.devices) if section.engine == "vllm" else _from_target
+        done = 0
+        for text, taps, last_hidden in source(recipe, data, mine, set(texts), stack):
+            writer.add(text, taps, last_hidden)
+            done += len(last_hidden)
+            advance(done)
+    errors = ", ".join(f"{name} {value:.2g}" for name, value in writer.error.items())
+    stages.say(f"      {size_text(writer.bytes)} written; relative squared error of the worst text: {errors}")
+
+
+def refuse_small_disk(cache: FeatureCache, tokens: int) -> None:
+    """ConfigError if the disk of the cache has no room for so many tokens."""
+    there = cache.folder
+    while not there.exists():
+        there = there.parent
+    needed, free = SPARE * cache.bytes_per_token * tokens, shutil.disk_usage(there).free
+    if needed > free:
+        raise ConfigError(
+            f"features: {size_text(needed)} are needed for {tokens:,} tokens, and {size_text(free)} are free at "
+            f"{there}; choose a smaller features.encoding, another features.dir, less data, or features.mode: online"
+        )
+
+
+def _from_target(
+    recipe: Recipe, data: RunData, rows: Sequence[PackedRow], wanted: set[bytes], stack: ExitStack
+) -> Iterator[Text]:
+    """Packed rows one by one, as kept features are made, so that a text is what it is in a run without a cache."""
+    features = RowFeatures(data.target, rows, pad_token_id=data.pad_token_id)
+    for index, row in enumerate(rows):
+        taps, last_hidden = features.made(index)
+        for text, place in texts_of(row):
+            if text in wanted:
+                wanted.discard(text)
+                yield text, None if taps is None else taps[place], last_hidden[place]
+
+
+def _from_vllm(
+    recipe: Recipe,
+    data: RunData,
+    rows: Sequence[PackedRow],
+    wanted: set[bytes],
+    stack: ExitStack,
+    devices: Sequence[int] | None,
+) -> Iterator[Text]:
+    """Every text a prompt of its own; the states before the final norm are normed here, as the target does it."""
+    target, texts = data.target, []
+    for row in rows:
+        for text, place in texts_of(row):
+            if text in wanted:
+                wanted.discard(text)
+                texts.append((text, row.input_ids[place].tolist()))
+    engine = stack.enter_context(
+        HiddenStates(
+            str(cached_folder(recipe.target.model, recipe.target.revision)),
+            [*(tap for tap in target.tap_layers if tap != target.num_layers), target.num_layers],
+            longest=max(len(ids) for _, ids in texts),
+            dtype=str(target.dtype).removeprefix("torch."),
+            options={"trust_remote_code": recipe.target.trust_remote_code, **recipe.features.vllm_options},
+            folder=_root(recipe),
+            devices=devices,
+        )
+    )
+    for members in best_fit([min(len(ids), TOGETHER) for _, ids in texts], TOGETHER):
+        some = [texts[i] for i in members]
+        for (text, _), states in zip(some, engine.of([ids for _, ids in some]), strict=True):
+            yield text, *features_of_states(target, states)
+
+
+def features_of_states(target: FrozenTarget, states: Tensor) -> tuple[Tensor | None, Tensor]:
+    """[L, layers, H], the residual streams of the taps and before the final norm -> taps [L, n·H], last_hidden."""
+    states = states.to(target.device, target.dtype)
+    taps = states if target.num_layers in target.tap_layers else states[:, :-1]
+    return taps.flatten(1) if target.tap_layers else None, target.final_norm(states[:, -1])

@@ -1,0 +1,243 @@
+"""`--dry-run`: what a recipe would do, computed before any weight is loaded or a token is generated.
+
+The facts are train/planner/outline.py's, memory and disk train/planner/memory.py's; here they are printed. What they
+take in time and money is `draftsmith plan`'s. Knows sizes; runs nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from inference.console import size_text
+from train.planner.memory import StageMemory, disk, memory
+from train.planner.outline import Outline, outline
+from train.planner.token_counts import TokenCount
+from train.recipe.data_sections import TemperatureShare
+from train.recipe.recipe import Recipe
+from train.recipe.run_folder import EXPORT, PAGE, RECIPE, REPORT
+
+
+def describe(recipe: Recipe, console: Console | None = None) -> None:
+    """Print what a run of this recipe would do."""
+    plan, console = outline(recipe), console or Console()
+    for title, rows in _sections(plan):
+        print_pairs(console, title, rows)
+    shapes = Table(
+        "tensor", "shape", title="Trained tensors", title_justify="left", title_style="bold", box=SIMPLE_HEAD
+    )
+    for name, shape, count in _alike(plan.shapes):
+        shapes.add_row(name, " x ".join(map(str, shape)) + (f"  ({count} of them)" if count > 1 else ""))
+    console.print(shapes)
+    console.print("Nothing was loaded, generated or written.", style="dim")
+
+
+def print_pairs(console: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
+    """A table of names and values."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for name, value in rows:
+        table.add_row(name, escape(value))
+    console.print(table)
+    console.print()
+
+
+# --------------------------------------------------------------------------------------------- what is printed
+
+Rows = list[tuple[str, str]]
+
+
+def _sections(plan: Outline) -> list[tuple[str, Rows]]:
+    recipe = plan.recipe
+    about = {"min": "at least", "max": "at most"}
+    gates = [
+        (name, ", ".join(f"{about[k]} {v:g}" for k, v in gate.model_dump(exclude_none=True).items()))
+        for name, gate in recipe.gates.items()
+    ]
+    return [
+        (f"{recipe.name} ({recipe.family})", _model_rows(plan)),
+        ("Data", _data_rows(plan)),
+        ("Training", _training_rows(plan)),
+        ("Memory of one process while it trains, about", memory_rows(_training(plan))),
+        ("Disk, about", byte_rows(disk(plan))),
+        ("Gates", gates or [("none", "nothing is gated; the report is written all the same")]),
+        ("Output", _output_rows(recipe)),
+    ]
+
+
+def _model_rows(plan: Outline) -> Rows:
+    t, d, recipe = plan.target, plan.drafter, plan.recipe
+    trained = f"trained along by a LoRA of rank {recipe.joint.r}" if recipe.joint else "frozen"
+    return [
+        (
+            "target",
+            f"{t.name_or_path}: {t.config.model_type}, {t.num_layers} x {t.hidden_size}, vocabulary {t.vocab_size:,}",
+        ),
+        ("", f"{in_count(t.num_parameters)} parameters, {trained}, {str(t.dtype).removeprefix('torch.')}"),
+        ("reads", _reads(plan)),
+        ("drafter", d.describe()),
+        ("", f"{in_count(plan.trainable)} trained parameters, {plan.trainable / t.num_parameters:.1%} of the target's"),
+        ("draft vocabulary", _vocabulary(plan)),
+        ("starts from", recipe.drafter.init_from or f"{recipe.drafter.start}, as docs/{recipe.family}.md describes"),
+        ("features", _features(plan)),
+    ]
+
+
+def _features(plan: Outline) -> str:
+    section = plan.recipe.features
+    if section.mode == "online":
+        return f"{size_text(plan.feature_bytes)} per token, made online and never stored"
+    whole = size_text(plan.cached_bytes * plan.tokens)
+    return f"{size_text(plan.cached_bytes)} per token on disk ({section.described()}), about {whole} in all"
+
+
+def _reads(plan: Outline) -> str:
+    """Which of the target's states."""
+    taps = plan.drafter.tap_layers
+    parts = [f"taps {list(taps)} of 0..{plan.target.num_layers} (0: embedding output, i: output of layer i-1)"]
+    states = parts * bool(taps) + ["the last hidden state"] * plan.head.reads_last_hidden
+    return "; ".join(states) or "no state of the target: tokens alone"
+
+
+def _vocabulary(plan: Outline) -> str:
+    d, of_target = plan.drafter, plan.target.vocab_size
+    if getattr(plan.recipe.drafter, "vocab", "same") == "intersection":
+        return f"of {d.vocab_size:,} tokens those that the target has too, which its tokenizer will tell"
+    if d.reduced_vocabulary:
+        return f"{d.draft_vocab_size:,} of the target's {d.vocab_size:,} tokens"
+    padded = f", in a table of {d.vocab_size:,}" if d.vocab_size != of_target else ""
+    return f"all {min(d.vocab_size, of_target):,} tokens{padded}"
+
+
+def _alike(shapes: dict[str, tuple[int, ...]]) -> list[tuple[str, tuple[int, ...], int]]:
+    """Tensors of one shape whose names differ in a number only, as one: name, shape, how many."""
+    groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for name, shape in shapes.items():
+        groups.setdefault((re.sub(r"(?<=\.)\d+(?=\.)", "*", name), shape), []).append(name)
+    return [(names[0] if len(names) == 1 else like, shape, len(names)) for (like, shape), names in groups.items()]
+
+
+def _data_rows(plan: Outline) -> Rows:
+    recipe = plan.recipe
+    rows = [(f"train {i}" if i else "train", _source_text(s)) for i, s in enumerate(plan.sources)]
+    rows += [(f"validation {i}" if i else "validation", _source_text(s)) for i, s in enumerate(plan.validation)]
+    r = recipe.regenerate
+    rewritten = (
+        f"{_shares_text(r.temperatures)}; at most {r.max_new_tokens} tokens, counted above as long as those of the data"
+    )
+    where = f"by the target at {len(r.endpoints)} endpoints" if r.endpoints else "by the target"
+    which = ", every turn" if r.turns == "all" else ""
+    rows.append(("responses", f"{where}{which}: {rewritten}" if r.enabled else "as in the data"))
+    rows.append(
+        ("rows", f"{recipe.data.max_length} tokens, {'packed' if recipe.data.packing else 'one document each'}")
+    )
+    return rows
+
+
+def _shares_text(shares: Sequence[TemperatureShare]) -> str:
+    return ", ".join(f"{entry.share:.0%} at temperature {entry.temperature:g}" for entry in shares)
+
+
+def _source_text(source: TokenCount) -> str:
+    if source.examples is None:
+        return f"{source.label}: {source.note}"
+    tokens, supervised = in_count(source.tokens), in_count(source.supervised)
+    counted = f"{source.examples:,} examples, about {tokens} tokens, {supervised} supervised"
+    return f"{source.label}: {counted}"
+
+
+def _training_rows(plan: Outline) -> Rows:
+    t, d, steps = plan.recipe.training, plan.recipe.drafter, plan.steps()
+    rows, micro = plan.micro_steps()
+    per_step = rows * micro * plan.recipe.data.max_length
+    passes = f", about {steps * per_step / plan.tokens:.2g} passes over the data" if steps and plan.tokens else ""
+    budget = f"{steps:,} steps{passes}" if steps else "until the budget of epochs is spent" if t.epochs else ""
+    limit = f"at most {t.max_minutes:g} minutes" if t.max_minutes else ""
+    decay = [d.step_decay**k for k in range(d.unroll_steps)]
+    weights = ", ".join(f"{w / sum(decay):.2f}" for w in decay)
+    return [
+        ("budget", "; ".join(part for part in (budget, limit) if part)),
+        (
+            "a step",
+            f"{per_step:,} tokens {'per process' if t.global_batch_size is None else 'over all processes'} "
+            f"({rows} rows x {micro} micro-steps)",
+        ),
+        ("depths", f"{d.unroll_steps}, weighted {weights}"),
+        ("loss", ", ".join(f"{weight} x {name}" for name, weight in plan.recipe.loss.items())),
+        (
+            "learning rate",
+            f"{t.learning_rate:g}, {t.lr_schedule} after {t.warmup_ratio:.0%} warm-up, clip {t.max_grad_norm:g}",
+        ),
+        ("precision", "bf16 autocast, float32 weights" if plan.autocast == torch.bfloat16 else "float32"),
+        *_on_policy_rows(plan.recipe),
+    ]
+
+
+def _on_policy_rows(recipe: Recipe) -> Rows:
+    """What each stage learns from texts of the drafter in training."""
+    rows: Rows = []
+    for name, part in recipe.training_stages():
+        if (section := part.on_policy) is None:
+            continue
+        share = section.share
+        steps = f"{share.start:.0%}" + (f" at first, {share.end:.0%} at the end," if share.end != share.start else "")
+        drafts = section.num_speculative_tokens or recipe.evaluation.num_speculative_tokens
+        written = "written by the draft model itself" if part.drafter_writes() else f"{drafts} drafts per round"
+        suffix = ", ".join(f"{weight} x {term}" for term, weight in section.suffix_loss.items())
+        rows += [
+            (
+                f"on-policy{f', stage {name}' if name else ''}",
+                f"{steps} of the micro-steps; {section.prompts} texts of at most {section.max_new_tokens} tokens every "
+                f"{section.refresh_every} steps, {written}; "
+                + _shares_text(section.temperatures or part.regenerate.temperatures),
+            )
+        ]
+        if not part.drafter_writes():
+            weight = f"{section.suffix_weight:g} x {section.suffix_decay:g}^j"
+            rows.append(("", f"rejected suffixes: {suffix}, weighted {weight}"))
+    return rows
+
+
+def _output_rows(recipe: Recipe) -> Rows:
+    folder = Path(recipe.output_dir)
+    paths = [
+        ("resolved recipe", RECIPE),
+        ("checkpoints", "checkpoints"),
+        ("drafter", EXPORT),
+        ("measurements", REPORT),
+        ("report", PAGE),
+    ]
+    rows = [(name, f"{folder / path}{' (exists)' if (folder / path).exists() else ''}") for name, path in paths]
+    return [*rows, ("trackers", ", ".join(recipe.trackers) or "none")]
+
+
+def _training(plan: Outline) -> StageMemory:
+    return next(stage for stage in memory(plan) if stage.name == "train")
+
+
+def memory_rows(stage: StageMemory) -> Rows:
+    """What is there at the peak of a stage."""
+    return byte_rows(stage.parts | {"fragmentation": stage.allowance})
+
+
+def byte_rows(parts: Mapping[str, int]) -> Rows:
+    """Each part that takes anything, and their sum."""
+    return [(name, size_text(size)) for name, size in parts.items() if size] + [
+        ("total", size_text(sum(parts.values())))
+    ]
+
+
+def in_count(number: float) -> str:
+    for unit in ("", " k", " M"):
+        if number < 1000:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g} G"

@@ -1,0 +1,365 @@
+"""The sections of a recipe that say what text is trained on: sources, rows, and regenerated responses.
+
+Must not know how sources are read (`train.data.sources`) nor how turns are masked.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+
+from speculators.options import Count, PositiveInt, Section, Share, Text
+from train.recipe.dataset_presets import PRESETS
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+WORKLOADS = ("math", "python", "json", "rewrite", "table", "chat")  # kinds of conversations that train.data.demo makes
+
+
+class DemoSource(Section):
+    """Conversations the project generates itself; nothing is downloaded."""
+
+    split: Literal["train", "validation", "test"] = Field("train", description="disjoint by construction")
+    count: PositiveInt = Field(4000, description="conversations to generate, over all workloads")
+    seed: Count = Field(0, description="seed of the generator")
+    workloads: list[Text] | None = Field(None, min_length=1, description="only these workloads; null: all six")
+
+    @field_validator("workloads")
+    @classmethod
+    def _known(cls, names: list[str] | None) -> list[str] | None:
+        for name in names or ():
+            if name not in WORKLOADS:
+                raise ValueError(f"no workload '{name}'; expected some of {', '.join(WORKLOADS)}")
+        return names
+
+
+class StdlibSource(Section):
+    """Source files of the running interpreter's standard library, as a code-completion workload."""
+
+    split: Literal["train", "validation", "test"] = Field("train", description="disjoint by file")
+    count: PositiveInt = Field(1000, description="excerpts to read")
+    seed: Count = Field(0, description="seed of the choice")
+    prompt_chars: PositiveInt = Field(
+        500,
+        description="characters of an excerpt that form the prompt, up to a line end; the rest is the reply",
+    )
+
+
+class Columns(Section):
+    """Which columns of a data set hold what; one of messages, user, prompt says what a row is."""
+
+    messages: Text | None = Field(None, description="all turns, as {role, content} or {from, value}")
+    user: Text | None = Field(None, description="the only message of the user, such as instruction or question")
+    input: Text | None = Field(None, description="what is added to `user` after an empty line, where it is not empty")
+    assistant: Text | None = Field(None, description="the answer to `user`; null: still to be written")
+    reasoning: Text | None = Field(None, description="what the assistant thought before that answer")
+    system: Text | None = Field(None, description="the system prompt")
+    prompt: Text | None = Field(None, description="text to go on with as it is, without the chat template")
+    completion: Text | None = Field(None, description="how `prompt` goes on; null: still to be written")
+    tools: Text | None = Field(None, description="JSON schemas of the tools; null: the column tools, if there is one")
+    workload: Text | None = Field(None, description="the label in reports; null: the column workload, if there is one")
+
+    @model_validator(mode="after")
+    def _one_layout(self) -> Columns:
+        layouts = [name for name in ("messages", "user", "prompt") if getattr(self, name) is not None]
+        if len(layouts) != 1:
+            raise ValueError(f"expected exactly one of messages, user, prompt, got {' and '.join(layouts) or 'none'}")
+        needs = {"input": "user", "assistant": "user", "reasoning": "assistant", "completion": "prompt"}
+        for name, other in needs.items():
+            if getattr(self, name) is not None and getattr(self, other) is None:
+                raise ValueError(f"{name} needs {other}")
+        if self.prompt is not None and self.system is not None:
+            raise ValueError("system has no meaning beside prompt, which is continued as it is")
+        return self
+
+
+_KINDS = ("path", "name", "preset", "demo", "stdlib")
+
+
+class Source(Section):
+    """One source of examples: exactly one of path, name, preset, demo, stdlib (a preset may have a path beside it)."""
+
+    path: Text | None = Field(
+        None,
+        description="a .jsonl, .json or .parquet file (.gz, .bz2, .zst as well), a directory of them, or one that the "
+        "datasets library saved",
+    )
+    name: Text | None = Field(None, description="a dataset id on the Hugging Face hub")
+    preset: Text | None = Field(
+        None,
+        description=f"a known data set with its columns: {', '.join(PRESETS)}; with path: a local copy of it",
+    )
+    demo: DemoSource | None = Field(None, description="built-in generated conversations")
+    stdlib: StdlibSource | None = Field(None, description="the interpreter's standard library as code completion")
+    config: Text | None = Field(None, description="configuration of a hub dataset; null: its default")
+    revision: Text | None = Field(None, description="revision of a hub dataset; null: the default branch")
+    split: Text | None = Field(
+        None, description="split of a dataset, slices such as train[:1%] included; null: train, or the preset's"
+    )
+    streaming: bool = Field(
+        False, description="read a hub dataset as it is downloaded, which stops after `limit` examples; needs one"
+    )
+    shuffle_buffer: PositiveInt | None = Field(
+        None,
+        description="with streaming: draw from a buffer of so many rows, seeded by data.shuffle_seed; null: in order",
+    )
+    field: Literal["auto", "messages", "conversations", "completion"] = Field(
+        "auto",
+        description="where the text is: OpenAI messages, ShareGPT conversations, or prompt + completion; "
+        "auto: whichever key the row has",
+    )
+    columns: Columns | None = Field(None, description="columns of other names; null: those of `field`, or the preset's")
+    workload: Text | None = Field(
+        None, description="label in reports; null: the row's own `workload`, else the file, dataset or preset name"
+    )
+    weight: float = Field(
+        1.0, gt=0, description="times each example is used per epoch; the fractional part is a seeded sample"
+    )
+    share: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="this source's fraction of all examples, instead of a weight: the sources of a list have all of "
+        "them shares that add up to 1, and the mixture is the largest that repeats no example",
+    )
+    limit: PositiveInt | None = Field(None, description="use at most this many examples; null: all")
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Source:
+        kinds = [kind for kind in _KINDS if getattr(self, kind) is not None]
+        if kinds == ["path", "preset"]:
+            kinds = ["path"]
+        if len(kinds) != 1:
+            raise ValueError(f"expected exactly one of {', '.join(_KINDS)}, got {' and '.join(kinds) or 'none'}")
+        if self.preset is not None and self.preset not in PRESETS:
+            raise ValueError(f"preset: expected one of {', '.join(PRESETS)}, got '{self.preset}'")
+        for option, allowed in {
+            "split": ("path", "name", "preset"),
+            "config": ("name", "preset"),
+            "revision": ("name", "preset"),
+            "columns": ("path", "name", "preset"),
+            "streaming": ("name", "preset"),
+        }.items():
+            if getattr(self, option) not in (None, False) and kinds[0] not in allowed:
+                where = f"; write it under {kinds[0]}" if option == "split" and kinds[0] != "path" else ""
+                raise ValueError(f"{option} has no meaning for a {kinds[0]} source{where}")
+        if self.columns is not None and self.field != "auto":
+            raise ValueError("field and columns say the same; give one")
+        if self.share is not None and self.weight != 1:
+            raise ValueError("share and weight say two things about the mixture; give one")
+        self._check_streaming()
+        return self
+
+    def _check_streaming(self) -> None:
+        if self.shuffle_buffer is not None and not self.streaming:
+            raise ValueError("shuffle_buffer needs streaming: true; without it all rows are read, and shuffled later")
+        if self.streaming and self.limit is None:
+            raise ValueError("streaming needs a limit: examples are kept in memory, and a data set may be endless")
+        if self.streaming and "[" in (self.split or ""):
+            raise ValueError(f"split: a stream has no slices, got '{self.split}'; use limit")
+
+    @property
+    def label(self) -> str:
+        """What error messages and progress bars call this source."""
+        return self.path or self.name or self.preset or ("demo" if self.demo else "stdlib")
+
+    def resolved(self) -> Source:
+        """The same without a preset: what it stands for is written out."""
+        if self.preset is None:
+            return self
+        known = PRESETS[self.preset]
+        own: dict[str, Any] = {}
+        if self.path is None:
+            own = {"name": known.name, "config": self.config or known.config, "split": self.split or known.split}
+        if self.columns is None and self.field == "auto":
+            own["columns"] = Columns.model_validate(known.columns)
+        return self.model_copy(update={"preset": None, "workload": self.workload or self.preset, **own})
+
+
+def check_mixture(sources: list[Source]) -> list[Source]:
+    """ValueError unless all sources have shares that add up to 1, or none has one."""
+    shares = [source.share for source in sources if source.share is not None]
+    if shares and len(shares) < len(sources):
+        raise ValueError("some sources have a share and some have none; give all of them one")
+    if shares and abs(sum(shares) - 1) > 1e-6:
+        raise ValueError(f"expected shares of sources that add up to 1, got {sum(shares):g}")
+    return sources
+
+
+Sources = Annotated[list[Source], AfterValidator(check_mixture)]
+
+
+class DataSection(Section):
+    """Conversations, and how they become token rows."""
+
+    train: Sources = Field(min_length=1, description="sources of the examples to train on")
+    validation: Sources = Field(
+        default_factory=list,
+        description="held-out sources for evaluation during training; empty: none is made",
+    )
+    max_length: Annotated[int, Field(ge=8)] = Field(
+        2048, description="tokens of one packed row; longer conversations are cut and counted"
+    )
+    packing: bool = Field(True, description="several documents per row, attention kept apart by segment ids")
+    shuffle_seed: Count = Field(0, description="seed of the order of examples and of fractional source weights")
+    num_proc: PositiveInt = Field(1, description="processes that render and tokenise; one suffices below 100k examples")
+    chat_template: Text | None = Field(
+        None,
+        description="file with a Jinja chat template that replaces the tokenizer's; it must be the one serving uses",
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="variables handed to the template, such as enable_thinking: false"
+    )
+    reasoning: Literal["keep", "drop"] = Field(
+        "keep",
+        description="what to do with reasoning fields of a turn; keep fails where the template would lose them",
+    )
+    on_bad_row: Literal["error", "drop"] = Field(
+        "error",
+        description="a conversation whose mask cannot be proved: stop, or drop and report it. Damaged rows (not JSON, "
+        "no role, an empty turn) are always left out and reported",
+    )
+    max_bad_rows: Count | None = Field(
+        None, description="stop once more rows of a list of sources than this are bad; null: never; 0: at the first"
+    )
+    max_bad_share: Share | None = Field(
+        None, description="stop if more than this fraction of the rows read is bad; null: never"
+    )
+    fan_out: bool = Field(
+        False,
+        description="one example per assistant turn, so that each is written anew by the target; off: the last only. "
+        "Without regeneration every turn is learnt anyway",
+    )
+    deduplicate: Literal["off", "exact", "near"] = Field(
+        "exact",
+        description="use the first of examples with the same prompt (case and spaces apart; without regeneration the "
+        "same responses too), before weights; near: alike prompts as well, by MinHash",
+    )
+    near_duplicate_similarity: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.8, description="with near: Jaccard similarity of the prompts' runs of five words that makes them alike"
+    )
+    decontaminate: Literal["off", "exact", "ngram"] = Field(
+        "exact",
+        description="leave out training examples with a prompt of evaluation.prompts or data.validation; ngram: also "
+        "those whose user turns share a run of decontaminate_ngram words with one",
+    )
+    decontaminate_ngram: PositiveInt = Field(13, description="with ngram: words of a run")
+
+
+class TemperatureShare(Section):
+    """Part of the responses that is written at one temperature."""
+
+    temperature: float = Field(ge=0, description="sampling temperature; 0 is greedy")
+    share: float = Field(gt=0, le=1, description="fraction of the conversations written at this temperature")
+
+
+def read_shares(value: Any) -> Any:
+    """The short ways of writing `temperatures` as a list of shares: 1.0, [0.0, 1.0] or {0.0: 0.3, 1.0: 0.7}."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = [value]
+    if isinstance(value, dict):
+        return [{"temperature": t, "share": share} for t, share in value.items()]
+    if isinstance(value, list) and value and all(type(t) in (int, float) for t in value):
+        return [{"temperature": t, "share": 1 / len(value)} for t in value]
+    return value
+
+
+def check_shares(value: list[TemperatureShare]) -> list[TemperatureShare]:
+    """ValueError unless they add up, each temperature given once."""
+    total = sum(entry.share for entry in value)
+    if abs(total - 1) > 1e-6:
+        raise ValueError(f"expected shares that add up to 1, got {total:g}")
+    if len({entry.temperature for entry in value}) != len(value):
+        raise ValueError("each temperature may be given once")
+    return value
+
+
+Shares = Annotated[list[TemperatureShare], BeforeValidator(read_shares), AfterValidator(check_shares)]
+
+
+class EndpointSection(Section):
+    """One server that writes responses, compatible with OpenAI's."""
+
+    url: str = Field(pattern=r"^https?://[^\s/]+(/\S*)?$", description="its address, such as http://host:8000/v1")
+    model: Text | None = Field(
+        None, description="the name it serves the target under; null: target.model, or the only one it has"
+    )
+    api_key_env: Text | None = Field(None, description="environment variable that holds its key; null: it asks none")
+    max_concurrency: PositiveInt = Field(64, description="requests under way at a time; a server's max_num_seqs fits")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _url_alone(cls, value: Any) -> Any:
+        return {"url": value} if isinstance(value, str) else value
+
+
+class RegenerateSection(Section):
+    """Responses rewritten by the target itself: without it a head learns another model's habits."""
+
+    # Who writes and how patiently, not what is written: a run may be continued with other values.
+    operational: ClassVar[frozenset[str]] = frozenset(
+        {"endpoints", "max_failures", "max_attempts", "request_timeout_s", "patience_s", "min_agreement"}
+    )
+    # Left out of a run's fingerprint at their defaults: so runs are those of before these keys.
+    later: ClassVar[tuple[str, ...]] = ("turns", "exchange", "unproved_tokens")
+
+    enabled: bool = Field(True, description="replace every response by the target's own; off: train on the data as is")
+    temperatures: Shares = Field(
+        default_factory=lambda: [TemperatureShare(temperature=1.0, share=1.0)],
+        min_length=1,
+        description="[1.0], a list sharing equally, or a mapping temperature: fraction; use those of serving",
+    )
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus of the sampling; 1: off")
+    top_k: Count = Field(0, description="most likely tokens kept; 0: off")
+    max_new_tokens: PositiveInt = Field(512, description="longest response")
+    batch_size: PositiveInt = Field(32, description="conversations decoded together")
+    seed: Count = Field(0, description="seed of the sampling")
+    cache_dir: Text | None = Field(
+        None, description="where responses are kept by content; null: <output_dir>/responses"
+    )
+    turns: Literal["last", "all"] = Field(
+        "last",
+        description="last: the last response of a conversation, after the data's own earlier ones; all: every "
+        "response, each after those written before it",
+    )
+    endpoints: list[EndpointSection] = Field(
+        default_factory=list,
+        description="servers that write the responses, each a URL or a mapping; empty: this process does",
+    )
+    exchange: Literal["tokens", "text"] = Field(
+        "tokens",
+        description="with endpoints: tokens are sent and returned as ids; text, for servers that cannot, goes through "
+        "their own chat template and is tokenised again",
+    )
+    unproved_tokens: Literal["drop", "keep"] = Field(
+        "drop",
+        description="with exchange: text, what to do with a response whose tokens may be others than those written; "
+        "either way they are counted",
+    )
+    max_failures: Share = Field(
+        0.0, description="share of the responses that may fail for good; beyond it the run stops, and keeps what it has"
+    )
+    max_attempts: PositiveInt = Field(8, description="times a request is sent before it has failed")
+    request_timeout_s: float = Field(600.0, gt=0, description="seconds for one response")
+    patience_s: float = Field(
+        1800.0, gt=0, description="seconds without any endpoint that answers, after which the run stops"
+    )
+    min_agreement: Share = Field(
+        0.9,
+        description="share of greedy tokens in which an endpoint must agree with the target, or with another endpoint "
+        "where the target is not loaded",
+    )
+
+    def not_in_fingerprint(self) -> set[str]:
+        """Keys that shape no training, as they are here."""
+        fields = type(self).model_fields
+        return {*self.operational, *(name for name in self.later if getattr(self, name) == fields[name].default)}
+
+    @model_validator(mode="after")
+    def _each_once(self) -> RegenerateSection:
+        urls = [endpoint.url.rstrip("/") for endpoint in self.endpoints]
+        if len(set(urls)) < len(urls):
+            raise ValueError(f"endpoints: each address may be given once, got {', '.join(urls)}")
+        return self

@@ -1,0 +1,76 @@
+"""The drafter a recipe asks for: its config for a target, and what the recipe may not ask of it.
+
+Knows recipes, targets and families in general, and no particular one. Loads no weight.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from speculators.config import DrafterConfig, TargetShape
+from speculators.drafter import Drafter
+from speculators.errors import ConfigError
+from speculators.export import read_drafter_config, resolve
+from speculators.export.formats import layout_for
+from speculators.registry import config_for_target, family_class
+from train.recipe.recipe import Recipe
+
+DEFAULT_DRAFT_VOCABULARY = 32_000
+
+
+def drafter_config(recipe: Recipe, target: TargetShape, *, planning: bool = False) -> DrafterConfig:
+    """The recipe's drafter for this target; with `init_from`, that head's own, which the recipe may not contradict.
+    `planning`: of a student's folder config.json will do."""
+    options, fields = recipe.drafter, family_class(recipe.family).config_class.model_fields
+    wanted = options.shape(fields, target)
+    config_only = planning and recipe.family == "draft_model"
+    if (start := start_folder(recipe, weights=not config_only)) is None:
+        if "draft_vocab_size" in wanted and wanted["draft_vocab_size"] is None:
+            wanted["draft_vocab_size"] = min(DEFAULT_DRAFT_VOCABULARY, target.vocab_size)
+        return fitting(recipe, config_for_target(target, recipe.family, **wanted))
+    config = read_drafter_config(start, target.num_layers, config_only=config_only)
+    if config.family != recipe.family:
+        raise ConfigError(
+            f"drafter.init_from: {options.init_from} is of family {config.family!r}, the recipe's is {recipe.family!r}"
+        )
+    for key in options.model_fields_set & set(wanted):
+        if wanted[key] is not None and wanted[key] != getattr(config, key):
+            raise ConfigError(
+                f"drafter.{key}: the recipe says {wanted[key]}, but the head of drafter.init_from "
+                f"({options.init_from}) has {getattr(config, key)}; leave {key} out or start from scratch"
+            )
+    options.accept(config)
+    return fitting(recipe, config)
+
+
+def start_folder(recipe: Recipe, *, weights: bool = True) -> Path | None:
+    """The folder whose head the recipe starts from (`target`: the target's own), None where it starts from scratch."""
+    if recipe.drafter.init_from == "target":
+        return resolve(recipe.target.model, recipe.target.revision)
+    return None if recipe.drafter.init_from is None else resolve(recipe.drafter.init_from, weights=weights)
+
+
+def sketch_drafter(recipe: Recipe, config: DrafterConfig) -> Drafter:
+    """The drafter without memory for its weights. ConfigError if the recipe wants more drafts than it can make, or
+    longer texts."""
+    with torch.device("meta"):
+        drafter = family_class(config.family)(config)
+    drafter.require_depth(recipe.evaluation.num_speculative_tokens, "evaluation.num_speculative_tokens")
+    drafter.require_length(recipe.data.max_length, "data.max_length")
+    for name, part in recipe.training_stages():
+        if part.on_policy is not None and part.on_policy.num_speculative_tokens is not None:
+            where = f"stages ({name}): on_policy" if name else "on_policy"
+            drafter.require_depth(part.on_policy.num_speculative_tokens, f"{where}.num_speculative_tokens")
+    return drafter
+
+
+def fitting(recipe: Recipe, config: DrafterConfig) -> DrafterConfig:
+    """`config` as it is. ConfigError, before anything is trained, if a format of the recipe has no place for it."""
+    for name in recipe.export.formats:
+        try:
+            layout_for(name, config.family).check(config)
+        except ConfigError as error:
+            raise ConfigError(f"export.formats: {error}") from error
+    return config

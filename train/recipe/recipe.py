@@ -1,0 +1,317 @@
+"""The recipe: one YAML file that says everything about a run, checked before anything is loaded.
+
+`Recipe` holds what its sections must agree on; the sections themselves are in `train.recipe.sections` and its
+neighbours. `train.recipe.load` reads one from a file. Must not know: models, data, devices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, ClassVar, Literal
+
+import yaml
+from pydantic import Field, ValidationError, create_model, field_validator, model_validator
+
+from speculators.errors import ConfigError
+from speculators.options import DrafterOptions, Section, Text
+from speculators.registry import FAMILIES, family_class
+from train.losses.divergences import Mix
+from train.recipe.data_sections import DataSection, RegenerateSection
+from train.recipe.errors import explain
+from train.recipe.features_section import FeaturesSection
+from train.recipe.on_policy_section import OnPolicySection
+from train.recipe.schema import SchemaRow, rows
+from train.recipe.sections import (
+    BUDGETS,
+    EvaluationSection,
+    ExportSection,
+    Gate,
+    JointSection,
+    Stage,
+    TargetSection,
+    TrainingSection,
+    split_gate,
+)
+
+DEFAULT_FAMILY = "eagle3"
+
+
+class Recipe(Section):
+    """Everything about one run. The recipe of a family is `recipe_class(family)`."""
+
+    family_defaults: ClassVar[Mapping[str, Any]] = {}
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*$",
+        description="name of the run; its folder is runs/<name>",
+    )
+    output_dir: Text = Field("runs/<name>", description="where everything the run writes goes")
+    family: Text = Field(DEFAULT_FAMILY, description="kind of drafter, as registered in speculators.registry.FAMILIES")
+    target: TargetSection = Field(description="the frozen model to draft for")
+    drafter: DrafterOptions = Field(
+        default_factory=lambda: DrafterOptions.model_validate({}),
+        description="the trained head; its keys are the family's",
+    )
+    data: DataSection = Field(description="conversations to train and validate on")
+    regenerate: RegenerateSection = Field(
+        default_factory=lambda: RegenerateSection.model_validate({}), description="responses rewritten by the target"
+    )
+    features: FeaturesSection = Field(
+        default_factory=lambda: FeaturesSection.model_validate({}),
+        description="the target's features of training rows: made as they are needed, or kept on disk",
+    )
+    loss: dict[str, Any] = Field(
+        default_factory=lambda: {"forward_kl": 1.0},
+        description="divergences by name, each a weight or {weight: ..., option: ...}; KL converges "
+        "fastest from scratch",
+    )
+    training: TrainingSection = Field(
+        default_factory=lambda: TrainingSection.model_validate({}), description="optimiser and loop"
+    )
+    joint: JointSection | None = Field(
+        None,
+        description="train the target along with the heads (Medusa-2), in the last stage if there are several; what is "
+        "served is then the trained target; null: it is frozen",
+    )
+    on_policy: OnPolicySection | None = Field(
+        None,
+        description="learn part of the steps from texts that the drafter in training had a part in; null: from data",
+    )
+    stages: list[Stage] = Field(
+        default_factory=list,
+        description="stages of training one after the other, each with the keys that differ; empty: one stage",
+    )
+    export: ExportSection = Field(
+        default_factory=lambda: ExportSection.model_validate({}), description="formats to write"
+    )
+    evaluation: EvaluationSection = Field(
+        default_factory=lambda: EvaluationSection.model_validate({}), description="the acceptance report"
+    )
+    gates: dict[str, Gate] = Field(
+        default_factory=dict,
+        description="bounds on measured figures, such as t0.acceptance_length: {min: 3.0}; empty: nothing is gated",
+    )
+    trackers: list[Literal["wandb", "trackio", "tensorboard"]] = Field(
+        default_factory=list,
+        description="where curves are sent besides the run's folder; none or []: nowhere",
+    )
+    project: Text = Field("draftsmith", description="project name shown in the trackers")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _published(cls, value: Any) -> Any:
+        """The family's defaults where the recipe says nothing; `loss` is one value."""
+        if isinstance(value, dict):
+            for name, default in cls.family_defaults.items():
+                given = value.get(name)
+                if given is None:
+                    value = {**value, name: default}
+                elif isinstance(given, dict) and name != "loss":
+                    value = {**value, name: {**default, **given}}
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _output_dir(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("output_dir") is None and isinstance(value.get("name"), str):
+            value = {**value, "output_dir": f"runs/{value['name']}"}
+        return value
+
+    @field_validator("family")
+    @classmethod
+    def _registered(cls, name: str) -> str:
+        if name not in FAMILIES:
+            raise ValueError(f"expected one of {', '.join(FAMILIES)}, got '{name}'")
+        return name
+
+    @field_validator("loss")
+    @classmethod
+    def _weights_are_floats(cls, loss: dict[str, Any]) -> dict[str, Any]:
+        return {name: float(term) if type(term) is int else term for name, term in loss.items()}
+
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _none_is_empty(cls, value: Any) -> Any:
+        return [] if value in ("none", ["none"], None) else value
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Recipe:
+        try:
+            Mix.parse(self.loss)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        for name in self.gates:
+            try:
+                temperature, _ = split_gate(name)
+            except ValueError as error:
+                raise ValueError(f"gates.{name}: {error}") from None
+            if temperature is not None and temperature not in self.evaluation.temperatures:
+                raise ValueError(
+                    f"gates.{name}: nothing is measured at temperature {temperature:g}; "
+                    f"evaluation.temperatures is {self.evaluation.temperatures}"
+                )
+        if self.joint is not None and self.training.keep_features_gb:
+            raise ValueError("training.keep_features_gb: a target that is trained says something else at every step")
+        if self.joint is not None and self.features.mode == "cache":
+            raise ValueError("features.mode: a target that is trained says something else at every step; needs online")
+        if self.joint is not None and self.on_policy is not None and not self.stages:
+            raise ValueError(
+                "on_policy: a target that is trained along is no longer the one that accepted and rejected the drafts; "
+                "give joint and on_policy stages of their own"
+            )
+        if self.on_policy is not None and self.on_policy.written_by == "drafter" and not self._can_write():
+            raise ValueError(
+                f"on_policy.written_by: a drafter of family {self.family} writes no text of its own in the target's "
+                "tokens; let the target write (target), with the drafter drafting"
+            )
+        if self.data.fan_out and not self.regenerate.enabled:
+            raise ValueError(
+                "data.fan_out: without regeneration every assistant turn is learnt already, in one row; leave it out"
+            )
+        if self.data.fan_out and self.regenerate.turns == "all":
+            raise ValueError(
+                "data.fan_out: with regenerate.turns: all every turn is written anew already, each after those before; "
+                "leave one of the two out"
+            )
+        compared = [temperature for temperature, figure in map(split_gate, self.gates) if figure == "vllm_gap"]
+        if compared and "vllm" not in self.evaluation.engines:
+            raise ValueError("gates: vllm_gap compares two engines; needs evaluation.engines: [draftsmith, vllm]")
+        if missing := set(compared) - {None, *self.evaluation.vllm_temperatures}:
+            raise ValueError(
+                f"gates: vllm_gap at temperature {missing.pop():g} needs it in evaluation.vllm.temperatures"
+            )
+        if "lossless_mismatches" in self.gates and not self.evaluation.lossless_check:
+            raise ValueError("gates.lossless_mismatches: needs evaluation.lossless_check: true")
+        if self.gates and not (self.evaluation.prompts or self.data.validation):
+            raise ValueError("gates: there is nothing to measure on; give evaluation.prompts or data.validation")
+        return self
+
+    @model_validator(mode="after")
+    def _shards_run_together(self) -> Recipe:
+        """The processes of a sharded target run it the same number of times."""
+        parts: dict[str, object] = {"joint": self.joint, "on_policy": self.on_policy, "stages": self.stages}
+        parts["training.keep_features_gb"] = self.training.keep_features_gb
+        parts["features.mode: cache"] = self.features.mode == "cache"
+        if self.target.sharding != "none" and (given := [name for name, part in parts.items() if part]):
+            raise ValueError(
+                f"target.sharding: {self.target.sharding}, but with {given[0]} some processes would run the target "
+                f"alone; leave {given[0]} out or set target.sharding: none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _stages_are_recipes(self) -> Recipe:
+        names = [stage.name for stage in self.stages]
+        if len(set(names)) < len(names):
+            raise ValueError(f"stages: each needs a name of its own, got {', '.join(names)}")
+        fixed = set(type(self.drafter).model_fields) & set(family_class(self.family).config_class.model_fields)
+        for i, stage in enumerate(self.stages):
+            if shaped := sorted((fixed | {"init_from"}) & set(stage.drafter)):
+                raise ValueError(f"stages.{i}.drafter.{shaped[0]}: a later stage goes on with the same head")
+            try:
+                self.stage(i)
+            except ValidationError as error:
+                raise ValueError(explain(error, f"stages.{i} ({stage.name})", (), type(self))) from None
+        return self
+
+    def drafter_writes(self) -> bool:
+        """Whether the texts of `on_policy` are the drafter's own, rather than the target's."""
+        chosen = self.on_policy.written_by if self.on_policy is not None else "target"
+        return self._can_write() if chosen is None else chosen == "drafter"
+
+    def _can_write(self) -> bool:
+        return family_class(self.family).writes and getattr(self.drafter, "vocab", "same") == "same"
+
+    def stage(self, number: int) -> Recipe:
+        """The recipe of one stage, which has none of its own."""
+        stage, tree = self.stages[number], self.model_dump(mode="json", exclude={"stages"})
+        if any(stage.training.get(budget) is not None for budget in BUDGETS):
+            tree["training"] |= dict.fromkeys(BUDGETS)
+        for name in ("data", "regenerate", "drafter", "training"):
+            tree[name] |= getattr(stage, name)
+        tree["loss"] = stage.loss or tree["loss"]
+        if stage.on_policy is not None:
+            tree["on_policy"] = (tree["on_policy"] or {}) | stage.on_policy
+        if number < len(self.stages) - 1:
+            tree["joint"] = None
+        return type(self).model_validate(tree)
+
+    @property
+    def held_out_prompts(self) -> int:
+        """Validation prompts that a held-out evaluation reads, the same at each of its temperatures."""
+        return -(-self.training.eval_texts // len(self.evaluation.temperatures))
+
+    def training_stages(self) -> list[tuple[str, Recipe]]:
+        """(name, recipe) of every stage; of the whole, unnamed, if there is one only."""
+        return [(stage.name, self.stage(i)) for i, stage in enumerate(self.stages)] or [("", self)]
+
+    def resolved_yaml(self) -> str:
+        """The recipe with every default written out; loading it gives this recipe again."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100)
+
+    def recipe_hash(self) -> str:
+        """sha256 (hex) of the canonical JSON of the resolved recipe: equal exactly when all values are."""
+        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    def provenance(self, step: int) -> dict[str, Any]:
+        """What an export says of its run, how many tokens per round it was measured with among it."""
+        return {
+            "recipe": self.name,
+            "recipe_hash": self.recipe_hash(),
+            "step": step,
+            "num_speculative_tokens": self.evaluation.num_speculative_tokens,
+        }
+
+
+@cache
+def recipe_class(family: str = DEFAULT_FAMILY) -> type[Recipe]:
+    """The recipe of a family: its own keys under `drafter`, and its published defaults elsewhere."""
+    if family not in FAMILIES:
+        return Recipe  # which refuses it by name
+    drafter = family_class(family)
+    options: Any = (
+        drafter.options,
+        Field(
+            default_factory=lambda: drafter.options.model_validate({}),
+            description=Recipe.model_fields["drafter"].description,
+        ),
+    )
+    made = create_model("Recipe", __base__=Recipe, drafter=options)
+    made.family_defaults = drafter.defaults
+    return made
+
+
+def make_recipe(tree: Mapping[str, Any]) -> Recipe:
+    """The recipe a mapping stands for. Raises pydantic's ValidationError."""
+    return recipe_class(family_of(tree)).model_validate(tree)
+
+
+def family_of(tree: Any) -> str:
+    family = tree.get("family", DEFAULT_FAMILY) if isinstance(tree, Mapping) else DEFAULT_FAMILY
+    return family if isinstance(family, str) else DEFAULT_FAMILY
+
+
+def describe_schema(family: str = DEFAULT_FAMILY) -> list[SchemaRow]:
+    """Every key in file order: dotted name (`[]` a list item, `<name>` any key), type, default, meaning.
+
+    The keys under `drafter` and the published defaults are those of `family`. A section that several keys share is
+    spelled out at the first of them.
+    """
+    if family not in FAMILIES:
+        raise ConfigError(f"unknown family {family!r}; expected one of {', '.join(FAMILIES)}")
+    found = rows(recipe_class(family), "", {})
+    own = {".".join(keys): value for keys, value in _leaves(family_class(family).defaults)} | {"family": family}
+    return [row._replace(default=str(own[row.name])) if row.name in own else row for row in found]
+
+
+def _leaves(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(keys, value) of a tree of defaults; `loss` is one value."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and key != "loss":
+            yield from _leaves(value, (*above, key))
+        else:
+            yield (*above, key), json.dumps(value)

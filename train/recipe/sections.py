@@ -1,0 +1,370 @@
+"""The sections of a recipe: every key a user can write, what it means, and why its default is what it is.
+
+Only shapes and values live here: those about text are in `train.recipe.data_sections`, those of a drafter in its
+family's file. Reading files, overrides and error texts are in `train.recipe.recipe`. This module opens no file and
+loads no model.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from speculators.errors import ConfigError
+from speculators.hub import is_repository_id, split_revision
+from speculators.options import Count, PositiveInt, Section, Share, Text
+from train.recipe.data_sections import Dtype, Sources
+
+if TYPE_CHECKING:
+    import torch
+
+    from speculators.target.info import TargetSketch
+
+
+class TargetSection(Section):
+    """The frozen model whose distribution is preserved."""
+
+    model: Text = Field(
+        description="directory or Hugging Face id of the target; a relative path starts at the working directory, and "
+        "org/name@revision is revision as well"
+    )
+    dtype: Dtype = Field(
+        "auto",
+        description="precision the target runs in; auto: the one its config names, which is what serving uses, but "
+        "float32 for bfloat16 on a CPU without instructions for it",
+    )
+    revision: Text | None = Field(None, description="branch, tag or commit on the hub; null: the default branch")
+    trust_remote_code: bool = Field(
+        False, description="run Python code shipped with the checkpoint; off, because it can do anything"
+    )
+    attn_implementation: Literal["sdpa", "eager"] = Field(
+        "sdpa", description="attention kernel of the target; packed rows need one that takes a mask"
+    )
+
+    sharding: Literal["none", "fsdp"] = Field(
+        "none",
+        description="how several processes hold the target while a head is trained: none, each all of it; fsdp, each a "
+        "part of every layer, gathered while the layer computes",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _revision_beside(cls, value: Any) -> Any:
+        if isinstance(value, dict) and isinstance(value.get("model"), str):
+            try:
+                name, revision = split_revision(value["model"], value.get("revision"))
+            except ConfigError as error:
+                raise ValueError(str(error)) from None
+            value = {**value, "model": name, "revision": revision}
+        return value
+
+    def sketch(self, device: torch.device | str | None = None) -> TargetSketch:
+        """The target's sizes, from its config.json alone. `device`: what it is to run on; None: this machine's."""
+        from speculators.target.info import sketch_target  # imports torch and transformers
+
+        return sketch_target(
+            self.model,
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+            dtype=self.dtype,
+            device=device,
+        )
+
+
+BUDGETS = ("steps", "epochs", "max_minutes")  # of training; one of them at least
+WITHOUT_EFFECT = {  # keys of earlier versions that nothing read, and what to do instead
+    "compile": "training is not compiled; leave the key out",
+    "num_workers": "rows are tokens before training begins, so no process loads them; leave the key out",
+}
+
+
+class TrainingSection(Section):
+    """The optimiser and the loop."""
+
+    steps: PositiveInt | None = Field(None, description="optimiser steps; instead of epochs")
+    epochs: float | None = Field(
+        None,
+        gt=0,
+        description="passes over the data; 2 if no budget is given, because heads overfit small data after a few",
+    )
+    max_minutes: float | None = Field(
+        None, gt=0, description="stop after this many minutes of training, whatever comes first"
+    )
+    batch_size: PositiveInt = Field(8, description="packed rows of data.max_length tokens per process and micro-step")
+    gradient_accumulation_steps: PositiveInt = Field(
+        1, description="micro-steps per optimiser step; the loss is normalised over all their valid tokens"
+    )
+    global_batch_size: PositiveInt | None = Field(
+        None,
+        description="rows per optimiser step over all processes, whatever their number: micro-steps follow from it, of "
+        "batch_size rows or fewer; null: batch_size x processes x gradient_accumulation_steps",
+    )
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="muon: Muon for the matrices of the layers and AdamW for the rest; fewer steps, as a rule"
+    )
+    learning_rate: float = Field(1e-4, gt=0, le=1, description="AdamW's peak learning rate; 1e-4 is EAGLE-3's")
+    muon_learning_rate: float = Field(0.02, gt=0, le=1, description="Muon's peak learning rate; same schedule")
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
+        default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2, description="AdamW's moment decays"
+    )
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decay; none, a head is small and trained briefly")
+    warmup_ratio: Share = Field(0.02, description="part of the run that warms the learning rate up")
+    lr_schedule: Literal["cosine", "constant"] = Field("cosine", description="after the warm-up; cosine ends at zero")
+    max_grad_norm: float = Field(0.5, gt=0, description="gradient clipping; 0.5 in every EAGLE paper")
+    mixed_precision: Literal["auto", "bf16", "no"] = Field(
+        "auto",
+        description="autocast of the head, whose master weights stay fp32; auto: bf16, but none on a CPU without "
+        "instructions for it",
+    )
+    seed: Count = Field(0, description="seed of initialisation and sampling order")
+    eval_every: PositiveInt | None = Field(None, description="steps between held-out evaluations; null: ten a run")
+    eval_texts: PositiveInt = Field(
+        128,
+        description="held-out texts that an evaluation reads and best/ is chosen on, shared by evaluation.temperatures "
+        "and by the workloads of data.validation; fewer if it holds fewer. The standard error falls with their root",
+    )
+    save_every: PositiveInt | None = Field(None, description="steps between checkpoints; null: with every evaluation")
+    keep_last: PositiveInt = Field(1, description="checkpoints kept beside the best one")
+    loss_chunk_size: PositiveInt | None = Field(
+        None,
+        description="tokens whose logits exist at once; null: chosen from the vocabulary to stay near 64 MB",
+    )
+    keep_features_gb: float = Field(
+        0.0,
+        ge=0,
+        description="memory for the target's features of training rows, so that further epochs need no target; 0: none",
+    )
+    activation_checkpointing: bool = Field(
+        False, description="compute each depth again in the backward pass instead of keeping it; for long rows"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_effect(cls, value: Any) -> Any:
+        """Recipes that earlier versions wrote out name these keys with `false` and `0`, which ask for nothing."""
+        if not isinstance(value, dict):
+            return value
+        for key, advice in WITHOUT_EFFECT.items():
+            if value.get(key):
+                raise ValueError(f"training.{key}: no longer a key, and never had an effect; {advice}")
+        return {key: each for key, each in value.items() if key not in WITHOUT_EFFECT}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _budget(cls, value: Any) -> Any:
+        if isinstance(value, dict) and all(value.get(key) is None for key in BUDGETS):
+            value = {**value, "epochs": 2.0}
+        return value
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainingSection:
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(
+                f"expected steps or epochs, got both (steps={self.steps}, epochs={self.epochs:g}); "
+                "set one of them to null"
+            )
+        if self.global_batch_size is not None and self.gradient_accumulation_steps != 1:
+            raise ValueError(
+                f"gradient_accumulation_steps follows from global_batch_size ({self.global_batch_size}); leave it out"
+            )
+        return self
+
+
+class JointSection(Section):
+    """A LoRA on the target, trained together with the heads."""
+
+    r: PositiveInt = Field(16, description="rank of the LoRA")
+    alpha: PositiveInt = Field(32, description="scale of the LoRA: alpha / r")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout of the LoRA's inputs")
+    target_modules: list[Text] | Literal["all-linear"] = Field(
+        "all-linear", description="names of the linear layers that get one, as peft takes them"
+    )
+    base_loss_weight: float = Field(1.0, gt=0, description="weight of the target's own cross-entropy on the data")
+    heads_loss_weight: float = Field(0.2, gt=0, description="weight of the heads' loss at its highest; Medusa-2's 0.2")
+    heads_schedule: Literal["sine", "constant"] = Field(
+        "sine", description="how that weight grows over the run: a quarter of a sine from zero, or at once"
+    )
+    head_lr_multiplier: float = Field(
+        4.0, gt=0, description="training.learning_rate is the heads'; the LoRA's is smaller by this factor"
+    )
+    export: Literal["merged", "adapter"] = Field(
+        "merged", description="what is written of the target: all of it with the LoRA merged, or the adapter alone"
+    )
+
+
+class Stage(Section):
+    """One stage of a training in several: what differs from the recipe. It goes on from the stage before."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][\w.-]*$", description="names the stage's checkpoints")
+    data: dict[str, Any] = Field(default_factory=dict, description="keys of data that differ")
+    regenerate: dict[str, Any] = Field(default_factory=dict, description="keys of regenerate that differ")
+    drafter: dict[str, Any] = Field(default_factory=dict, description="keys of drafter that differ; its shape cannot")
+    loss: dict[str, Any] | None = Field(None, description="the stage's loss; null: the recipe's")
+    training: dict[str, Any] = Field(default_factory=dict, description="keys of training that differ")
+    on_policy: dict[str, Any] | None = Field(
+        None, description="keys of on_policy that differ, {} for its defaults; null: as the recipe has it"
+    )
+
+
+class ExportSection(Section):
+    """What the run leaves behind for an engine to load."""
+
+    formats: list[Literal["vllm", "speculators", "sglang", "transformers"]] = Field(
+        default=["vllm"],
+        min_length=1,
+        description="formats to write (docs/formats.md): the first to `export`, others to `export-<format>` beside it",
+    )
+    dtype: Dtype = Field("auto", description="precision of the exported weights; auto: the target checkpoint's")
+    push_to_hub: bool = Field(
+        False, description="upload once the gates are passed, card included; a repository id is hub_model_id as well"
+    )
+    hub_model_id: Text | None = Field(None, description="org/name of the repository to upload to")
+    hub_private_repo: bool = Field(True, description="make that repository private, if it is not there yet")
+    hub_revision: Text | None = Field(None, description="branch to upload to; null: the default branch")
+    hub_license: Text | None = Field(None, description="license the card states, such as apache-2.0; null: none")
+    hub_base_model: Text | None = Field(
+        None, description="the target's id on the card; null: target.model, if that is an id"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _id_alone(cls, value: Any) -> Any:
+        """`push_to_hub: org/name`; null is false."""
+        if isinstance(value, dict) and isinstance(value.get("push_to_hub", ""), str | None):
+            given = value.get("push_to_hub")
+            own = {"hub_model_id": given} if given else {}
+            value = {**value, "push_to_hub": bool(given), **own}
+        return value
+
+    @model_validator(mode="after")
+    def _somewhere(self) -> ExportSection:
+        for name in ("hub_model_id", "hub_base_model"):
+            given = getattr(self, name)
+            if given is not None and not is_repository_id(given):
+                raise ValueError(f"{name}: expected the id of a repository, org/name, got {given!r}")
+        if self.push_to_hub and self.hub_model_id is None:
+            raise ValueError("push_to_hub: true, but hub_model_id does not say where to; give org/name")
+        return self
+
+    @field_validator("formats")
+    @classmethod
+    def _each_once(cls, value: list[str]) -> list[str]:
+        if len(set(value)) != len(value):
+            raise ValueError(f"each format may be given once, got {value}")
+        return value
+
+
+class VllmSection(Section):
+    """How vLLM is run for the acceptance report."""
+
+    temperatures: list[Annotated[float, Field(ge=0)]] | None = Field(
+        None, min_length=1, description="those of evaluation.temperatures to measure it at; null: all of them"
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="options of its LLM, such as gpu_memory_utilization or tensor_parallel_size"
+    )
+    speculative_config: dict[str, Any] = Field(
+        default_factory=dict, description="options of its speculative_config, such as draft_tensor_parallel_size"
+    )
+
+
+class EvaluationSection(Section):
+    """The acceptance report: the exported head, measured in the runtime."""
+
+    prompts: Sources = Field(
+        default_factory=list,
+        description="sources of the prompts, grouped by their workload label; empty: data.validation",
+    )
+    engines: list[Literal["draftsmith", "vllm"]] = Field(
+        default=["draftsmith"],
+        min_length=1,
+        description="engines to measure in, this runtime among them; vllm is run by the interpreter that the "
+        "environment variable DRAFTSMITH_VLLM_PYTHON names, and passed over where there is none and no gate needs it",
+    )
+    vllm: VllmSection = Field(
+        default_factory=lambda: VllmSection.model_validate({}), description="how vLLM is run, if it is"
+    )
+    temperatures: list[Annotated[float, Field(ge=0)]] = Field(
+        default_factory=lambda: [0.0, 1.0], min_length=1, description="sampling temperatures to measure at"
+    )
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus of the sampled runs; 1: off")
+    top_k: Count = Field(0, description="most likely tokens kept in the sampled runs; 0: off")
+    num_speculative_tokens: PositiveInt = Field(4, description="tokens drafted per verification")
+    max_tokens: PositiveInt = Field(128, description="longest response")
+    timed_prompts: PositiveInt = Field(
+        3, description="prompts of one timed pass, fresh ones in every repeat while there are any"
+    )
+    repeats: Count = Field(3, description="interleaved repetitions of every timing, for medians; 0: nothing is timed")
+    prompts_per_workload: PositiveInt = Field(16, description="prompts taken of each workload")
+    batch_size: PositiveInt = Field(1, description="requests in flight; one shows latency, more show throughput")
+    seed: Count = Field(0, description="seed of the sampled runs and of the choice of prompts")
+    baseline_transformers: bool = Field(True, description="time transformers.generate as well, for reference")
+    lossless_check: bool = Field(True, description="compare tokens with and without drafting, in float32")
+
+    @field_validator("temperatures")
+    @classmethod
+    def _once(cls, value: list[float]) -> list[float]:
+        if len(set(value)) != len(value):
+            raise ValueError(f"each temperature may be given once, got {value}")
+        return value
+
+    @field_validator("engines")
+    @classmethod
+    def _this_one_too(cls, value: list[str]) -> list[str]:
+        if "draftsmith" not in value:
+            raise ValueError("expected draftsmith among them: a run's report is of this runtime")
+        return value
+
+    @model_validator(mode="after")
+    def _vllm_is_measured_within(self) -> EvaluationSection:
+        if extra := sorted(set(self.vllm.temperatures or ()) - set(self.temperatures)):
+            raise ValueError(f"vllm.temperatures: {extra} are not among evaluation.temperatures, {self.temperatures}")
+        return self
+
+    @property
+    def vllm_temperatures(self) -> list[float]:
+        return self.temperatures if self.vllm.temperatures is None else self.vllm.temperatures
+
+
+class Gate(Section):
+    """A bound on one measured figure; missing it makes the run exit non-zero."""
+
+    min: float | None = Field(None, description="smallest value that passes")
+    max: float | None = Field(None, description="largest value that passes")
+
+    @model_validator(mode="after")
+    def _some_bound(self) -> Gate:
+        if self.min is None and self.max is None:
+            raise ValueError("expected min, max or both")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min ({self.min:g}) is above max ({self.max:g}): nothing could pass")
+        return self
+
+
+# Every figure a gate may name, over all workloads. All but the first may be preceded by a temperature, "t0."
+# or "t0.7."; without one the bound holds at every temperature of the evaluation.
+GATE_METRICS = {
+    "lossless_mismatches": "responses whose tokens differ with drafting on and off; takes no temperature",
+    "acceptance_length": "tokens committed per verification, bonus included",
+    "speedup_vs_autoregressive": "tokens per second against the same engine with drafting off",
+    "efficiency": "measured speedup divided by the cost model's limit",
+    "expected_measured_gap": "|expected - measured| acceptance length, divided by the measured one",
+    "vllm_gap": "|acceptance length in vLLM - in this runtime|, divided by the latter",
+}
+_GATE = re.compile(r"^(?:t(?P<temperature>\d+(?:\.\d+)?)\.)?(?P<metric>[a-z_]+)$")
+
+
+def split_gate(name: str) -> tuple[float | None, str]:
+    """`t0.7.efficiency` -> (0.7, "efficiency"); None: at every one. ValueError if it names no figure."""
+    match = _GATE.match(name)
+    if match is None or match["metric"] not in GATE_METRICS:
+        raise ValueError(
+            f"unknown figure '{name}'; expected one of {', '.join(GATE_METRICS)}, after t0. or t1. for one temperature"
+        )
+    if match["temperature"] is not None and match["metric"] == "lossless_mismatches":
+        raise ValueError(
+            f"'{name}': lossless_mismatches is counted in one greedy float32 run; write it without a temperature"
+        )
+    return (None if match["temperature"] is None else float(match["temperature"])), match["metric"]

@@ -1,0 +1,214 @@
+"""Responses on disk: kept by content, never torn by a kill, never written by two processes into one file.
+
+A store is what a folder has under one name, a hash of everything its responses depend on beside their prompts:
+`<name>.jsonl`, in which this project's own LLM writes chunk by chunk and a chunk counts only whole (one that writes
+part i of n has `<name>.i-of-n.jsonl` to itself), and shards `<name>.0000.jsonl` …, in which responses of endpoints
+come one per line and one process holds each.
+Knows no prompts, no conversations and nobody who writes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count, groupby
+from pathlib import Path
+from typing import IO, Any
+
+from speculators.errors import DataError
+from train.data.loss_mask import TokenRow, Turn, fewest_rows
+
+CHUNK_END = "{}"
+SHARD_BYTES = 256 << 20  # a new one is begun beyond it
+SYNC_EVERY_S = 1.0  # seconds of responses that a machine losing power may lose; a killed process loses none
+
+
+@dataclass(frozen=True)
+class Response:
+    """One prompt and what the target wrote, as tokens. `example`: the number of the conversation it is a turn of."""
+
+    workload: str
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    temperature: float
+    example: int = 0
+
+    def row(self) -> TokenRow:
+        return TokenRow.from_response(self.prompt_ids, self.output_ids, self.workload)
+
+
+def rows_of(responses: Iterable[Response]) -> Iterator[TokenRow]:
+    """Token rows of responses that come in the order of their conversations: turns that continue one another's tokens
+    share a row; the others are rows of their own, each as serving saw it."""
+    for _, group in groupby(responses, key=lambda response: response.example):
+        turns = list(group)
+        rows = [turn.row() for turn in turns]
+        if len(rows) > 1:
+            rows = fewest_rows([Turn(row.input_ids.tolist(), row.loss_mask) for row in rows], turns[0].workload)
+        yield from rows
+
+
+class ResponseStore:
+    """`known`: token ids by key. `given_up`: reasons by key, of responses that a run was allowed to do without.
+    `part`: (i, n) of a process that writes one of n parts."""
+
+    def __init__(self, folder: Path, name: str, part: tuple[int, int] = (0, 1)) -> None:
+        self.folder, self.name, self.part = folder, name, part
+        self.known: dict[str, list[int]] = {}
+        self.given_up: dict[str, str] = {}
+        self._shard: _Shard | None = None
+        for path in sorted({self.chunks, *self._numbered(r"(\.\d+-of-\d+)?")}):
+            self._read(_whole_chunks(path, mend=path == self.chunks), path)
+        for path in self.shards():
+            self._read(_whole_lines(path.read_bytes()).decode().splitlines(), path)
+
+    @property
+    def chunks(self) -> Path:
+        """The file that this process writes chunks into, and no other."""
+        return self.folder / f"{self.name}{part_suffix(self.part)}.jsonl"
+
+    def shards(self) -> list[Path]:
+        return self._numbered(r"\.\d{4}")
+
+    def _numbered(self, suffix: str) -> list[Path]:
+        wanted = re.compile(rf"{re.escape(self.name)}{suffix}\.jsonl")
+        return sorted(path for path in self.folder.glob(f"{self.name}*.jsonl") if wanted.fullmatch(path.name))
+
+    def add_chunk(self, responses: Mapping[str, Sequence[int]]) -> None:
+        """Responses that count together: after a kill all of them are there, or none."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.known |= {key: list(ids) for key, ids in responses.items()}
+        lines = [json.dumps({"key": key, "token_ids": list(ids)}) for key, ids in responses.items()]
+        with self.chunks.open("a", encoding="utf-8") as file:
+            file.write("\n".join([*lines, CHUNK_END]) + "\n")
+
+    def add(self, key: str, token_ids: Sequence[int]) -> None:
+        """One response, to this process's shard. ValueError if it is there already: nothing is written twice."""
+        if key in self.known:
+            raise ValueError(f"{self.folder / self.name}: the response {key} is there already")
+        self.known[key] = list(token_ids)
+        self._line({"key": key, "token_ids": list(token_ids)})
+
+    def give_up(self, reasons: Mapping[str, str]) -> None:
+        """Responses that will not be asked for again: a run continued later is to see the same rows."""
+        for key, reason in reasons.items():
+            if self.given_up.get(key) != reason:
+                self.given_up[key] = reason
+                self._line({"key": key, "given_up": reason})
+
+    def close(self) -> None:
+        if self._shard is not None:
+            self._shard.close()
+            self._shard = None
+
+    def _line(self, entry: Mapping[str, Any]) -> None:
+        if self._shard is None or self._shard.full:
+            self.close()
+            self._shard = _Shard.free(self.folder, self.name)
+        self._shard.write(json.dumps(entry))
+
+    def _read(self, lines: Iterable[str], path: Path) -> None:
+        for number, line in enumerate(lines, 1):
+            if line == CHUNK_END:
+                continue
+            try:
+                entry = json.loads(line)
+                key, reason = entry["key"], entry.get("given_up")
+                ids = None if reason is not None else entry["token_ids"]
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise DataError(
+                    f"{path}:{number}: no response: {line[:80]!r}; remove the line, and it is written again"
+                ) from None
+            if ids is None:
+                self.given_up[key] = reason
+            else:
+                self.known.setdefault(key, ids)
+
+
+class _Shard:
+    """A file that this process alone appends to."""
+
+    def __init__(self, path: Path, file: IO[bytes]) -> None:
+        self.path, self._file, self._synced = path, file, time.monotonic()
+
+    @classmethod
+    def free(cls, folder: Path, name: str) -> _Shard:
+        """The first one that no other process holds and that has room; a line torn by a kill is cut off."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for number in count():
+            path = folder / f"{name}.{number:04d}.jsonl"
+            file = path.open("ab+")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+                continue
+            shard = cls(path, file)
+            if shard.full:
+                shard.close()
+                continue
+            file.seek(0)
+            whole = _whole_lines(file.read())
+            file.truncate(len(whole))
+            return shard
+        raise AssertionError
+
+    @property
+    def full(self) -> bool:
+        return os.fstat(self._file.fileno()).st_size >= SHARD_BYTES
+
+    def write(self, line: str) -> None:
+        self._file.write(line.encode() + b"\n")
+        self._file.flush()
+        if time.monotonic() - self._synced > SYNC_EVERY_S:
+            self.sync()
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
+        self._synced = time.monotonic()
+
+    def close(self) -> None:
+        self._file.flush()
+        self.sync()
+        self._file.close()  # and with it the lock
+
+
+def _whole_lines(content: bytes) -> bytes:
+    return content[: content.rfind(b"\n") + 1]
+
+
+def part_suffix(part: tuple[int, int]) -> str:
+    """What the names of files have that belong to one of several parts."""
+    return f".{part[0]}-of-{part[1]}" if part[1] > 1 else ""
+
+
+def _whole_chunks(path: Path, *, mend: bool) -> list[str]:
+    """The lines of the whole chunks that an earlier run wrote, or another process so far. `mend`: one torn by a kill is
+    cut off the file."""
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    end = text.rfind(CHUNK_END + "\n")
+    whole = text[: end + len(CHUNK_END) + 1] if end >= 0 else ""
+    if mend and len(whole) < len(text):
+        path.write_text(whole, encoding="utf-8")
+    return whole.splitlines()
+
+
+def digest(tree: Any, length: int) -> str:
+    """The first `length` hex digits of the sha256 of a value as JSON."""
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:length]
+
+
+def write_json(path: Path, tree: Any) -> None:
+    """Whole, or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.part")
+    draft.write_text(json.dumps(tree, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    draft.replace(path)

@@ -1,0 +1,69 @@
+"""Which rows a step sees, and which of them each process takes: a function of the step, on any number of processes.
+
+The rows of a step are the next `rows_per_step` of an endless stream. They are cut into micro-steps, which processes
+take in turn, so that with a global batch size the union over processes is the same for any number of them. Random
+numbers are drawn by the row's place in the stream, never by the process. Knows no model and no data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+from speculators.errors import ConfigError
+from train.recipe.sections import TrainingSection
+
+
+@dataclass(frozen=True)
+class MicroStep:
+    """A micro-step of a step: `places` are its rows' positions in the stream, `number` counts batches of the step."""
+
+    places: range
+    number: int
+
+
+class StepRows:
+    """The micro-steps of one process. ConfigError if the global batch cannot be shared out."""
+
+    def __init__(self, training: TrainingSection, process: int = 0, processes: int = 1) -> None:
+        self.seed, self.batch_size = training.seed, training.batch_size
+        self.process, self.processes = process, processes
+        wanted = training.global_batch_size
+        if wanted is None:
+            self.rows, self.micro_steps = training.batch_size, training.gradient_accumulation_steps
+        else:
+            if wanted % processes:
+                raise ConfigError(
+                    f"training.global_batch_size: {wanted} rows cannot be shared by {processes} processes; choose a "
+                    "multiple, or another number of processes"
+                )
+            share = wanted // processes
+            self.rows = max(rows for rows in range(1, min(share, training.batch_size) + 1) if share % rows == 0)
+            self.micro_steps = share // self.rows
+        self.rows_per_step = self.rows * self.micro_steps * processes
+
+    def of(self, step: int) -> list[MicroStep]:
+        """This process's micro-steps of a step."""
+        return [self._micro_step(step, m * self.processes + self.process) for m in range(self.micro_steps)]
+
+    def of_all(self, step: int) -> list[MicroStep]:
+        """Those of all processes."""
+        return [self._micro_step(step, m) for m in range(self.micro_steps * self.processes)]
+
+    def _micro_step(self, step: int, index: int) -> MicroStep:
+        first = step * self.rows_per_step + index * self.rows
+        return MicroStep(range(first, first + self.rows), index * self.rows // self.batch_size)
+
+    def seeds(self, places: range) -> torch.Tensor:
+        """[B] of the random numbers of each row."""
+        return torch.tensor([_seed("row", self.seed, place) for place in places])
+
+    def seed_everything(self, places: range) -> None:
+        """For what draws from torch's global state, dropout for one: by the micro-step, not by what came before."""
+        torch.manual_seed(_seed("micro-step", self.seed, places.start))
+
+
+def _seed(*parts: object) -> int:
+    return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:7], "big")

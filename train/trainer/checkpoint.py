@@ -1,0 +1,130 @@
+"""Checkpoints of a run: written whole or not at all, found again, refused if another recipe made them.
+
+A checkpoint is a folder `step-00000100` with the drafter's float32 weights (safetensors), the optimizer's state by the
+names of parameters, and `state.json`: nothing in it depends on how many processes there were. A kill between two writes
+leaves the one before. Knows nothing of data or losses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from speculators.errors import CheckpointError
+from speculators.export import replace_folder
+from train.trainer.optimizer_state import Names, by_name, load_optimizer_state
+from train.trainer.parallel import Replicated
+
+
+@dataclass
+class TrainState:
+    """Everything about a run that is not a tensor."""
+
+    step: int = 0
+    seconds: float = 0.0  # spent training, over every resumption
+    best_value: float | None = None  # held-out expected acceptance length of `best/`
+    best_step: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)
+    fingerprint: str = ""  # of the recipe's sections that shape training
+
+
+def step_folder(root: Path, step: int) -> Path:
+    return root / f"step-{step:08d}"
+
+
+def latest(root: Path) -> Path | None:
+    """The newest complete checkpoint, or None."""
+    found = sorted(path for path in root.glob("step-*") if (path / "state.json").exists())
+    return found[-1] if found else None
+
+
+def save(
+    root: Path,
+    drafter: nn.Module,
+    optimizer: Mapping[str, Any],
+    state: TrainState,
+    keep: int,
+    adapter: nn.Module | None = None,
+) -> Path:
+    """Writes the checkpoint of `state.step` and removes all but the newest `keep`. `optimizer`: its state, by
+    `optimizer_state`; `adapter`: what is trained of the target."""
+    root.mkdir(parents=True, exist_ok=True)
+    folder, fresh = step_folder(root, state.step), root / f".step-{state.step}-{os.getpid()}"
+    fresh.mkdir(exist_ok=True)
+    _save_weights(fresh, drafter, adapter)
+    torch.save(dict(optimizer), fresh / "optimizer.pt")
+    (fresh / "state.json").write_text(json.dumps(asdict(state), indent=1))
+    replace_folder(fresh, folder)
+    for old in sorted(root.glob("step-*"))[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    for torn in root.glob(".step-*"):
+        shutil.rmtree(torn, ignore_errors=True)
+    return folder
+
+
+def load(folder: Path, fingerprint: str) -> TrainState:
+    """What is known of the run. CheckpointError if the recipe has changed since."""
+    try:
+        state = TrainState(**json.loads((folder / "state.json").read_text()))
+    except (json.JSONDecodeError, TypeError) as error:
+        raise CheckpointError(f"{folder}/state.json: unreadable ({error}); delete the folder to start again") from error
+    if state.fingerprint != fingerprint:
+        raise CheckpointError(
+            f"{folder}: was made by another recipe (target, drafter, data, regenerate, loss, training or on_policy "
+            "differ); give the new one another `name` or `output_dir`, or delete the folder to start again"
+        )
+    return state
+
+
+def load_tensors(
+    folder: Path, replica: Replicated, optimizer: Any, names: Names, adapter: nn.Module | None = None
+) -> None:
+    """Restores weights and optimizer, whatever number of processes wrote them and read them."""
+    replica.load(load_file(folder / "drafter.safetensors"))
+    if adapter is not None:
+        adapter.load_state_dict(load_file(folder / "adapter.safetensors"), strict=True)
+    saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+    if "groups" not in saved:  # of a version that counted parameters
+        saved = by_name(saved["optimizer"], optimizer, names)
+    load_optimizer_state(optimizer, saved, names)
+
+
+def save_best(root: Path, drafter: nn.Module, adapter: nn.Module | None = None) -> None:
+    """Keeps the weights of the best held-out evaluation in `best/`."""
+    fresh = root / f".best-{os.getpid()}"
+    fresh.mkdir(parents=True, exist_ok=True)
+    _save_weights(fresh, drafter, adapter)
+    replace_folder(fresh, root / "best")
+
+
+def load_best(root: Path, drafter: nn.Module, adapter: nn.Module | None = None) -> None:
+    """Fills `drafter`, and `adapter` if there is one, with the weights of `best/`."""
+    path = root / "best" / "drafter.safetensors"
+    if not path.exists():
+        raise CheckpointError(f"{path}: missing; the run has no held-out evaluation yet, or was moved")
+    _load_weights(path.parent, drafter, adapter)
+
+
+def _save_weights(folder: Path, drafter: nn.Module, adapter: nn.Module | None) -> None:
+    for name, module in (("drafter", drafter), ("adapter", adapter)):
+        if module is not None:
+            save_file(_plain(module.state_dict()), folder / f"{name}.safetensors")
+
+
+def _load_weights(folder: Path, drafter: nn.Module, adapter: nn.Module | None) -> None:
+    for name, module in (("drafter", drafter), ("adapter", adapter)):
+        if module is not None:
+            module.load_state_dict(load_file(folder / f"{name}.safetensors"), strict=True)
+
+
+def _plain(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}

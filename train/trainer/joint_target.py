@@ -1,0 +1,155 @@
+"""The target trained along with its heads (Medusa-2, arXiv 2401.10774): a LoRA on it, its own loss, its export.
+
+Joint training gives up losslessness with respect to the original target: what the heads draft for, and what is served,
+is the adapted one. So it is exported beside the heads, everything is measured against it, and how much its own loss on
+held-out text has changed is said. Knows no family and no loop.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inference.sampling.sampler import seeded
+from speculators.drafter import valid_terms
+from speculators.export import replace_folder
+from speculators.layers.peft_adapter import Adapter
+from speculators.precision import in_dtype
+from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from train.losses.objective import chunked_objective
+from train.recipe.sections import JointSection
+
+Texts = Sequence[tuple[Sequence[int], Sequence[int]]]  # (prompt ids, response ids)
+CHANGE = "held_out_loss.json"  # in the folder of the exported target: what happened to it
+
+
+class JointTarget(nn.Module):
+    """A target with a LoRA that is being trained; its parameters are the adapter's.
+
+    The adapter is drawn from `seed` alone: every process draws the same, and so does a run that is continued.
+    """
+
+    def __init__(self, target: FrozenTarget, section: JointSection, seed: int = 0) -> None:
+        super().__init__()
+        self.section, self.target = section, target
+        fields = {
+            "peft_type": "LORA",
+            "r": section.r,
+            "lora_alpha": section.alpha,
+            "lora_dropout": section.dropout,
+            "target_modules": section.target_modules,
+        }
+        with seeded(seed, target.device):
+            self.adapter = Adapter(target.model, fields, target.name_or_path)  # the target runs through it from now on
+        self.model = self.adapter.peft.eval()
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def load_state_dict(self, state: dict[str, Tensor], strict: bool = True, assign: bool = False) -> None:
+        own = self.state_dict()
+        if own.keys() != state.keys():
+            raise RuntimeError(f"the adapter's tensors differ: {sorted(own.keys() ^ state.keys())}")
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(state[name])
+
+    def heads_weight(self, share: float) -> float:
+        """Of the heads' loss when `share` of the run is done."""
+        s = self.section
+        return s.heads_loss_weight * (math.sin(math.pi / 2 * min(share, 1.0)) if s.heads_schedule == "sine" else 1.0)
+
+    def features(self, batch: dict[str, Tensor]) -> TargetFeatures:
+        """What the adapted target computes, with gradients for the adapter."""
+        dropout = [m for name, m in self.model.named_modules() if isinstance(m, nn.Dropout) and "lora_" in name]
+        for module in dropout:
+            module.train()
+        try:
+            return self.target.features(**batch, gradients=True)
+        finally:
+            for module in dropout:
+                module.eval()
+
+    def loss(self, features: TargetFeatures, normaliser: float) -> Tensor:
+        """base_loss_weight · Σ -log p(x) / normaliser over the supervised tokens of the rows."""
+        ids, kept = features.input_ids, valid_terms(features, 1)  # [B, T]
+        states = features.last_hidden[kept]  # [N, H]
+        weight = torch.full((len(states),), self.section.base_loss_weight / max(normaliser, 1.0), device=ids.device)
+        constant = states.detach()
+        logits = self.target.logits
+        loss, _ = chunked_objective(
+            states, logits, constant, logits, weight, ids.roll(-1, 1)[kept], {"cross_entropy": 1.0}
+        )
+        return loss
+
+    @staticmethod
+    def count_terms(batch: dict[str, Tensor]) -> Tensor:
+        """Supervised tokens of a batch that `loss` reads."""
+        return valid_terms(SimpleNamespace(**batch), 1).sum()
+
+    # -------------------------------------------------------------- held-out text, and what is exported
+
+    def held_out_loss(self, texts: Texts) -> tuple[float, float]:
+        """Nats per response token, (of the original target, of the adapted one)."""
+        with self.model.disable_adapter():
+            before = cross_entropy(self.target, texts)
+        return before, cross_entropy(self.target, texts)
+
+    def export(self, folder: Path, tokenizer: Any, change: dict[str, float]) -> Path:
+        """Writes the adapted target to `folder` as transformers loads it, whole or not at all."""
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            if self.section.export == "adapter":
+                self.adapter.save(fresh)
+            else:
+                self._save_merged(fresh)
+            tokenizer.save_pretrained(fresh)
+            (fresh / CHANGE).write_text(json.dumps(change, indent=2) + "\n")
+            fresh.chmod(0o755)
+            replace_folder(fresh, folder)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+        return folder
+
+    def _save_merged(self, folder: Path) -> None:
+        """In the precision of the checkpoint, whatever it was trained in; transformers would name the latter."""
+        model, dtype = self.model.get_base_model(), self.target.checkpoint_dtype
+        config, own = model.config, model.config.dtype
+        try:
+            model.save_pretrained(folder, state_dict=in_dtype(self.adapter.merged_state(), dtype))
+            config.dtype = dtype
+            config.save_pretrained(folder)
+        finally:
+            config.dtype = own
+
+
+@torch.no_grad()
+def cross_entropy(target: FrozenTarget, texts: Texts) -> float:
+    """Mean -log p of the response tokens, in nats."""
+    total, count = 0.0, 0
+    for prompt, response in texts:
+        ids = torch.tensor([[*prompt, *response]], device=target.device)
+        _, last = target(ids)
+        logits = target.logits(last[0, len(prompt) - 1 : -1]).float()  # [R, V]
+        total += float(nn.functional.cross_entropy(logits, ids[0, len(prompt) :], reduction="sum"))
+        count += len(response)
+    return total / max(count, 1)
+
+
+def change_of(folder: Path) -> dict[str, float] | None:
+    """What `JointTarget.export` said of the target in this folder."""
+    path = folder / CHANGE
+    return json.loads(path.read_text()) if path.exists() else None

@@ -1,0 +1,188 @@
+"""The drafter on several processes: whole on each of them, or sharded, parameters, gradients and optimizer state.
+
+The loss of a step is divided by counts over all processes, so that gradients are *summed*: what one process would have
+computed. Whether the drafter is sharded is what the configuration of `accelerate launch` says (`fsdp_version: 2`).
+The whole drafter stays what evaluates and is saved. Knows no loss, no data and no schedule.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from speculators.drafter import Drafter
+from speculators.errors import ConfigError
+from speculators.target.frozen_target import FrozenTarget
+from speculators.target.sharding import shard_target
+
+MESSAGE_BYTES = 64 << 20  # of gradients that are summed at once
+Result = TypeVar("Result")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor gathered, on every process; others as they are. All processes must ask at the same time."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like_shards(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """A tensor of a parameter's shape that every process holds whole, sharded as the parameter is; others as they
+    are."""
+    if not isinstance(parameter, DTensor) or isinstance(tensor, DTensor) or tensor.shape != parameter.shape:
+        return tensor
+    own = tensor.to(parameter.device)
+    return distribute_tensor(own, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+class Replicated:
+    """Every process holds the whole drafter. `module` is what trains; `drafter` the same weights, whole."""
+
+    def __init__(self, accelerator: Accelerator, drafter: Drafter) -> None:
+        self.accelerator, self.drafter = accelerator, drafter
+        self.module = drafter
+
+    def run(self, work: Callable[[], Result], last: bool) -> Result:
+        """`work()`, a forward of one micro-step; `last`: of the step."""
+        return work()
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Over processes, in messages of a fixed size. A head has gradients once per step, after its last micro-step:
+        there is next to nothing that a message could travel beside."""
+        fill_gradients(parameters)
+        if self.accelerator.num_processes == 1:
+            return
+        message: list[Tensor] = []
+        for p in parameters:
+            assert p.grad is not None
+            message.append(p.grad)
+            if sum(g.numel() * g.element_size() for g in message) >= MESSAGE_BYTES:
+                self._sum_message(message)
+                message = []
+        self._sum_message(message)
+
+    def _sum_message(self, message: list[Tensor]) -> None:
+        if not message:
+            return
+        flat = self.accelerator.reduce(torch.cat([g.flatten() for g in message]), "sum")
+        for gradient, piece in zip(message, flat.split([g.numel() for g in message]), strict=True):
+            gradient.copy_(piece.view_as(gradient))
+
+    @contextmanager
+    def whole(self) -> Iterator[Drafter]:
+        """The drafter with the weights of now. All processes enter together."""
+        yield self.drafter
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """The weights of a whole drafter."""
+        self.drafter.load_state_dict(state, strict=True)
+
+
+class Sharded(Replicated):
+    """`module` is a copy of the drafter under FSDP2: between steps every process holds its part of every parameter.
+
+    The drafter is one unit, and its `shard_units` units of their own: a unit is whole while it computes. A head runs
+    its layers once per depth, so that a head of one unit is gathered once per step and not once per depth. While it
+    trains, the whole drafter waits in the host's memory.
+    """
+
+    def __init__(self, accelerator: Accelerator, drafter: Drafter) -> None:
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        super().__init__(accelerator, drafter)
+        self.module = drafter.twin()
+        mesh, plugin = mesh_of(accelerator), _plugin(accelerator)
+        for unit in self.module.shard_units():
+            fully_shard(unit, mesh=mesh, reshard_after_forward=bool(plugin.reshard_after_forward))
+        fully_shard(self.module, mesh=mesh, reshard_after_forward=False)
+        for unit in (m for m in self.module.modules() if isinstance(m, FSDPModule)):
+            unit.set_gradient_divide_factor(1.0)  # a sum ...
+            unit.set_force_sum_reduction_for_comms(True)  # ... which every backend has
+        self.drafter.to("cpu")
+
+    def run(self, work: Callable[[], Result], last: bool) -> Result:
+        root: Any = self.module
+        root.set_requires_gradient_sync(last)
+        root.set_is_last_backward(last)
+        root.set_reshard_after_backward(last)
+        return self.module(work)
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """The last backward has summed them."""
+        fill_gradients(parameters)
+
+    @contextmanager
+    def whole(self) -> Iterator[Drafter]:
+        own = self.drafter.state_dict()
+        with torch.no_grad():
+            for name, tensor in self.module.state_dict().items():
+                own[name].copy_(whole(tensor))
+        self.drafter.to(self.accelerator.device)
+        try:
+            yield self.drafter
+        finally:
+            self.drafter.to("cpu")
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        self.drafter.load_state_dict(state, strict=True)
+        with torch.no_grad():
+            for name, tensor in self.module.state_dict().items():
+                tensor.copy_(like_shards(state[name].to(tensor.dtype), tensor))
+
+
+def fill_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    for p in parameters:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+
+
+def spread(accelerator: Accelerator, drafter: Drafter, others: Sequence[nn.Parameter] = ()) -> Replicated:
+    """The drafter as the launch configuration wants it, with the weights that the first process has. `others`: what is
+    trained beside it, a target's adapter; every process gets the first one's of these too."""
+    sharded = wants_shards(accelerator)
+    if sharded and others:
+        raise ConfigError(
+            "joint: a target that is trained along cannot be sharded; launch with a configuration without FSDP"
+        )
+    if accelerator.num_processes > 1:
+        with torch.no_grad():
+            for tensor in (*drafter.state_dict().values(), *others):
+                tensor.copy_(broadcast(tensor.detach().clone()))
+    return Sharded(accelerator, drafter) if sharded else Replicated(accelerator, drafter)
+
+
+def share_out(accelerator: Accelerator, target: FrozenTarget, sharding: str) -> None:
+    """The target as `target.sharding` wants it, in place; with one process it stays whole."""
+    if sharding == "fsdp" and accelerator.num_processes > 1:
+        shard_target(target, mesh_of(accelerator)).to(accelerator.device)
+
+
+def mesh_of(accelerator: Accelerator) -> DeviceMesh:
+    """All processes in a row."""
+    return init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+
+
+def wants_shards(accelerator: Accelerator) -> bool:
+    """Whether the launch configuration asks for FSDP2. ConfigError for ways of sharding that the loop does not have."""
+    kind = accelerator.distributed_type
+    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise ConfigError(
+            f"accelerate: distributed_type {kind.value} is not supported; use MULTI_GPU, or FSDP version 2"
+        )
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return False
+    if _plugin(accelerator).fsdp_version != 2:
+        raise ConfigError("accelerate: fsdp_version is 1; set fsdp_version: 2 in the configuration")
+    return accelerator.num_processes > 1
+
+
+def _plugin(accelerator: Accelerator) -> FullyShardedDataParallelPlugin:
+    """What the configuration says of FSDP; on CPUs accelerate leaves it in the environment."""
+    return getattr(accelerator.state, "fsdp_plugin", None) or FullyShardedDataParallelPlugin()

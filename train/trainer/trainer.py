@@ -1,0 +1,413 @@
+"""The one training loop; every family runs through it.
+
+Per optimizer step: batches -> frozen target's features -> the drafter's unroll -> one chunked objective over all
+depths -> gradients summed over processes -> clip -> optimizer. The loss is sum_k w_k L_k / sum_k w_k with L_k a mean
+over every valid term of depth k in the whole step: all processes and all accumulated batches. With `on_policy`, some
+micro-steps learn from texts that the drafter had a part in, and rejected suffixes add a mean of their own.
+Knows no family, no divergence and no file format; which rows come when is a function of the step alone, so a run that
+was killed continues to the same weights.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from speculators.drafter import Drafter, DraftStep
+from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from train.data.packing import PackedRow, Shuffled
+from train.features.prefetch import FeaturesAhead, looks_ahead
+from train.features.row_features import RowFeatures
+from train.losses.objective import Loss, chunked_objective
+from train.losses.step_metrics import StepMetrics, in_loop_lengths
+from train.on_policy.refresh import OnPolicy
+from train.on_policy.suffix import branch_weights, count_suffix, split
+from train.recipe.recipe import Recipe
+from train.trainer import checkpoint
+from train.trainer.batches import MicroStep, StepRows
+from train.trainer.joint_target import JointTarget
+from train.trainer.optimizer_state import optimizer_state
+from train.trainer.optimizers import make_optimizer
+from train.trainer.parallel import spread, whole
+from train.trainer.schedule import learning_rate
+from train.trainer.telemetry import Telemetry, timed
+
+EXPECTED, ERROR = "expected_acceptance_length", "expected_standard_error"  # held-out figures, and the former's error
+Evaluate = Callable[[Drafter], dict[str, float]]  # of which EXPECTED decides the best
+
+
+class Interrupted(Exception):
+    """The run was asked to stop (SIGTERM, SIGINT); its checkpoint is on disk."""
+
+
+class Trainer:
+    """Trains `drafter` on `rows` for the recipe's budget; `run()` resumes by itself and returns the final state."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        target: FrozenTarget,
+        drafter: Drafter,
+        rows: Sequence[PackedRow],
+        *,
+        accelerator: Accelerator,
+        folder: Path,
+        fingerprint: str = "",
+        evaluate: Evaluate | None = None,
+        features: RowFeatures | None = None,
+        joint: JointTarget | None = None,
+        on_policy: OnPolicy | None = None,
+        pad_token_id: int = 0,
+    ) -> None:
+        self.recipe, self.target, self.drafter, self.rows = recipe, target, drafter.to(accelerator.device), rows
+        self.accelerator, self.folder, self.fingerprint, self.evaluate = accelerator, folder, fingerprint, evaluate
+        t = self.recipe.training
+        self.features = features or RowFeatures(target, rows, pad_token_id=pad_token_id)
+        drafter.prepare_training(recipe.drafter)
+        drafter.checkpoint_activations(t.activation_checkpointing)
+        self.joint, self.on_policy = joint, on_policy
+        self.ahead = FeaturesAhead(accelerator.device) if looks_ahead(recipe, accelerator.device.type) else None
+        others = joint.trainable_parameters() if joint else []
+        self.replica = spread(accelerator, self.drafter, others)
+        self.module = self.replica.module  # what trains; `drafter` is the whole of it
+        rate = t.learning_rate / joint.section.head_lr_multiplier if joint else None
+        self.parameters = self.module.trainable_parameters() + others
+        self.optimizer = make_optimizer(self.module, t, others, rate)
+        self.step_rows = StepRows(t, accelerator.process_index, accelerator.num_processes)
+        per_step = self.step_rows.rows_per_step
+        self.total_steps = t.steps or (math.ceil(len(rows) * t.epochs / per_step) if t.epochs else None)
+        depths = min(recipe.drafter.unroll_steps, drafter.max_depth or recipe.drafter.unroll_steps)
+        decay = torch.tensor([recipe.drafter.step_decay**k for k in range(depths)])
+        self.depth_weights = (decay / decay.sum()).to(accelerator.device)  # [K]
+        self.state = checkpoint.TrainState(fingerprint=fingerprint)
+        self.order = Shuffled([t.seed], len(rows))
+        self.stop_signal: int | None = None
+        self.telemetry = Telemetry(accelerator.device)
+
+    # -------------------------------------------------------------- the run
+
+    def run(self, advance: Callable[[float, str], None] | None = None) -> checkpoint.TrainState:
+        """Trains to the end of the budget. `advance(share_done, note)` is called after every step.
+
+        Raises Interrupted after saving a checkpoint when SIGTERM or SIGINT arrives.
+        """
+        found = checkpoint.latest(self.folder)
+        if found is not None:
+            self.state = checkpoint.load(found, self.fingerprint)
+            checkpoint.load_tensors(found, self.replica, self.optimizer, self.names(), self.joint)
+        if self.on_policy is not None:
+            self.on_policy.resume(self.state.step)
+            self.accelerator.wait_for_everyone()
+        before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            while (share := self.share_done()) < 1:
+                began = time.monotonic()
+                record = self.step(share)
+                self.state.seconds += time.monotonic() - began
+                self._after_step(record)
+                if advance is not None:
+                    note = f"loss {record['loss']:.3f}  in-loop τ {record['in_loop_acceptance_length']:.2f}"
+                    held_out = held_out_figure(self.state.history)
+                    advance(self.share_done(), f"{note}  held-out {held_out}" if held_out else note)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        with self.replica.whole():  # which leaves the whole drafter with its last weights
+            return self.state
+
+    def share_done(self) -> float:
+        """Part of the budget that is spent, 0 to 1, the same on every process."""
+        t, shares = self.recipe.training, []
+        if self.total_steps:
+            shares.append(self.state.step / self.total_steps)
+        if t.max_minutes:
+            shares.append(self.state.seconds / (60 * t.max_minutes))
+        share = max(shares)
+        if t.max_minutes and self.accelerator.num_processes > 1:
+            share = float(self.accelerator.gather(torch.tensor([share], device=self.accelerator.device)).max())
+        return share
+
+    def step(self, share: float) -> dict[str, Any]:
+        """One optimizer step; returns what it measured."""
+        self.telemetry.begin()
+        step, micro_steps = self.state.step, self.step_rows.of(self.state.step)
+        if self.on_policy is not None and self.on_policy.due(step, self._numbers(step), share):
+            with self.telemetry.phase("data"), self.replica.whole() as drafter:
+                self.on_policy.renew(step, drafter, len(self.depth_weights))
+        sources = [self._source(micro, share) for micro in micro_steps]
+        batches = self.telemetry.saw([features.batch(rows) for features, rows in sources])
+        self.module.train()
+        counts, suffix = self._count(batches)
+        row_weights = (self.depth_weights / counts.clamp(min=1)).float()
+        scale, supervised = 1 / max(float(suffix[-1]), 1e-9), None
+        if self.joint is not None:
+            row_weights = row_weights * self.joint.heads_weight(share)
+            supervised = float(self._sum(sum(self.joint.count_terms(b) for b in batches)))
+        measured = []
+        for micro, (known, rows), batch in zip(micro_steps, sources, batches):
+            self.step_rows.seed_everything(micro.places)
+            features = replace(self._features(known, rows, batch), seeds=self.step_rows.seeds(micro.places))
+            if self.ahead is not None and (coming := self._coming(len(measured) + 1)):
+                self.ahead.begin(coming, lambda coming=coming: self._looked(self.features.of, coming))
+            last = micro is micro_steps[-1]
+            measured.append(self._micro_step(features, row_weights, supervised, suffix_scale=scale, last=last))
+        with self.telemetry.phase("optimizer"):
+            self.replica.sum_gradients(self.parameters)
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.recipe.training.max_grad_norm))
+        rate = learning_rate(self.recipe.training, share, self.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * rate / self.recipe.training.learning_rate
+        with self.telemetry.phase("optimizer"):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.state.step += 1
+        K = len(self.depth_weights)
+        sums = self._sum(torch.stack([torch.cat([m["totals"], m["loss"][None]]) for m in measured]).sum(0))
+        numbers = torch.cat([sums.double(), counts, norm[None]]).cpu()  # all that a step waits for
+        totals, (loss,), counts, (norm,) = numbers.split([2 * K + 4, 1, K, 1])
+        record = {
+            "step": self.state.step,
+            "loss": float(loss),
+            "learning_rate": rate,
+            "grad_norm": float(norm),
+            "acceptance_rate": (totals[:K] / counts.clamp(min=1)).tolist(),
+            "top1_agreement": (totals[K : 2 * K] / counts.clamp(min=1)).tolist(),
+            "in_loop_acceptance_length": float(totals[2 * K] / totals[2 * K + 1]) if totals[2 * K + 1] else 1.0,
+            "terms": int(counts.sum()),
+        }
+        if self.on_policy is not None:
+            record |= self._on_policy_record(share, suffix, totals[2 * K + 2 :])
+        return record
+
+    def _count(self, batches: Sequence[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Of the whole step, before any loss is computed: [K] valid terms of each depth outside rejected suffixes, and
+        what `count_suffix` says of those inside [K + 1]."""
+        depths, spaces = len(self.depth_weights), [SimpleNamespace(**batch) for batch in batches]
+        counts = self._sum(sum(self.module.count_terms(batch, depths) for batch in spaces))
+        if self.on_policy is None:
+            return counts, torch.zeros(depths + 1)
+        decay = self.on_policy.section.suffix_decay
+        suffix = self._sum(sum(count_suffix(batch, depths, decay) for batch in spaces))
+        return counts - suffix[:depths].to(counts.dtype), suffix
+
+    def _features(self, known: RowFeatures, rows: list[int], batch: dict[str, Tensor]) -> TargetFeatures:
+        if self.joint is not None:
+            return self._looked(self.joint.features, batch)
+        begun = self.ahead.take(rows) if self.ahead is not None else None
+        return begun or self._looked(known.of, rows, batch)
+
+    @timed("target")
+    def _looked(self, features: Callable[..., TargetFeatures], *given: Any) -> TargetFeatures:
+        return features(*given)
+
+    def _coming(self, number: int) -> list[int]:
+        """The rows of this step's micro-step `number`, of the next one's first after the last; none after the end."""
+        step = self.state.step
+        if number == self.step_rows.micro_steps:
+            step, number = step + 1, 0
+        return self.chosen(self.step_rows.of(step)[number]) if step != self.total_steps else []
+
+    @timed("drafter")
+    def _micro_step(
+        self,
+        features: TargetFeatures,
+        row_weights: Tensor,
+        supervised: float | None = None,
+        suffix_scale: float = 0.0,
+        last: bool = True,
+    ) -> dict[str, Tensor]:
+        """Forward and backward of one batch; gradients add up in the parameters. `supervised`: tokens of the step that
+        a target trained along has a loss on. `suffix_scale`: 1 / the normaliser of terms in rejected suffixes. `last`:
+        of the step, after which gradients are summed over processes."""
+
+        def work() -> tuple[Tensor, Tensor]:
+            return self._loss(features, row_weights, supervised, suffix_scale)
+
+        loss, totals = self.replica.run(work, last)
+        loss.backward()
+        return {"loss": loss.detach().float(), "totals": totals}
+
+    def _loss(
+        self, features: TargetFeatures, row_weights: Tensor, supervised: float | None, suffix_scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of one batch, and what was measured on it [2K + 4]: acceptance and agreement of each depth, in-loop
+        lengths and their number, loss and acceptance in rejected suffixes. Both stay on the device."""
+        section = self.on_policy.section if self.on_policy is not None else None
+        suffix_loss, suffix_alpha = torch.zeros(2, device=row_weights.device)
+        with self.accelerator.autocast():
+            branches = branch_weights(features, section.suffix_decay) if section is not None else None
+            steps, rejected = split(list(self.module.unroll(features, len(row_weights))), branches)
+            loss, parts = self._objectives(features, steps, row_weights, self.recipe.loss)
+            if self.joint is not None:
+                loss = loss + self.joint.loss(features, supervised)
+            if rejected and section is not None:
+                scales = torch.full_like(row_weights, suffix_scale)
+                suffix_loss, found = self._objectives(features, rejected, scales, section.suffix_loss)
+                suffix_alpha = sum(part.alpha_sum for part in found)
+                loss = loss + section.suffix_weight * suffix_loss
+        slots = features.input_ids.numel()
+        lengths = in_loop_lengths([p.alpha for p in parts], [s.anchor_index for s in steps], slots)
+        totals = [p.alpha_sum for p in parts] + [p.agreement_sum for p in parts] + [*lengths, suffix_loss, suffix_alpha]
+        return loss, torch.stack([t.detach().float() for t in totals])
+
+    def _objectives(
+        self, features: TargetFeatures, steps: Sequence[DraftStep], scales: Tensor, mix: Loss
+    ) -> tuple[Tensor, list[StepMetrics]]:
+        """The loss over terms of several depths, each weighted by its depth's of `scales` [K]; the metrics of each."""
+        together = [steps] if self.module.one_head else [[step] for step in steps]  # what one head reads
+        losses, parts = zip(*(self._objective(features, group, scales, mix) for group in together))
+        return sum(losses), [part for group in parts for part in group]
+
+    def _objective(
+        self, features: TargetFeatures, steps: Sequence[DraftStep], scales: Tensor, mix: Loss
+    ) -> tuple[Tensor, list[StepMetrics]]:
+        """The loss over depths that share a head, and the metrics of each."""
+        depth = steps[0].depth
+        index = torch.cat([s.target_index for s in steps])  # [N] of all of these depths
+        loss, metrics = chunked_objective(
+            torch.cat([s.hidden for s in steps]),  # [N, D]
+            lambda hidden: self.module.head(hidden, depth),
+            features.last_hidden.flatten(0, 1),
+            self.target.logits,
+            torch.cat([s.weight * scales[s.depth] for s in steps]),
+            labels=features.input_ids.flatten().roll(-1)[index],
+            mix=mix,
+            draft_to_target=self.module.draft_to_target,
+            chunk_size=self.recipe.training.loss_chunk_size,
+            target_index=index,
+        )
+        return loss, metrics.split([len(s.hidden) for s in steps])
+
+    # -------------------------------------------------------------- data
+
+    @timed("data")
+    def _source(self, micro: MicroStep, share: float) -> tuple[RowFeatures, list[int]]:
+        """What a micro-step of the coming step learns from: rows of the data, or of texts the drafter had a part in."""
+        if self.on_policy is not None and self.on_policy.wants(self.state.step, micro.number, share):
+            return self.on_policy.rows(micro.places, self.step_rows.rows_per_step)
+        return self.features, self.chosen(micro)
+
+    def _numbers(self, step: int) -> list[int]:
+        """Of the micro-steps of all processes."""
+        return [micro.number for micro in self.step_rows.of_all(step)]
+
+    def chosen(self, micro: MicroStep) -> list[int]:
+        """The rows of a micro-step."""
+        return [self.order[place] for place in micro.places]
+
+    def names(self) -> dict[str, torch.nn.Parameter]:
+        """The trained parameters as checkpoints call them."""
+        parts: dict[str, torch.nn.Module] = {"drafter": self.module}
+        if self.joint is not None:
+            parts["adapter"] = self.joint.model
+        return {
+            f"{part}.{name}": parameter
+            for part, module in parts.items()
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
+
+    # -------------------------------------------------------------- processes, signals, records
+
+    def _sum(self, tensor: Tensor) -> Tensor:
+        """Summed over processes."""
+        if self.accelerator.num_processes == 1:
+            return tensor
+        return self.accelerator.reduce(tensor.to(self.accelerator.device).float(), "sum")
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self.stop_signal is not None:  # a second time: now
+            raise KeyboardInterrupt
+        self.stop_signal = number
+
+    def _stopping(self) -> bool:
+        """Whether any process was asked to stop: all leave after the same step, so that none waits for one gone."""
+        return float(self._sum(torch.tensor([float(self.stop_signal is not None)]))) > 0
+
+    def _due(self, every: int | None) -> bool:
+        """Every `every` steps (None: ten times a run), and at the end of the budget."""
+        if self.share_done() >= 1:
+            return True
+        step, total = self.state.step, self.total_steps
+        if every is None:
+            every = max((total or self.recipe.training.max_minutes * 60) // 10, 1) if total else 100
+        return step % int(every) == 0
+
+    def _on_policy_record(self, share: float, suffix: Tensor, measured: Tensor) -> dict[str, Any]:
+        """How much of the training was on-policy, the texts it read, and the terms in rejected suffixes: `suffix`
+        their counts [K + 1], `measured` their loss and the sum of their acceptance."""
+        assert self.on_policy is not None
+        step, history, terms = self.state.step - 1, self.state.history, float(suffix[:-1].sum())
+        wanted = [self.on_policy.wants(step, number, share) for number in self._numbers(step)]
+        here = sum(wanted) / len(wanted)
+        before = history[-1]["on_policy_share"] if history else 0.0
+        record: dict[str, Any] = {"on_policy": here, "on_policy_share": before + (here - before) / self.state.step}
+        if any(wanted):
+            record |= self.on_policy.figures(step)
+        if terms:
+            record |= {"suffix_terms": int(terms), "suffix_loss": float(measured[0])}
+            record["suffix_acceptance"] = float(measured[1]) / terms
+        return record
+
+    def _after_step(self, record: dict[str, Any]) -> None:
+        t, costs = self.recipe.training, self.telemetry.finish(self._sum)
+        evaluated = self.evaluate is not None and self._due(t.eval_every)
+        if evaluated:
+            with self.replica.whole() as drafter:
+                drafter.eval()
+                record |= self.evaluate(drafter)
+                value = record[EXPECTED]
+                if self.state.best_value is None or value > self.state.best_value:
+                    self.state.best_value, self.state.best_step = value, self.state.step
+                    if self.accelerator.is_main_process:
+                        checkpoint.save_best(self.folder, drafter, self.joint)
+        self.state.history.append(record)
+        self.accelerator.log(_flat(record) | costs, step=self.state.step)
+        save = self._due(t.save_every) if t.save_every else evaluated or self._due(None)
+        stopping = self._stopping()
+        if save or stopping:
+            self._save()
+        if stopping:
+            raise Interrupted(
+                f"stopped by {f'signal {self.stop_signal}' if self.stop_signal else 'another process'} after step "
+                f"{self.state.step}; the checkpoint is in {self.folder}; run the same command again to continue"
+            )
+
+    def _save(self) -> None:
+        """All processes gather, one writes."""
+        optimizer, keep = optimizer_state(self.optimizer, self.names()), self.recipe.training.keep_last
+        with self.replica.whole() as drafter:
+            if self.accelerator.is_main_process:
+                checkpoint.save(self.folder, drafter, optimizer, self.state, keep, self.joint)
+
+
+def held_out_figure(history: Sequence[dict[str, Any]], step: int | None = None) -> str:
+    """`τ 2.31 ± 0.04 (step 200)` of the evaluation after `step`, or the newest; empty if there is none."""
+    for record in reversed(history):
+        if EXPECTED in record and step in (None, record["step"]):
+            error = f" ± {record[ERROR]:.2f}" if ERROR in record else ""
+            return f"τ {record[EXPECTED]:.2f}{error} (step {record['step']})"
+    return ""
+
+
+def _flat(record: dict[str, Any]) -> dict[str, float]:
+    """{"acceptance_rate": [a, b]} -> {"acceptance_rate/0": a, ...}: what trackers take, beside the step."""
+    flat: dict[str, float] = {}
+    for name, value in record.items():
+        if name == "step":
+            continue
+        if isinstance(value, list):
+            flat |= {f"{name}/{i}": v for i, v in enumerate(value)}
+        elif isinstance(value, int | float):
+            flat[name] = value
+    return flat
