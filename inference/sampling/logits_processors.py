@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inference.sampling.penalties import TokenCounts, penalise
 from inference.sampling.structured_outputs import GrammarMatcher
-from inference.sampling.token_counts import TokenCounts
 from inference.sampling_params import SamplingParams
 from speculators.host_copy import on_device
 
@@ -38,32 +38,37 @@ class RequestProcessors:
         grammar: GrammarMatcher | None = None,
     ) -> None:
         """`bad_words`: token ids, as `bad_word_ids` gives them."""
-        self._params, self._grammar = params, grammar
+        self.params, self._grammar = params, grammar
         self._start = len(prompt_token_ids)
         self._stop_ids = sorted(stop_ids) if params.min_tokens else []
         self._bad_tokens = sorted({word[0] for word in bad_words if len(word) == 1})
         self._bad_sequences = [list(word) for word in bad_words if len(word) > 1]
-        self._penalised = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0)
-        self._prompt_token_ids = prompt_token_ids if params.repetition_penalty != 1 else []
+        penalised = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0)
+        self.counts = TokenCounts(prompt_token_ids if params.repetition_penalty != 1 else []) if penalised else None
         self._counted = self._start  # tokens of the text that are in the counts
         self.forbids = bool(grammar is not None or params.allowed_token_ids or bad_words)  # perhaps every token
-        self._always = bool(self.forbids or params.logit_bias or self._penalised)
+        self._always = bool(self.forbids or params.logit_bias or penalised)
         self._tensors: _Tensors | None = None
         self.dead_ends: set[tuple[int, ...]] = set()  # paths of the last proposal after which no token is left
 
     def active(self, length: int) -> bool:
         """Whether logits after a text of so many tokens are changed at all."""
-        return self._always or (bool(self._stop_ids) and length < self._start + self._params.min_tokens)
+        return self._always or (bool(self._stop_ids) and length < self._start + self.params.min_tokens)
 
-    def apply(self, logits: Tensor, token_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Changes logits [P, V] in place: place j follows the committed text and paths[j]. Waits for no device."""
+    def mask_and_bias(self, logits: Tensor, token_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Changes logits [P, V] in place by everything but penalties. Waits for no device."""
         if self._tensors is None:
-            self._tensors = _Tensors(self._params, self._prompt_token_ids, logits.shape[-1], logits.device)
+            self._tensors = _Tensors(self.params, logits.shape[-1], logits.device)
         self._mask(logits, token_ids, paths, self._tensors.not_allowed)
-        if self._params.logit_bias:
+        if self.params.logit_bias:
             logits[:, self._tensors.biased] += self._tensors.biases
-        if self._penalised:
-            self._penalise(logits, token_ids, paths, self._tensors.counts)
+
+    def token_counts(self, token_ids: Sequence[int]) -> TokenCounts | None:
+        """Counts of the committed text, which has grown to `token_ids`; None without penalties."""
+        if self.counts is not None and len(token_ids) > self._counted:
+            self.counts.add(token_ids[self._counted :])
+            self._counted = len(token_ids)
+        return self.counts
 
     def _mask(
         self, logits: Tensor, token_ids: Sequence[int], paths: Sequence[Sequence[int]], not_allowed: Tensor | None
@@ -82,7 +87,7 @@ class RequestProcessors:
         if self._bad_sequences:
             one_by_one += self._last_tokens(token_ids, paths)
         if self._stop_ids:
-            still = self._start + self._params.min_tokens - len(token_ids)
+            still = self._start + self.params.min_tokens - len(token_ids)
             early = [place for place, path in enumerate(paths) if len(path) < still]
             one_by_one += [(place, token) for place in early for token in self._stop_ids]
         if one_by_one:
@@ -98,28 +103,11 @@ class RequestProcessors:
                 if tail[-len(beginning) :] == beginning:
                     yield place, last
 
-    def _penalise(
-        self, logits: Tensor, token_ids: Sequence[int], paths: Sequence[Sequence[int]], counts: TokenCounts
-    ) -> None:
-        """The definitions of CTRL (1909.05858; by sign, as in vLLM) and of OpenAI's API."""
-        if len(token_ids) > self._counted:
-            counts.add(token_ids[self._counted :])
-            self._counted = len(token_ids)
-        index, times, seen = counts.along(paths)
-        values, params = logits[:, index], self._params  # [P, U]
-        if params.repetition_penalty != 1:
-            factor = params.repetition_penalty
-            values = torch.where(seen, torch.where(values > 0, values / factor, values * factor), values)
-        values = values - params.frequency_penalty * times - params.presence_penalty * (times > 0)
-        logits[:, index] = values.to(logits.dtype)
-
 
 class _Tensors:
     """A request's own tensors, on the device of its logits from the first round on."""
 
-    def __init__(
-        self, params: SamplingParams, prompt_token_ids: Sequence[int], vocab_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, params: SamplingParams, vocab_size: int, device: torch.device) -> None:
         bias = params.logit_bias or {}
         self.not_allowed: Tensor | None = None  # [V]
         if params.allowed_token_ids:
@@ -127,7 +115,26 @@ class _Tensors:
             self.not_allowed[on_device(list(params.allowed_token_ids), device)] = False
         self.biased = on_device(list(bias), device)
         self.biases = on_device(list(bias.values()), device, torch.float32)
-        self.counts = TokenCounts(prompt_token_ids, device)
+
+
+def apply_processors(
+    logits: Tensor,
+    rows: Sequence[int],
+    processors: Sequence[RequestProcessors],
+    texts: Sequence[Sequence[int]],
+    paths: Sequence[Sequence[Sequence[int]]],
+) -> None:
+    """Changes logits [B, T, V] in place: place j of row rows[i] follows the committed text texts[i] and paths[i][j].
+
+    Places beyond len(paths[i]) stay as they are. Waits for no device.
+    """
+    penalised = []
+    for i, row in enumerate(rows):
+        processors[i].mask_and_bias(logits[row, : len(paths[i])], texts[i], paths[i])
+        if (counts := processors[i].token_counts(texts[i])) is not None:
+            penalised.append((row, processors[i].params, counts, paths[i]))
+    if penalised:
+        penalise(logits, *zip(*penalised, strict=True))
 
 
 # ---------------------------------------------------------------------- bad words

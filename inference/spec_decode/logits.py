@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from inference.requests.request import Request
-from inference.sampling.logits_processors import FORBIDDEN
+from inference.sampling.logits_processors import FORBIDDEN, apply_processors
 from inference.spec_decode.proposal import Kept, Proposal
 from speculators.errors import DraftsmithError
+from speculators.host_copy import on_device
 from speculators.vocab.draft_vocab import scatter_to_target
 
 
@@ -30,8 +31,9 @@ def process_logits(logits: Tensor, proposal: Proposal, requests: Sequence[Reques
     keep = any(request.params.logprobs is not None for request in requests)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=keep)
     paths = {row: proposal.paths(row) for row in active}
-    for row in active:
-        requests[row].processors.apply(logits[row, : len(paths[row])], requests[row].token_ids, paths[row])
+    asking = [requests[row] for row in active]
+    texts = [request.token_ids for request in asking]
+    apply_processors(logits, active, [request.processors for request in asking], texts, list(paths.values()))
     forbidding = [row for row in active if requests[row].processors.forbids]
     if forbidding:  # the device is waited for once, for all of them
         nothing_left = torch.stack([logits[row].amax(-1) == FORBIDDEN for row in forbidding]).tolist()
@@ -88,15 +90,18 @@ def process_draft_logits(
     A place at which nothing is left keeps its logits: what is drafted there will be rejected.
     """
     processed = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-    for row, request in enumerate(requests):
-        if request.processors.active(len(request.token_ids)):
-            # forbidden tokens are those of the target's vocabulary; what is put for the others is not read
-            places = scatter_to_target(processed[row], draft_to_target, vocab_size)
-            request.processors.apply(places, request.token_ids, paths[row])
-            if draft_to_target is not None:
-                places = places[:, draft_to_target]
-            empty = places.amax(-1, keepdim=True) == FORBIDDEN
-            processed[row] = torch.where(empty, logits[row].to(processed.dtype), places)
+    active = [row for row, request in enumerate(requests) if request.processors.active(len(request.token_ids))]
+    if active:
+        # forbidden tokens are those of the target's vocabulary; the values of other tokens are not read
+        own = on_device(active, logits.device)
+        places = scatter_to_target(processed[own], draft_to_target, vocab_size)
+        asking = [requests[row] for row in active]
+        texts, wanted = [request.token_ids for request in asking], [paths[row] for row in active]
+        apply_processors(places, range(len(active)), [request.processors for request in asking], texts, wanted)
+        if draft_to_target is not None:
+            places = places[..., draft_to_target]
+        empty = places.amax(-1, keepdim=True) == FORBIDDEN
+        processed[own] = torch.where(empty, processed[own], places)
     return processed
 
 

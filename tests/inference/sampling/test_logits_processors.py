@@ -9,9 +9,9 @@ import torch
 
 from inference import SamplingParams
 from inference.requests.request import Request
-from inference.sampling.logits_processors import RequestProcessors, bad_word_ids
+from inference.sampling.logits_processors import RequestProcessors, apply_processors, bad_word_ids
+from inference.sampling.penalties import TokenCounts, along_paths
 from inference.sampling.sampler import probabilities
-from inference.sampling.token_counts import TokenCounts
 from inference.spec_decode.logits import cut_at_dead_ends, process_draft_logits, process_logits
 from inference.spec_decode.proposal import Kept, Proposal
 from inference.spec_decode.verification.rejection_sampler import verify_and_sample
@@ -76,7 +76,7 @@ def test_every_place_of_a_tree_is_what_plain_decoding_would_see(settings):
         paths = [tree[i] for i in torch.randperm(len(tree), generator=source).tolist()]
         logits = 3 * torch.randn(len(paths), V, generator=source)
         expected = [reference(row, params, PROMPT, output + path, bad) for row, path in zip(logits, paths, strict=True)]
-        request.processors.apply(logits, request.token_ids, paths)
+        apply_processors(logits[None], [0], [request.processors], [request.token_ids], [paths])
         torch.testing.assert_close(logits, torch.stack(expected), rtol=1e-5, atol=1e-5)
 
 
@@ -104,14 +104,39 @@ def test_processing_is_in_float32():
 
 
 def test_counts_are_those_of_the_whole_text():
-    counts, output = TokenCounts([5, 5, 6], torch.device("cpu")), []
+    counts, output = TokenCounts([5, 5, 6]), []
     for new in ([7], [5, 7, 8], [8]):
         counts.add(new)
         output += new
-        ids, found, seen = counts.along([[], [7, 9, 9], [6]])
-        for place, path in enumerate([[], [7, 9, 9], [6]]):
-            assert found[place].tolist() == [(output + path).count(token) for token in ids.tolist()]
-            assert seen[place].tolist() == [token in (5, 6, *output, *path) for token in ids.tolist()]
+        paths = [[], [7, 9, 9], [6]]
+        # the second row has fewer tokens, and repeats one
+        ids, times, seen = along_paths([counts, TokenCounts([1])], [paths, [[], [], [2]]], torch.device("cpu"))
+        assert set(ids[1].tolist()) == {1, 2} and seen[1].sum(-1).tolist() == [1, 1, len(ids[1])]
+        for place, path in enumerate(paths):
+            assert times[0, place].tolist() == [(output + path).count(token) for token in ids[0].tolist()]
+            assert seen[0, place].tolist() == [token in (5, 6, *output, *path) for token in ids[0].tolist()]
+
+
+def test_penalties_of_a_batch_are_those_of_each_row_alone():
+    """Rows of other lengths, other numbers of places and other penalties; the first text is empty."""
+    source = torch.Generator().manual_seed(0)
+    cases = [
+        (SamplingParams(frequency_penalty=0.5), [], [[], [3], [3, 3]]),
+        (SamplingParams(repetition_penalty=1.7), [4, 5, 9], [[]]),
+        (SamplingParams(presence_penalty=0.3, repetition_penalty=0.5), [7] * 20 + [8], [[], [8]]),
+        (SamplingParams(frequency_penalty=-0.5), [], [[]]),
+    ]
+    logits = 3 * torch.randn(6, 4, V, generator=source)
+    alone, rows = logits.clone(), [5, 0, 2, 3]
+    texts = [PROMPT + output for _, output, _ in cases]
+    for (params, _, paths), row, text in zip(cases, rows, texts, strict=True):
+        apply_processors(alone, [row], [RequestProcessors(params, PROMPT, [])], [text], [paths])
+        for place, path in enumerate(paths):
+            expected = reference(logits[row, place], params, PROMPT, text[len(PROMPT) :] + path)
+            torch.testing.assert_close(alone[row, place], expected, rtol=1e-5, atol=1e-5)
+    batch = [RequestProcessors(params, PROMPT, []) for params, _, _ in cases]
+    apply_processors(logits, rows, batch, texts, [paths for _, _, paths in cases])
+    assert torch.equal(logits, alone)
 
 
 def test_bad_words_are_tokens_with_and_without_a_blank_before_them(byte_tokenizer):
@@ -294,8 +319,11 @@ def test_joint_of_the_first_four_tokens(kind, setting, small, drafting_llm):
 
 def test_penalties_that_do_not_count_drafts_are_noticed(small, drafting_llm, monkeypatch):
     """The power of the test above."""
-    along = TokenCounts.along
-    monkeypatch.setattr(TokenCounts, "along", lambda self, paths: along(self, [[] for _ in paths]))
+
+    def blind(counts, paths, device):
+        return along_paths(counts, [[[] for _ in row] for row in paths], device)
+
+    monkeypatch.setattr("inference.sampling.penalties.along_paths", blind)
     with pytest.raises(AssertionError):
         test_joint_of_the_first_four_tokens("sampled", 0, small, drafting_llm)
 
@@ -374,7 +402,7 @@ def test_what_this_model_cannot_honour_is_named(model, drafting_llm):
 def test_processors_of_a_request_are_its_own():
     params = SamplingParams(frequency_penalty=1.0)
     one, other = RequestProcessors(params, [1], []), RequestProcessors(params, [1], [])
-    logits = torch.zeros(1, V)
-    one.apply(logits.clone(), [1, 2, 3], [[]])
-    other.apply(logits, [1, 4], [[]])
-    assert logits.nonzero().tolist() == [[0, 4]]
+    logits = torch.zeros(1, 1, V)
+    apply_processors(logits.clone(), [0], [one], [[1, 2, 3]], [[[]]])
+    apply_processors(logits, [0], [other], [[1, 4]], [[[]]])
+    assert logits.nonzero().tolist() == [[0, 0, 4]]
