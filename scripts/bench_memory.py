@@ -53,7 +53,7 @@ def one_step(length: int, way: str, hidden_size: int, texts: int) -> tuple[float
         {
             "name": "bench",
             "target": {"model": "random"},
-            "data": {"train": [{"demo": {}}], "max_length": length},
+            "data": {"train": [{"path": "none.jsonl"}], "max_length": length},
             "drafter": {"unroll_steps": DEPTHS, "draft_vocab_size": VOCABULARY // 4, "tap_layers": [1, 2, 3]},
             "training": {
                 "steps": 10,

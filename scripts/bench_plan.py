@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 EMBEDDED = ROOT / "recipes" / "quickstart" / "target"
+CONVERSATIONS = str(ROOT / "recipes" / "quickstart" / "data" / "train.jsonl.gz")
 OPTIONS: dict[str, dict[str, Any]] = {
     "eagle3": {"unroll_steps": 4, "draft_vocab_size": 2048},
     "medusa": {"num_heads": 3, "unroll_steps": 3},
@@ -102,7 +103,7 @@ def write_recipe(folder: Path, family: str, size: str, steps: int) -> Path:
             "family": family,
             "target": {"model": str(target)},
             "drafter": OPTIONS[family],
-            "data": {"train": [{"demo": {"count": s["examples"]}}], "max_length": s["max_length"]},
+            "data": {"train": [{"path": CONVERSATIONS, "limit": s["examples"]}], "max_length": s["max_length"]},
             "regenerate": {"max_new_tokens": s["max_new_tokens"], "batch_size": s["rows"]},
             "training": {"steps": steps, "batch_size": s["batch_size"], "optimizer": "adamw", "mixed_precision": "no"},
             "evaluation": {"num_speculative_tokens": 3},

@@ -46,10 +46,11 @@ from inference.report.cost_model import efficiency, speedup_limit
 from inference.report.measurement import Costs
 from inference.sampling_params import SamplingParams
 from inference.whole_file import check_writable, write_whole
+from scripts.demo_target.corpus import WORKLOADS
+from scripts.demo_target.corpus import prompts as held_out
 from speculators.errors import ConfigError
 from speculators.export import load_drafter
 from speculators.hub import split_revision
-from train.data import demo
 
 NUM_SPECULATIVE_TOKENS = 4
 ROUND = ("schedule", "draft", "verify", "sample", "commit")  # phases of a round; prefill is none of them
@@ -65,7 +66,7 @@ def main(
         typer.Option(min=1, help="Of methods that name none; by default 4, of suffix and lookahead what they come to."),
     ] = None,
     prompts: Annotated[
-        list[str] | None, typer.Option(help=f"Workloads: {', '.join([*DEMOS, *demo.WORKLOADS])}; several times.")
+        list[str] | None, typer.Option(help=f"Workloads: {', '.join([*DEMOS, *WORKLOADS])}; several times.")
     ] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each workload.")] = 4,
     batch_sizes: Annotated[str, typer.Option(help="Requests in flight, with commas between.")] = "1",
@@ -128,8 +129,8 @@ def _sizes(text: str) -> list[int]:
 
 
 def _known(workloads: list[str]) -> list[str]:
-    if unknown := [name for name in workloads if name not in (*DEMOS, *demo.WORKLOADS)]:
-        raise ConfigError(f"--prompts {unknown[0]}: expected one of {', '.join([*DEMOS, *demo.WORKLOADS])}")
+    if unknown := [name for name in workloads if name not in (*DEMOS, *WORKLOADS)]:
+        raise ConfigError(f"--prompts {unknown[0]}: expected one of {', '.join([*DEMOS, *WORKLOADS])}")
     return workloads
 
 
@@ -156,8 +157,8 @@ def parse_methods(given: Sequence[str], k: int | None) -> dict[str, dict[str, An
 
 def workload_prompts(workload: str, count: int, tokenizer: Any) -> list[Prompt]:
     """Of a built-in demo, or held-out prompts of the generator that the embedded target has learnt from."""
-    if workload in demo.WORKLOADS:
-        chats = [messages for messages, _ in demo.prompts("test", count, workloads=(workload,))]
+    if workload in WORKLOADS:
+        chats = [messages for messages, _ in held_out("test", count, workloads=(workload,))]
         return as_prompts([], chats, tokenizer, None)
     return as_prompts(*demo_prompts(workload), tokenizer, None)[:count]
 

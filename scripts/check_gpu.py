@@ -69,9 +69,11 @@ SIZES: dict[str, dict[str, Any]] = {
         "steps": 3, "prompt": 16, "written": 16,
     },
 }  # fmt: skip
+DATA = "recipes/quickstart/data"
 QUICK = (  # the quickstart's job, small enough for a CPU in a hurry
-    "data.train=[{demo: {split: train, count: 40}}]", "data.validation=[{demo: {split: validation, count: 6}}]",
-    "training.steps=12", "evaluation.prompts=[{demo: {split: test, count: 8}}]", "evaluation.prompts_per_workload=1",
+    f"data.train=[{{path: {DATA}/train.jsonl.gz, limit: 40}}]", "training.steps=12",
+    f"data.validation=[{{path: {DATA}/validation.jsonl.gz, limit: 6}}]",
+    f"evaluation.prompts=[{{path: {DATA}/test.jsonl.gz, limit: 8}}]", "evaluation.prompts_per_workload=1",
     "evaluation.max_tokens=24", "regenerate.max_new_tokens=48", "evaluation.repeats=1", "gates={}",
 )  # fmt: skip
 Figures = dict[str, Any]

@@ -1,4 +1,4 @@
-"""What soak_server.py asks of a server, and what became of it. Knows HTTP and no engine."""
+"""The requests that soak_server.py sends to a server, and a tally of its answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
 from inference.bench.client import make_client
-from train.data.demo import prompts
+from scripts.demo_target.corpus import prompts
 
 POOL = 24  # different requests of each kind
 CHOICES = ["one", "two", "three"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
-from train.data.demo import conversations
+from scripts.demo_target.corpus import conversations
 
 Messages = list[dict[str, Any]]
 LONG = "the quick brown fox jumps over the lazy dog. "

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))  # where the modules find each other
-
-from demo_target_data import CODE_WEIGHT, Batches, _sum
-from demo_target_model import LAYERS, VOCAB, build_model, grow, start_with_copying
+from scripts.demo_target.data import CODE_WEIGHT, Batches, _lookups, _sum
+from scripts.demo_target.model import LAYERS, VOCAB, build_model, grow, start_with_copying
 
 PAD = 3
 
@@ -151,3 +147,13 @@ def test_sums_are_true():
             result = int(re.fullmatch(r" (\d+)\. ", told)[1])
             assert result == {"*": a * b, "+": a + b, "-": a - b}[kind]
     assert kinds == {"*", "+", "-", ","}
+
+
+def test_cells_are_looked_up_in_their_table():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        (table, _), *asked = _lookups(rng)
+        cells = set(re.findall(r"[^|\n]+", table.replace(" | ", "|").replace("| ", "|").replace(" |", "|")))
+        for task, told in asked:
+            value = told.partition(". ")[0].strip().rstrip(".")
+            assert not value or value in cells or "no" in value, (table, task, told)

@@ -1,4 +1,4 @@
-"""`python -m inference.bench …`, where guides call a client of their own; `draftsmith bench` has one dataset more."""
+"""`python -m inference.bench …`: `draftsmith bench`, where guides call a client of their own."""
 
 from __future__ import annotations
 

@@ -5,9 +5,11 @@ A file is shuffled by the seed and begun again where it is shorter than the load
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import random
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -174,8 +176,9 @@ def _text_of_length(
 
 def _file(options: DatasetOptions, path: Path) -> list[Question]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        data = path.read_bytes()
+        lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8").splitlines()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ConfigError(f"--dataset-path {path}: could not be read: {error}") from error
     read = _custom_row if options.name == "custom" else _turns_row
     found = []
@@ -208,7 +211,8 @@ def _custom_row(row: dict[str, Any], options: DatasetOptions, where: str) -> Que
     if isinstance(prompt, str) and prompt:
         return Question(length, messages=_said(prompt))
     if isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages):
-        return Question(length, messages=tuple(messages))
+        answered = len(messages) > 1 and messages[-1]["role"] == "assistant"  # the server is to write this answer
+        return Question(length, messages=tuple(messages[:-1] if answered else messages))
     raise DataError(f"{where}: expected prompt, a text, or messages, turns with a role; its keys are {', '.join(row)}")
 
 

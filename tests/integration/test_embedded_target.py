@@ -10,7 +10,8 @@ import pytest
 from safetensors import safe_open
 
 from inference import LLM, SamplingParams
-from train.data import demo
+from scripts.demo_target.answers import is_right
+from scripts.demo_target.corpus import CHECKABLE, WORKLOADS, conversations, prompts
 
 TARGET = Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "target"
 
@@ -31,7 +32,7 @@ def test_small_deep_narrow_and_bfloat16():
 
 
 def test_the_template_marks_what_the_assistant_says(llm):
-    for conversation in demo.conversations("test", 12, seed=3):
+    for conversation in conversations("test", 12, seed=3):
         out = llm.get_tokenizer().apply_chat_template(
             conversation.messages, return_assistant_tokens_mask=True, return_dict=True
         )
@@ -42,22 +43,22 @@ def test_the_template_marks_what_the_assistant_says(llm):
 
 def test_answers_are_right_end_and_are_the_same_with_drafts(llm):
     """Prompts that neither training nor the card has seen. The card's rates are of more prompts; this is a floor."""
-    asked = list(demo.prompts("test", 60, seed=77, workloads=demo.CHECKABLE))
+    asked = list(prompts("test", 60, seed=77, workloads=CHECKABLE))
     params = SamplingParams(temperature=0, max_tokens=320)
     chats = [messages for messages, _ in asked]
     drafted = llm.chat(chats, params, use_tqdm=False)
     plain = llm.chat(chats, params, use_tqdm=False, speculate=False)
     assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in plain]
     assert sum(o.outputs[0].finish_reason == "stop" for o in plain) >= 58
-    right = [demo.check(conversation, o.outputs[0].text) for (_, conversation), o in zip(asked, plain)]
+    right = [is_right(c.workload, c.expected, o.outputs[0].text) for (_, c), o in zip(asked, plain)]
     assert sum(right) >= 51  # 85 %
 
 
 def test_the_card_has_a_rate_for_every_workload():
-    assert set(card_rates()) == set(demo.WORKLOADS)
+    assert set(card_rates()) == set(WORKLOADS)
 
 
-@pytest.mark.parametrize("workload", demo.CHECKABLE)
+@pytest.mark.parametrize("workload", CHECKABLE)
 def test_what_can_be_checked_is_mostly_right(workload):
     assert card_rates()[workload] >= 90
 

@@ -16,6 +16,7 @@ from speculators.errors import CheckpointError, ConfigError
 from speculators.export import read_drafter_config
 from speculators.target.frozen_target import FrozenTarget
 from tests.conftest import make_tiny_model
+from tests.quickstart_data import source as quickstart
 from tests.speculators.vocab.test_token_map import byte_level
 from train.commands.features import cache_features
 from train.features.cache import KEY_FILE
@@ -40,7 +41,7 @@ def tiny_target(tmp_path_factory):
 
 @pytest.fixture
 def recipe(tiny_target, tmp_path):
-    source = {"demo": {"split": "train", "count": 12}}
+    source = quickstart("train", 12)
     content = {
         "name": "tiny",
         "output_dir": str(tmp_path / "run"),
@@ -48,13 +49,13 @@ def recipe(tiny_target, tmp_path):
         "drafter": {"unroll_steps": 3, "draft_vocab_size": 256, "tap_layers": [1, 2, 3]},
         "data": {
             "train": [source, {"stdlib": {"count": 3}}],
-            "validation": [{"demo": {"split": "validation", "count": 6}}],
+            "validation": [quickstart("validation", 6)],
             "max_length": 256,
         },
         "regenerate": {"max_new_tokens": 12, "batch_size": 8},
         "training": {"steps": 4, "batch_size": 2, "eval_every": 2},
         "evaluation": {
-            "prompts": [{"demo": {"split": "test", "count": 2, "workloads": ["math", "json"]}}],
+            "prompts": [quickstart("test", 3)],
             "prompts_per_workload": 1,
             "max_tokens": 8,
             "repeats": 1,

@@ -115,7 +115,7 @@ def test_training_and_its_plan_agree(cpu, folder, tmp_path, name, precision):
             "name": "x",
             "family": "eagle3",
             "target": {"model": str(folder)},
-            "data": {"train": [{"demo": {}}]},
+            "data": {"train": [{"path": "chats.jsonl"}]},
             "training": {"steps": 2},
             "output_dir": str(tmp_path / "run"),
         }

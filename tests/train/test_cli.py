@@ -19,6 +19,7 @@ from inference.report.schema import load_report
 from speculators.export import export_drafter, load_drafter
 from speculators.registry import config_for_target, family_class
 from speculators.target.frozen_target import FrozenTarget
+from tests.quickstart_data import source as quickstart
 from train.cli import app
 from train.planner.memory import disk
 from train.planner.outline import outline
@@ -67,8 +68,8 @@ def recipe_file(tmp_path, target_folder) -> Path:
         "target": {"model": str(target_folder)},
         "drafter": {"draft_vocab_size": 64, "unroll_steps": 3},
         "data": {
-            "train": [{"demo": {"count": 30}}],
-            "validation": [{"demo": {"split": "validation", "count": 6}}],
+            "train": [quickstart("train", 30)],
+            "validation": [quickstart("validation", 6)],
             "max_length": 256,
         },
         "training": {"steps": 10, "batch_size": 2},
@@ -148,7 +149,7 @@ def test_dry_run_says_what_would_happen_and_does_nothing(recipe_file):
         "taps [",
         "64 of the target's 4,096 tokens",
         "fc.weight",
-        "demo: 30 examples",
+        "train.jsonl.gz: 30 examples",
         "10 steps",
     ):
         assert words in output
@@ -233,7 +234,7 @@ def test_prepare_shows_counts_and_a_mask(recipe_file):
     code, output = call("prepare", recipe_file, "--sample", 3)
     assert code == 0, output
     assert "workload" in output and "supervised (green)" in output
-    assert "<|im_start|>assistant" in output and "demo train #" in output
+    assert "<|im_start|>assistant" in output and "train.jsonl.gz:" in output
     assert "there are 30 examples" in refused("prepare", recipe_file, "--sample", 30)
 
 

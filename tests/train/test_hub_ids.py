@@ -26,6 +26,7 @@ from speculators.hub import cached_folder, repository_id, split_revision, with_r
 from speculators.registry import config_for_target, family_class
 from speculators.target.frozen_target import FrozenTarget
 from tests.fake_hub import WRITER
+from tests.quickstart_data import source as quickstart
 from tests.train.pipeline.test_acceptance import byte_tokenizer
 from tests.train.test_cli import call, drafter_folder, recipe_file, refused, target_folder  # noqa: F401 (fixtures)
 from train.pipeline.reexport import reexport
@@ -164,11 +165,11 @@ def test_a_recipe_from_end_to_end(filled, recipe_file, tmp_path, drafter_folder)
     tree["regenerate"] = {"max_new_tokens": 6}
     tree["training"] = {"steps": 1, "batch_size": 1, "learning_rate": 1e-9, "eval_every": 1, "mixed_precision": "no"}
     tree["evaluation"] = {
-        "prompts": [{"demo": {"split": "test", "count": 1}}], "max_tokens": 6, "num_speculative_tokens": 2,
+        "prompts": [quickstart("test", 1)], "max_tokens": 6, "num_speculative_tokens": 2,
         "temperatures": [0.0], "repeats": 1, "baseline_transformers": False,
     }  # fmt: skip
-    tree["data"]["train"] = [{"demo": {"count": 3}}]
-    tree["data"]["validation"] = [{"demo": {"split": "validation", "count": 1}}]
+    tree["data"]["train"] = [quickstart("train", 3)]
+    tree["data"]["validation"] = [quickstart("validation", 1)]
     tree["gates"] = {"lossless_mismatches": {"max": 0}}
     recipe_file.write_text(yaml.safe_dump(tree))
     for command in (("train", "--dry-run"), ("prepare",)):

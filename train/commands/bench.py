@@ -1,16 +1,12 @@
-"""`draftsmith bench`: the load generator, with the conversations of the demo among its datasets."""
+"""`draftsmith bench`: the load generator of inference.bench as a command."""
 
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
 
 import typer
 
 from speculators.errors import ConfigError
-
-if TYPE_CHECKING:
-    from inference.bench.datasets import DatasetOptions, Question
 
 NEEDED = ("httpx2", "prometheus_client")
 
@@ -27,15 +23,5 @@ def register(app: typer.Typer) -> None:
         if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
             raise ConfigError(f'bench: {", ".join(missing)} missing; install with pip install "draftsmith[serve]"')
         from inference.bench.command import run
-        from train.data.demo import WORKLOADS
 
-        raise typer.Exit(run(context.args, {"demo": demo_questions}, WORKLOADS))
-
-
-def demo_questions(options: DatasetOptions) -> list[Question]:
-    """Held-out conversations of the demo up to their last answer, which the server is to write."""
-    from inference.bench.datasets import DEFAULT_OUTPUT_LEN, Question
-    from train.data.demo import WORKLOADS, prompts
-
-    asked = prompts("test", options.num_prompts, options.seed, options.workloads or WORKLOADS)
-    return [Question(options.output_len or DEFAULT_OUTPUT_LEN, messages=tuple(messages)) for messages, _ in asked]
+        raise typer.Exit(run(context.args, {}))

@@ -35,7 +35,7 @@ def evaluate(
         str, typer.Option(help="Python of an environment that has vLLM; default: $DRAFTSMITH_VLLM_PYTHON.")
     ] = "",
     vllm_options: Annotated[str, typer.Option(metavar="JSON", help="Options of vLLM's LLM.")] = "",
-    prompts: Annotated[str, typer.Option(metavar="FILE", help="JSONL of prompts; default: the built-in ones.")] = "",
+    prompts: Annotated[str, typer.Option(metavar="FILE", help="JSONL of prompts; default: the quickstart's.")] = "",
     num_speculative_tokens: Annotated[int, typer.Option("-k", "--num-speculative-tokens", min=1, help="Drafts.")] = 4,
     temperature: Annotated[list[float] | None, typer.Option(help="May be repeated; default: 0 and 1.")] = None,
     max_tokens: Annotated[int, typer.Option(min=2, help="Longest response.")] = 128,

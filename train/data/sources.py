@@ -1,4 +1,4 @@
-"""Where examples come from: files, the hub, the built-in generators; every kind ends as the same `Example`.
+"""Where examples come from: files, the hub, the interpreter's own library; every kind ends as the same `Example`.
 
 Also the one place that knows how other people write conversations down (OpenAI messages, ShareGPT, prompt and
 completion, columns of any name). Must not know: tokenizers, templates, masks, how files are read
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 from speculators.errors import DataError
 from train.data.bad_rows import BadRow, BadRows
 from train.data.readers import rows_of
+from train.data.stdlib_source import completions
 from train.recipe.data_sections import Columns, Source
 
 Message = dict[str, Any]
@@ -98,7 +99,7 @@ def load_source(source: Source, *, seed: int = 0, bad: BadRows | None = None) ->
     A damaged row goes to `bad`; without one it raises.
     """
     source = source.resolved()
-    rows, default = _built_in(source) or (rows_of(source, seed=seed), Path(source.path or source.name or "").stem)
+    rows, default = _stdlib_rows(source) or (rows_of(source, seed=seed), Path(source.path or source.name or "").stem)
     for origin, row in rows:
         if bad is not None:
             bad.read += 1
@@ -115,22 +116,12 @@ def load_source(source: Source, *, seed: int = 0, bad: BadRows | None = None) ->
             bad.refuse(error)
 
 
-def _built_in(source: Source) -> tuple[Iterator[tuple[str, Any]], str] | None:
-    """The rows of what the project makes itself, and their workload; None for other sources."""
-    if source.demo is not None:
-        from train.data.demo import WORKLOADS, conversations
-
-        demo = source.demo
-        made = conversations(demo.split, demo.count, demo.seed, demo.workloads or WORKLOADS)
-        rows: Iterable[dict[str, Any]] = ({"messages": c.messages, "workload": c.workload} for c in made)
-        return ((f"demo {demo.split} #{i}", row) for i, row in enumerate(rows)), "demo"
-    if source.stdlib is not None:
-        from train.data.stdlib_source import completions
-
-        s = source.stdlib
-        rows = completions(s.split, s.count, s.seed, s.prompt_chars)
-        return ((f"stdlib {s.split} #{i}", row) for i, row in enumerate(rows)), "code"
-    return None
+def _stdlib_rows(source: Source) -> tuple[Iterator[tuple[str, Any]], str] | None:
+    """The rows of the standard library, and their workload; None for other sources."""
+    if (s := source.stdlib) is None:
+        return None
+    rows = completions(s.split, s.count, s.seed, s.prompt_chars)
+    return ((f"stdlib {s.split} #{i}", row) for i, row in enumerate(rows)), "code"
 
 
 def parse_row(

@@ -25,7 +25,8 @@ from train.recipe.recipe import Recipe, make_recipe
 from train.recipe.run_folder import EXPORT, PAGE, REPORT
 from train.trainer import checkpoint
 
-BUILT_IN = [{"demo": {"split": "test", "count": 96}}, {"stdlib": {"split": "test", "count": 16}}]
+HELD_OUT = Path(__file__).parents[2] / "recipes" / "quickstart" / "data" / "test.jsonl.gz"
+BUILT_IN = [{"path": str(HELD_OUT), "limit": 96}, {"stdlib": {"split": "test", "count": 16}}]
 
 
 def evaluate_run(recipe: Recipe, engines: Engines | None = None) -> int:
@@ -51,12 +52,14 @@ def evaluate_folders(
     dtype: str = "auto",
     **evaluation: Any,
 ) -> Path:
-    """Measures `drafter`, or a training-free `method`, for the target `model` on `prompts` (a file; None: built-in
-    ones); returns the page.
+    """Measures `drafter`, or a training-free `method`, for the target `model` on `prompts` (a file; None: the
+    quickstart's, of the project's checkout); returns the page. ConfigError where there is none of the two.
 
     An engine that is measured alone is laid beside what was measured of this runtime before, in `out` or in the run
     that the drafter is of. `evaluation`: further keys of a recipe's evaluation section.
     """
+    if not prompts and not HELD_OUT.exists():
+        raise ConfigError("evaluate: the quickstart's prompts come with the project's repository; give --prompts FILE")
     sources = [{"path": prompts}] if prompts else BUILT_IN
     keys = {"prompts": sources, "temperatures": list(temperatures), **evaluation}
     try:

@@ -7,32 +7,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from speculators.options import Count, PositiveInt, Section, Share, Text
 from train.recipe.dataset_presets import PRESETS
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-
-
-WORKLOADS = ("math", "python", "json", "rewrite", "table", "chat")  # kinds of conversations that train.data.demo makes
-
-
-class DemoSource(Section):
-    """Conversations the project generates itself; nothing is downloaded."""
-
-    split: Literal["train", "validation", "test"] = Field("train", description="disjoint by construction")
-    count: PositiveInt = Field(4000, description="conversations to generate, over all workloads")
-    seed: Count = Field(0, description="seed of the generator")
-    workloads: list[Text] | None = Field(None, min_length=1, description="only these workloads; null: all six")
-
-    @field_validator("workloads")
-    @classmethod
-    def _known(cls, names: list[str] | None) -> list[str] | None:
-        for name in names or ():
-            if name not in WORKLOADS:
-                raise ValueError(f"no workload '{name}'; expected some of {', '.join(WORKLOADS)}")
-        return names
 
 
 class StdlibSource(Section):
@@ -75,11 +55,11 @@ class Columns(Section):
         return self
 
 
-_KINDS = ("path", "name", "preset", "demo", "stdlib")
+_KINDS = ("path", "name", "preset", "stdlib")
 
 
 class Source(Section):
-    """One source of examples: exactly one of path, name, preset, demo, stdlib (a preset may have a path beside it)."""
+    """One source of examples: exactly one of path, name, preset, stdlib (a preset may have a path beside it)."""
 
     path: Text | None = Field(
         None,
@@ -91,7 +71,6 @@ class Source(Section):
         None,
         description=f"a known data set with its columns: {', '.join(PRESETS)}; with path: a local copy of it",
     )
-    demo: DemoSource | None = Field(None, description="built-in generated conversations")
     stdlib: StdlibSource | None = Field(None, description="the interpreter's standard library as code completion")
     config: Text | None = Field(None, description="configuration of a hub dataset; null: its default")
     revision: Text | None = Field(None, description="revision of a hub dataset; null: the default branch")
@@ -125,6 +104,16 @@ class Source(Section):
         "them shares that add up to 1, and the mixture is the largest that repeats no example",
     )
     limit: PositiveInt | None = Field(None, description="use at most this many examples; null: all")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_demo(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "demo" in value:
+            raise ValueError(
+                "demo: there is no such source any more; its conversations are files: write path: "
+                "recipes/quickstart/data/train.jsonl.gz (or validation, test) and limit: in place of count:"
+            )
+        return value
 
     @model_validator(mode="after")
     def _one_kind(self) -> Source:
@@ -163,7 +152,7 @@ class Source(Section):
     @property
     def label(self) -> str:
         """What error messages and progress bars call this source."""
-        return self.path or self.name or self.preset or ("demo" if self.demo else "stdlib")
+        return self.path or self.name or self.preset or "stdlib"
 
     def resolved(self) -> Source:
         """The same without a preset: what it stands for is written out."""

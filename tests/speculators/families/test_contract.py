@@ -347,7 +347,7 @@ def trainer(make, case, model: Any, folder: Path, steps: int = 6) -> Trainer:
             "name": "t",
             "family": case.family,
             "target": {"model": "tiny"},
-            "data": {"train": [{"demo": {}}], "max_length": 48},
+            "data": {"train": [{"path": "chats.jsonl"}], "max_length": 48},
             "drafter": {"unroll_steps": 4, **case.options},
             "training": {
                 "steps": steps, "batch_size": 2, "learning_rate": 1e-2, "save_every": 2, "mixed_precision": "no",

@@ -18,6 +18,7 @@ from speculators.export import export_drafter, load_drafter, load_weights, read_
 from speculators.families.eagle import Eagle, EagleOptions
 from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from tests.quickstart_data import source as quickstart
 from train.data.packing import conversation_tokenizer, pack, prepare_rows
 from train.data.sources import load_sources
 from train.features.row_features import RowFeatures
@@ -63,7 +64,7 @@ def recipe(**drafter):
             "name": "t",
             "family": "eagle",
             "target": {"model": "x"},
-            "data": {"train": [{"demo": {}}]},
+            "data": {"train": [{"path": "chats.jsonl"}]},
             "drafter": drafter,
         }
     )
@@ -200,7 +201,7 @@ def acceptance(target: FrozenTarget, drafter: Eagle, f: TargetFeatures, depths: 
 def conversations() -> tuple[FrozenTarget, RowFeatures]:
     """The embedded target, and its features of some thirty packed rows of demonstration conversations."""
     target = FrozenTarget.from_pretrained(str(EMBEDDED), dtype=torch.float32)
-    data = DataSection.model_validate({"train": [{"demo": {"count": 72}}], "max_length": 256})
+    data = DataSection.model_validate({"train": [quickstart("train", 72)], "max_length": 256})
     tokenizer = conversation_tokenizer(data, AutoTokenizer.from_pretrained(EMBEDDED))
     rows, _ = prepare_rows(load_sources(data.train), tokenizer, max_length=256)
     return target, RowFeatures(target, pack(rows, 256), keep_bytes=2**30)

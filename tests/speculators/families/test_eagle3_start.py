@@ -10,13 +10,13 @@ import torch
 from transformers import AutoTokenizer
 
 from inference.evaluation.expected_acceptance import expected_acceptance
+from scripts.demo_target.corpus import conversations
 from speculators.drafter import valid_terms
 from speculators.errors import ConfigError
 from speculators.families import eagle3_init as eagle3_start
 from speculators.families.eagle3 import Eagle3
 from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget
-from train.data import demo
 
 TARGET = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
 SHAPE = {"norm_before_residual": True, "num_key_value_heads": 4}
@@ -29,7 +29,7 @@ def target() -> FrozenTarget:
 
 @pytest.fixture(scope="module")
 def texts() -> list[tuple[list[int], list[int]]]:
-    return told(demo.conversations("train", 48, seed=3))
+    return told(conversations("train", 48, seed=3))
 
 
 def told(conversations) -> list[tuple[list[int], list[int]]]:
@@ -88,7 +88,7 @@ def test_a_fitted_head_predicts_at_every_depth_before_it_is_trained(target, text
 
 def test_the_last_group_of_heads_copies(target, features):
     """Without it, text that is mostly copied from the request is predicted worse."""
-    again = told(demo.conversations("train", 8, seed=9, workloads=["rewrite"]))
+    again = told(conversations("train", 8, seed=9, workloads=["rewrite"]))
     with torch.no_grad():
         drafter = head(target, fitted_to=features)
         with_copying = accepted_by_depth(target, drafter, again)

@@ -195,7 +195,7 @@ def test_more_drafts_than_heads_are_refused(make, tmp_path: Path) -> None:
 
 
 def recipe(**sections: Any):
-    required = {"name": "t", "family": "mlp", "target": {"model": "x"}, "data": {"train": [{"demo": {}}]}}
+    required = {"name": "t", "family": "mlp", "target": {"model": "x"}, "data": {"train": [{"path": "chats.jsonl"}]}}
     return make_recipe(required | sections)
 
 

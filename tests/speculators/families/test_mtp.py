@@ -330,7 +330,7 @@ def test_init_from_target(native, architecture: str) -> None:
                 "name": "t",
                 "family": "mtp",
                 "target": {"model": str(folder)},
-                "data": {"train": [{"demo": {}}]},
+                "data": {"train": [{"path": "chats.jsonl"}]},
                 "drafter": {"init_from": "target", **drafter},
             }
         )

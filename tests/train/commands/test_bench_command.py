@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import subprocess
@@ -12,13 +13,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from inference.bench.datasets import load_questions
 from inference.bench.flags import bench_options, read_flags
 from inference.bench.servers import started
 from speculators.errors import ConfigError, DraftsmithError
+from tests.quickstart_data import DATA
 from train.cli import app
-from train.commands.bench import demo_questions
-from train.data.demo import WORKLOADS
 
+CHATS = f"--dataset-name custom --dataset-path {DATA / 'test.jsonl.gz'} --disable-shuffle"
 ROOT = Path(__file__).resolve().parents[3]
 TOKENIZER = ROOT / "recipes" / "quickstart" / "target"
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}'
@@ -34,7 +36,7 @@ def target(tmp_path_factory, tiny_model) -> Path:
 
 
 def read(line: str):
-    return bench_options(read_flags(line.split(), ("demo",), WORKLOADS))
+    return bench_options(read_flags(line.split(), (), ()))
 
 
 def test_flags_are_those_of_vllm():
@@ -70,7 +72,7 @@ def test_flags_are_those_of_vllm():
         ("--dataset-name random --compare -sc {}", "--model"),
         ("--dataset-name random --compare --baseline-url http://a --max-concurrency 2", "--concurrencies"),
         ("--dataset-name random --compare --baseline-url http://a --serve-args x", "--serve-args"),
-        ("--dataset-name demo --demo-workloads poems", "poems"),
+        ("--dataset-name demo", "demo"),
     ],
 )
 def test_wrong_flags_are_named(line, named):
@@ -78,15 +80,25 @@ def test_wrong_flags_are_named(line, named):
         read(line)
 
 
-def test_the_demo_asks_held_out_conversations():
-    asked = read("--dataset-name demo --num-prompts 6 --seed 1 --demo-workloads math json").dataset
-    found = demo_questions(asked)
-    assert len(found) == 6 and all(each.messages[-1]["role"] == "user" for each in found)
-    assert found == demo_questions(asked) != demo_questions(replace(asked, seed=2))
+def test_conversations_are_asked_up_to_their_last_answer():
+    asked = read(f"{CHATS} --num-prompts 6 --seed 1").dataset
+    questions = load_questions(asked, None, {})
+    lines = gzip.decompress((DATA / "test.jsonl.gz").read_bytes()).splitlines()
+    rows = [json.loads(line)["messages"] for line in lines]
+    assert [list(question.messages) for question in questions] == [messages[:-1] for messages in rows[:6]]
+    mixed = replace(asked, shuffle=True)
+    assert load_questions(mixed, None, {}) != load_questions(replace(mixed, seed=2), None, {})
+
+
+def test_a_torn_archive_is_named(tmp_path):
+    torn = tmp_path / "torn.jsonl.gz"
+    torn.write_bytes((DATA / "test.jsonl.gz").read_bytes()[:5000])
+    with pytest.raises(ConfigError, match=r"torn.jsonl.gz: could not be read"):
+        load_questions(read(f"--dataset-name custom --dataset-path {torn}").dataset, None, {})
 
 
 def test_no_server_is_said_and_failures_have_an_exit_code():
-    asked = ["bench", "--dataset-name", "demo", "--port", "1", "--num-prompts", "3"]
+    asked = ["bench", *CHATS.split(), "--port", "1", "--num-prompts", "3"]
     result = CliRunner().invoke(app, asked)
     assert result.exit_code == 2 and "no server answers" in result.output.replace("\n", " ")
     result = CliRunner().invoke(app, [*asked, "--model", str(TOKENIZER)], env={"COLUMNS": "200"})
@@ -105,7 +117,7 @@ def test_a_server_that_does_not_start_says_why(tmp_path):
 @pytest.mark.slow
 def test_one_server_then_off_and_on(target, tmp_path):
     """Through the command: two servers of a folder, started and stopped; then one measurement, saved."""
-    flags = ["--dataset-name", "demo", "--num-prompts", "4", "--output-len", "40", "--disable-tqdm"]
+    flags = [*CHATS.split(), "--num-prompts", "4", "--output-len", "40", "--disable-tqdm"]
     compare = ["--compare", "--model", str(target), "--speculative-config", NGRAM, "--concurrencies", "1,2"]
     run = CliRunner().invoke(
         app, ["bench", *compare, *flags, "--temperature", "0", "--result-dir", str(tmp_path)], catch_exceptions=False

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from inference import LLM
+from tests.quickstart_data import source as quickstart
 from tests.train.test_cli import ROOT, TOKENIZER, call, refused
 from train.commands.options import parse_part
 
@@ -27,7 +28,7 @@ def recipe(tmp_path, tiny_model):
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / "target" / name).write_bytes((TOKENIZER / name).read_bytes())
     path = tmp_path / "x.yaml"
-    source = {"demo": {"count": 60, "workloads": ["chat", "math"]}}
+    source = quickstart("train", 60)
     path.write_text(
         yaml.safe_dump(
             {
@@ -36,7 +37,7 @@ def recipe(tmp_path, tiny_model):
                 "target": {"model": str(tmp_path / "target")},
                 "data": {
                     "train": [source],
-                    "validation": [{"demo": {"split": "validation", "count": 6}}],
+                    "validation": [quickstart("validation", 6)],
                     "max_length": 256,
                 },
                 "regenerate": {"turns": "all", "max_new_tokens": 12, "batch_size": 8},

@@ -17,6 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 from speculators.errors import DataError
+from tests.quickstart_data import source as quickstart
 from train.data.bad_rows import BadRow, BadRows
 from train.data.loss_mask import ConversationTokenizer
 from train.data.packing import TokenRow, collate, conversation_tokenizer, fit_rows, pack, prepare_rows
@@ -448,7 +449,7 @@ def test_response_tokens_need_no_template():
 
 def test_section_reads_its_template_file(tokenizer, tmp_path):
     (tmp_path / "t.jinja").write_text(CHATML)
-    section = {"train": [{"demo": {}}], "chat_template": str(tmp_path / "t.jinja")}
+    section = {"train": [{"path": "chats.jsonl"}], "chat_template": str(tmp_path / "t.jinja")}
     converter = conversation_tokenizer(DataSection.model_validate(section), tokenizer)
     assert supervised(tokenizer, converter.rows(chat("a", "b"))[0]) == ["b<|im_end|>"]
     elsewhere = DataSection.model_validate({**section, "chat_template": "nowhere.jinja"})
@@ -542,11 +543,10 @@ def test_parquet_loses_the_nulls_that_arrow_adds(tmp_path):
     assert example.workload == "rows"
 
 
-def test_built_in_sources():
-    demo = load_sources([Source.model_validate({"demo": {"count": 6, "split": "validation"}})])
-    assert len(demo) == 6
-    assert all(e.messages[-1]["role"] == "assistant" for e in demo)
-    assert len({e.workload for e in demo}) > 1
+def test_the_sources_of_the_quickstart():
+    chats = load_sources([Source.model_validate(quickstart("validation", 6))])
+    assert [e.workload for e in chats] == ["math", "python", "json", "rewrite", "table", "chat"]
+    assert all(e.messages[-1]["role"] == "assistant" for e in chats)
     code = load_sources([Source.model_validate({"stdlib": {"count": 3, "split": "validation"}})])
     assert [e.workload for e in code] == ["code"] * 3
     assert all(e.prompt and e.completion for e in code)

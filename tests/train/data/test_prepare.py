@@ -10,6 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from tests.damaged_conversations import BAD, damaged
+from tests.quickstart_data import source as quickstart
 from train.cli import app
 from train.data.loss_mask import ConversationTokenizer
 from train.data.packing import prepare_rows
@@ -28,8 +29,8 @@ def recipe_file(tmp_path) -> Path:
         "output_dir": str(tmp_path / "run"),
         "target": {"model": str(TARGET)},
         "data": {
-            "train": [{"path": str(tmp_path / "chats.jsonl"), "weight": 2.0}, {"demo": {"count": 12}}],
-            "validation": [{"demo": {"split": "validation", "count": 6}}],
+            "train": [{"path": str(tmp_path / "chats.jsonl"), "weight": 2.0}, quickstart("train", 12)],
+            "validation": [quickstart("validation", 6)],
             "max_length": 256,
             "on_bad_row": "drop",
         },

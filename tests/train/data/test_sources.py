@@ -129,7 +129,11 @@ def test_columns_of_any_name(tmp_path):
     ("source", "message"),
     [
         ({"preset": "ultrachet"}, "expected one of sharegpt, ultrachat"),
-        ({"preset": "gsm8k", "name": "a/b"}, "exactly one of path, name, preset, demo, stdlib, got name and preset"),
+        ({"preset": "gsm8k", "name": "a/b"}, "exactly one of path, name, preset, stdlib, got name and preset"),
+        (
+            {"demo": {"count": 9}},
+            "demo: there is no such source any more; .* write path: recipes/quickstart/data",
+        ),
         ({"name": "a/b", "streaming": True}, "streaming needs a limit"),
         ({"name": "a/b", "streaming": True, "limit": 5, "split": "train[:9]"}, "a stream has no slices"),
         ({"name": "a/b", "shuffle_buffer": 5}, "shuffle_buffer needs streaming"),

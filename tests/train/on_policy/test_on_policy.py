@@ -36,7 +36,7 @@ def make_recipe(family: str = "eagle3", on_policy: dict | None = None, **trainin
             "name": "t",
             "family": family,
             "target": {"model": "tiny"},
-            "data": {"train": [{"demo": {}}], "max_length": 64},
+            "data": {"train": [{"path": "chats.jsonl"}], "max_length": 64},
             "drafter": {"unroll_steps": 3, **shape},
             "loss": {"forward_kl": 1.0},
             "training": {**defaults, **training},
@@ -225,7 +225,7 @@ def test_two_processes_write_their_parts_and_agree(tmp_path) -> None:
 
 # ---------------------------------------------------------------------- the recipe
 
-TREE = {"name": "t", "target": {"model": "x"}, "data": {"train": [{"demo": {}}]}}
+TREE = {"name": "t", "target": {"model": "x"}, "data": {"train": [{"path": "chats.jsonl"}]}}
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,14 @@ from typer.testing import CliRunner
 
 from inference.vllm_bridge.engine import PYTHON, VllmOptions
 from speculators.errors import ConfigError
+from tests.quickstart_data import source as quickstart
 from train.cli import app
 from train.pipeline.acceptance_stage import gate_bounds
 from train.pipeline.engines import Engines, engines_of, require_engines
 from train.pipeline.run import run
 from train.recipe.recipe import make_recipe
 
-SOURCES = [{"demo": {"split": "test", "count": 2}}]
+SOURCES = [quickstart("test", 2)]
 BOTH = {"engines": ["draftsmith", "vllm"]}
 
 

@@ -26,7 +26,11 @@ from train.trainer.trainer import held_out_figure
 
 def recipe(**sections):
     return make_recipe(
-        {"name": "t", "target": {"model": "tiny"}, "data": {"train": [{"demo": {}}], "validation": [{"demo": {}}]}}
+        {
+            "name": "t",
+            "target": {"model": "tiny"},
+            "data": {"train": [{"path": "chats.jsonl"}], "validation": [{"path": "chats.jsonl"}]},
+        }
         | sections
     )
 

@@ -17,6 +17,7 @@ from speculators.export import export_drafter
 from speculators.registry import family_class
 from speculators.sizes import Products, decoder_products, products
 from speculators.target.frozen_target import FrozenTarget
+from tests.quickstart_data import source as quickstart
 from tests.train.recipe.test_real_recipes import RECIPES, planned
 from tests.train.test_cli import TOKENIZER, call, refused
 from train.data.sources import load_sources
@@ -63,8 +64,8 @@ def tree(folder: Path, family: str = "eagle3", **training) -> dict:
         "target": {"model": str(folder)},
         "drafter": FAMILIES[family],
         "data": {
-            "train": [{"demo": {"count": 30}}],
-            "validation": [{"demo": {"split": "validation", "count": 6}}],
+            "train": [quickstart("train", 30)],
+            "validation": [quickstart("validation", 6)],
             "max_length": 256,
         },
         "training": {"steps": 10, "batch_size": 2} | training,
@@ -356,7 +357,10 @@ def test_this_machine_is_measured():
 def test_a_mixture_is_counted_as_it_is_used(folder):
     """The largest that repeats nothing: the scarcer source is used up, the other as its share says."""
     whole = tree(folder, "medusa")
-    whole["data"]["train"] = [{"demo": {"count": 40, "seed": 1}, "share": 0.25}, {"demo": {"count": 30}, "share": 0.75}]
+    whole["data"]["train"] = [
+        quickstart("train", 40, split="train[30:]", share=0.25),
+        quickstart("train", 30, share=0.75),
+    ]
     plan = outline(make_recipe(whole))
     assert [source.examples for source in plan.sources] == [10, 30]
     assert len(load_sources(plan.recipe.data.train)) == 40

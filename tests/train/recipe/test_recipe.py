@@ -17,7 +17,7 @@ MINIMAL = """\
 name: tiny/eagle3
 target: {model: some/target}
 data:
-  train: [{demo: {count: 10}}]
+  train: [{path: chats.jsonl}]
   validation: [{path: held-out.jsonl}]
 """
 
@@ -235,18 +235,16 @@ MALFORMED = {
     "{gates: {lossless_mismatches: {max: 0}}, evaluation: {lossless_check: false}}": AT
     + "gates.lossless_mismatches: needs evaluation.lossless_check: true",
     "evaluation: {temperatures: [0, 0.0]}": AT + "evaluation.temperatures: each temperature may be given once, ...",
-    "evaluation: {prompts: [{}]}": AT
-    + "evaluation.prompts.0: expected exactly one of path, name, preset, demo, stdlib, got "
+    "evaluation: {prompts: [{}]}": AT + "evaluation.prompts.0: expected exactly one of path, name, preset, stdlib, got "
     "none",
     "data: {train: []}": AT + "data.train: expected a non-empty list, each a mapping, got []",
-    "data: {train: [{path: a.jsonl, name: b/c}]}": AT
-    + "data.train.0: expected exactly one of path, name, preset, demo, "
+    "data: {train: [{path: a.jsonl, name: b/c}]}": AT + "data.train.0: expected exactly one of path, name, preset, "
     "stdlib, got path and name",
-    "data: {train: [{demo: {}, split: test}]}": AT + "data.train.0: split has no meaning for a demo source; write it "
-    "under demo",
-    "data: {train: [{demo: {workloads: [chess]}}]}": AT + "data.train.0.demo.workloads: no workload 'chess'; ...",
-    "data: {train: [{demo: {split: half}}]}": AT + "data.train.0.demo.split: expected one of train, validation, test, "
-    "got 'half'",
+    "data: {train: [{stdlib: {}, split: test}]}": AT + "data.train.0: split has no meaning for a stdlib source; write "
+    "it under stdlib",
+    "data: {train: [{demo: {count: 10}}]}": AT + "data.train.0: demo: there is no such source any more; ...",
+    "data: {train: [{stdlib: {split: half}}]}": AT + "data.train.0.stdlib.split: expected one of train, validation, "
+    "test, got 'half'",
     "data: {}": AT + "data.train: required, but missing: sources of the examples to train on",
     "regenerate: {temperatures: {0: 0.5, 1: 0.4}}": AT + "regenerate.temperatures: expected shares that add up to 1, "
     "got 0.9",
@@ -262,7 +260,7 @@ MALFORMED = {
     "features: {encoding: rotated9}": AT + "features.encoding: expected one of exact, bf16, fp8, int4, ...",
     "joint: {}\nfeatures: {mode: cache}": AT + "features.mode: a target that is trained says something else at every "
     "step; needs online",
-    "data: {train: [{demo: {}}], fan_out: true}\nregenerate: {turns: all}": AT
+    "data: {train: [{path: chats.jsonl}], fan_out: true}\nregenerate: {turns: all}": AT
     + "data.fan_out: with regenerate.turns: all every turn ...",
     "name: ../escape": AT + "name: expected a string matching ...",
 }

@@ -28,7 +28,7 @@ def make_trainer(tiny_model, folder: Path, target: FrozenTarget | None = None, *
             "name": "t",
             "family": "medusa",
             "target": {"model": "tiny"},
-            "data": {"train": [{"demo": {}}], "max_length": 48},
+            "data": {"train": [{"path": "chats.jsonl"}], "max_length": 48},
             "drafter": {"num_heads": 2},
             "joint": {"r": 4, **joint},
             "training": {
@@ -128,7 +128,7 @@ def test_killed_anywhere_ends_with_the_same_weights(tiny_model, tmp_path, stop_a
 
 def test_the_adapter_is_drawn_from_the_seed_alone(tiny_model):
     """Whatever was drawn before: an earlier stage, another process's rows, or less of a run that is continued."""
-    tree = {"name": "t", "family": "medusa", "target": {"model": "x"}, "data": {"train": [{"demo": {}}]}}
+    tree = {"name": "t", "family": "medusa", "target": {"model": "x"}, "data": {"train": [{"path": "chats.jsonl"}]}}
     section = recipe_class("medusa").model_validate({**tree, "joint": {"r": 4}}).joint
 
     def drawn(before: int, seed: int) -> torch.Tensor:
@@ -143,7 +143,7 @@ def test_the_adapter_is_drawn_from_the_seed_alone(tiny_model):
 
 
 def test_features_cannot_be_kept(tiny_model):
-    tree = {"name": "t", "target": {"model": "x"}, "data": {"train": [{"demo": {}}]}}
+    tree = {"name": "t", "target": {"model": "x"}, "data": {"train": [{"path": "chats.jsonl"}]}}
     tree |= {"joint": {}, "training": {"steps": 1, "keep_features_gb": 1.0}}
     with pytest.raises(ValidationError, match="keep_features_gb"):
         recipe_class().model_validate(tree)

@@ -46,7 +46,7 @@ def make_recipe(**training) -> Recipe:
         {
             "name": "t",
             "target": {"model": "tiny"},
-            "data": {"train": [{"demo": {}}], "max_length": 48},
+            "data": {"train": [{"path": "chats.jsonl"}], "max_length": 48},
             "drafter": {"unroll_steps": 3, "draft_vocab_size": 60},
             "training": {**defaults, **training},
         }

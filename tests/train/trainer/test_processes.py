@@ -58,7 +58,7 @@ def make_trainer(folder: Path, family: str, sharding: str = "none", **training) 
         "name": "t",
         "family": family,
         "target": {"model": "tiny"},
-        "data": {"train": [{"demo": {}}], "max_length": 48},
+        "data": {"train": [{"path": "chats.jsonl"}], "max_length": 48},
         "drafter": FAMILIES[family],
         "training": {**defaults, "save_every": 2, "eval_every": 3, "mixed_precision": "no", **training},
     }
@@ -90,7 +90,7 @@ def make_staged(folder: Path, **training) -> Iterator[Trainer]:
         "name": "t",
         "family": "medusa",
         "target": {"model": "tiny"},
-        "data": {"train": [{"demo": {}}], "max_length": 48},
+        "data": {"train": [{"path": "chats.jsonl"}], "max_length": 48},
         "drafter": {"num_heads": 2},
         "joint": {"r": 4, "heads_schedule": "constant", "dropout": 0.1},
         "training": {"global_batch_size": 8, "batch_size": 4, "learning_rate": 1e-2, "mixed_precision": "no"},
@@ -165,7 +165,7 @@ def scenario(family: str, processes: int, sharded: bool = False, **arguments) ->
         ({}, False),  # it writes the responses
         ({"regenerate": {"endpoints": [{"url": "http://cluster:8000/v1"}]}}, True),
         ({"regenerate": {"enabled": False}}, True),
-        ({"regenerate": {"enabled": False}, "validation": [{"demo": {}}]}, False),  # and those held out
+        ({"regenerate": {"enabled": False}, "validation": [{"path": "chats.jsonl"}]}, False),  # and those held out
         ({"regenerate": {"enabled": False}, "init": "least_squares"}, False),  # features to fit the start to
         ({"regenerate": {"enabled": False}, "processes": 1}, False),
         ({"regenerate": {"enabled": False}, "sharding": "none"}, False),
@@ -177,7 +177,7 @@ def test_a_target_that_is_asked_for_nothing_waits_on_the_host(changes: dict[str,
             "name": "t",
             "family": "eagle3",
             "target": {"model": "tiny", "sharding": changes.get("sharding", "fsdp")},
-            "data": {"train": [{"demo": {}}], "validation": changes.get("validation", [])},
+            "data": {"train": [{"path": "chats.jsonl"}], "validation": changes.get("validation", [])},
             "drafter": {"init": changes.get("init", "taps"), "norm_before_residual": True},
             "regenerate": changes.get("regenerate", {}),
             "training": {"steps": 1},
@@ -276,7 +276,7 @@ def test_a_joint_stage_killed_before_its_first_checkpoint_ends_the_same(found):
 def test_a_head_begins_with_the_same_weights_whatever_was_drawn_before(tmp_path, family, options):
     """In every process, and in a run that is continued; an adapter of a draft model too."""
     recipe = make_recipe(
-        {"name": "t", "family": family, "target": {"model": "tiny"}, "data": {"train": [{"demo": {}}]},
+        {"name": "t", "family": family, "target": {"model": "tiny"}, "data": {"train": [{"path": "chats.jsonl"}]},
          "drafter": options, "training": {"seed": 3}}
     )  # fmt: skip
     made = []

@@ -168,7 +168,12 @@ def test_wrong_cuts_are_refused(tiny_model, kept, message: str) -> None:
 
 
 def recipe(drafter: dict[str, Any], **sections: Any) -> Any:
-    content = {"name": "t", "family": "draft_model", "target": {"model": "x"}, "data": {"train": [{"demo": {}}]}}
+    content = {
+        "name": "t",
+        "family": "draft_model",
+        "target": {"model": "x"},
+        "data": {"train": [{"path": "chats.jsonl"}]},
+    }
     return recipe_class("draft_model").model_validate(content | {"drafter": drafter} | sections)
 
 
@@ -317,7 +322,7 @@ def test_longer_texts_than_the_draft_model_knows_are_refused(tiny_model) -> None
     with pytest.raises(ConfigError, match="max_model_len is 256, but this drafter .* was made for 64 positions"):
         drafted(model, drafter, max_model_len=256)
     assert drafted(model, drafter).engine.max_model_len == 64  # where nothing was asked for
-    sections = {"training": {"steps": 1}, "data": {"train": [{"demo": {}}], "max_length": 65}}
+    sections = {"training": {"steps": 1}, "data": {"train": [{"path": "chats.jsonl"}], "max_length": 65}}
     with pytest.raises(ConfigError, match="data.max_length is 65, but .* made for 64 positions"):
         sketch_drafter(recipe({"config": {}}, **sections), drafter.config)
 

@@ -60,7 +60,7 @@ def trainer(
     target: FrozenTarget, base: str, peft: dict | None, folder: Path, steps: int = 4, **options: Any
 ) -> Trainer:
     training = {"steps": steps, "batch_size": 2, "learning_rate": 3e-2, "save_every": 2, "mixed_precision": "no"}
-    data = {"train": [{"demo": {}}], "max_length": 48}
+    data = {"train": [{"path": "chats.jsonl"}], "max_length": 48}
     chosen = recipe({"init_from": base, "peft": peft, **options}, training=training, data=data)
     drafter = DraftModel(read_drafter_config(base)).attach(target)
     load_weights(drafter, Path(base))

@@ -1,26 +1,27 @@
 """What the quickstart's target is trained on: its tokenizer, token files, batches, and drills made on the fly.
 
-Reads the conversations of train.data.demo and the interpreter's standard library; knows nothing of models or training
-but the size of the vocabulary.
+The conversations are those of corpus.py, more of them than are committed; the code is the interpreter's standard
+library.
 """
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import torch
-from demo_target_model import VOCAB
 
-from train.data import demo, stdlib_source
-from train.data.demo import tables
+from scripts.demo_target.corpus import TEXT, conversations, draw_table, markdown
+from scripts.demo_target.model import VOCAB
+from train.data import stdlib_source
 
 # Conversations of each workload: more of what is harder to learn.
 CONVERSATIONS = {"math": 12_000, "python": 7_000, "json": 7_000, "rewrite": 30_000, "table": 30_000, "chat": 9_000}
 CODE_WEIGHT = 0.15  # of a token of source code, which is far less predictable than an answer and would drown it
+COMPARED = TEXT["table"]["compared"]  # columns of numbers
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>", "<|mask|>"]
 # Digits stand alone, so that arithmetic is over digits; words keep their leading space.
 SPLIT = (
@@ -73,7 +74,7 @@ def write_token_files(snippets: int, seed: int, say: Callable[[str], None]) -> N
     from transformers import AutoTokenizer
 
     WORK.mkdir(parents=True, exist_ok=True)
-    talks = [c for name, count in CONVERSATIONS.items() for c in demo.conversations("train", count, seed, [name])]
+    talks = [c for name, count in CONVERSATIONS.items() for c in conversations("train", count, seed, [name])]
     code = list(stdlib_source.snippets("train", snippets, seed, max_chars=1500))
     if (TARGET / "tokenizer.json").exists():
         tokenizer = AutoTokenizer.from_pretrained(TARGET)
@@ -87,7 +88,7 @@ def write_token_files(snippets: int, seed: int, say: Callable[[str], None]) -> N
         (
             "validation",
             (
-                list(demo.conversations("validation", 300, seed)),
+                list(conversations("validation", 300, seed)),
                 list(stdlib_source.snippets("validation", 100, seed, 1500)),
             ),
         ),
@@ -207,18 +208,18 @@ class Batches:
 
 def _lookups(rng: np.random.Generator) -> Pairs:
     """A table, and cells of it asked for one after the other; two numbers of a column are compared."""
-    draw = random.Random(int(rng.integers(2**32)))
-    table = tables._table(draw)
-    yield table.markdown() + "\n\n", ""
-    names = table.columns[table.key]
+    draw = Random(int(rng.integers(2**32)))
+    _, table = draw_table(draw)
+    yield markdown(table) + "\n\n", ""
+    names = next(iter(table.values()))
     for _ in range(8):
-        column = draw.choice(list(table.columns)[1:])
-        values = dict(zip(names, table.columns[column]))
+        column = draw.choice(list(table)[1:])
+        values = dict(zip(names, table[column]))
         first, second = draw.sample(names, 2)
         yield f"{column}. {first}:", f" {values[first]}"
         more, less = sorted((first, second), key=lambda name: re.sub(r"\D", "", values[name]).zfill(3), reverse=True)
         compared = f". {values[more]} ({more}) is more than {values[less]} ({less})."
-        yield f", {second}:", f" {values[second]}{compared if column in tables.NUMERIC else '.'}"
+        yield f", {second}:", f" {values[second]}{compared if column in COMPARED else '.'}"
         yield "\n", ""
 
 

@@ -1,7 +1,8 @@
-"""The demo corpus: right answers pass, wrong ones fail, splits never meet."""
+"""The quickstart's conversations: right answers pass, wrong ones fail, splits never meet, the files are its own."""
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import re
@@ -11,10 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from train.data.demo import CHECKABLE, WORKLOADS, bucket, check, conversations, prompts
+from scripts.demo_target.answers import is_right
+from scripts.demo_target.corpus import CHECKABLE, FILES, WORKLOADS, Conversation, bucket, conversations, prompts
+from tests.quickstart_data import DATA
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[1]
 SPLITS = ("train", "validation", "test")
+
+
+def check(conversation: Conversation, answer: str) -> bool:
+    return is_right(conversation.workload, conversation.expected, answer)
+
+
+def committed(split: str) -> list[dict]:
+    """The rows of a file beside the quickstart's recipes."""
+    return [json.loads(line) for line in gzip.decompress((DATA / f"{split}.jsonl.gz").read_bytes()).splitlines()]
 
 
 def corrupted(workload: str, answer: str) -> str:
@@ -88,7 +100,7 @@ def test_a_test_prompt_occurs_in_no_training_conversation():
 
 
 def test_the_same_seed_gives_the_same_conversations_in_another_process():
-    code = "import json; from train.data.demo import conversations as c\n"
+    code = "import json; from scripts.demo_target.corpus import conversations as c\n"
     code += "print(json.dumps([x.messages for x in c('train', 60, 7)]))"
     other = json.loads(
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
@@ -112,6 +124,22 @@ def test_shares_of_system_prompts_and_of_several_turns():
     several = sum(sum(m["role"] == "user" for m in c.messages) > 1 for c in found) / len(found)
     assert 0.45 < system < 0.55
     assert 0.30 < several < 0.40
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_committed_files_are_what_the_generator_writes(split):
+    rows = committed(split)
+    assert len(rows) == sum(count for _, count in FILES[split])
+    for seed, count in FILES[split]:
+        part, rows = rows[:count], rows[count:]
+        assert part[:300] == [made.row() for made in conversations(split, min(count, 300), seed)]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_committed_answers_are_right(split):
+    for row in committed(split):
+        assert ("expected" in row) == (row["workload"] in CHECKABLE)
+        assert is_right(row["workload"], row.get("expected"), row["messages"][-1]["content"]), row
 
 
 def test_unknown_names_are_refused():

@@ -1,7 +1,4 @@
-"""The quickstart's target as a network: its shape, a start that can already copy, and how it grows.
-
-Knows nothing of text, tokenizers or training.
-"""
+"""The quickstart's target as a network: its shape, a start that can already copy, and how it grows."""
 
 from __future__ import annotations
 

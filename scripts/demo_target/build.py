@@ -1,29 +1,42 @@
-"""Train the quickstart's embedded target from scratch: tokenizer, data, training, evaluation, export.
+"""Write the quickstart's conversations, and train its embedded target from scratch.
 
-    python scripts/build_demo_target.py data                 # tokenizer and token files, once
-    torchrun --nproc-per-node 2 scripts/build_demo_target.py train --minutes 76
-    python scripts/build_demo_target.py export               # bf16 weights, held-out rates, model card
+    python scripts/demo_target/build.py conversations        # recipes/quickstart/data, as it is committed
+    python scripts/demo_target/build.py data                 # tokenizer and token files, once
+    torchrun --nproc-per-node 2 scripts/demo_target/build.py train --minutes 76
+    python scripts/demo_target/build.py export               # bf16 weights, held-out rates, model card
 
 `train` saves every few minutes and continues where it was when run again; the learning rate follows the share of
 `--minutes` that is spent, so a run can be lengthened or shortened half-way. Works on CPU processes (gloo) and GPUs.
-Reads only the conversations of train.data.demo and the interpreter's own standard library (train.data.stdlib_source).
+It learns the conversations of corpus.py and the interpreter's own standard library (train.data.stdlib_source), nothing
+else.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 
 import torch
 import typer
-from demo_target_card import answer_rates, write_card
-from demo_target_data import TARGET, WORK, Batches, write_token_files
-from demo_target_model import LAYERS, build_model, grow, start_with_copying
 from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.demo_target.card import answer_rates, write_card
+from scripts.demo_target.corpus import write_files
+from scripts.demo_target.data import TARGET, WORK, Batches, write_token_files
+from scripts.demo_target.model import LAYERS, build_model, grow, start_with_copying
 
 app = typer.Typer(add_completion=False, help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False)
 console = Console()
+
+
+@app.command()
+def conversations(out: Path = TARGET.parent / "data"):
+    """Write the conversations that the quickstart's recipes read, as compressed JSONL."""
+    write_files(out)
 
 
 @app.command()
