@@ -1,30 +1,26 @@
 """Python's standard library as text: the code-completion workload of the quickstart.
 
-Reads the running interpreter's own source files, which every machine with Python has; nothing of them is ever
-stored in the project. Files are split by a hash of their relative path, so no file is in two splits.
-Must not know: tokenizers, models, recipes.
+The text is the running interpreter's own source files, which every machine with Python has; the project stores none of
+it. Files are split by a hash of their relative path, so that no file is in two splits.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import random
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from speculators.errors import DataError
 
+LARGEST_FILE = 400_000  # bytes
 SPLITS = {"train": range(0, 94), "validation": range(94, 97), "test": range(97, 100)}
 _SKIPPED = {"site-packages", "__pycache__", "idlelib", "lib2to3", "turtledemo", "encodings", "pydoc_data"}
 
 
-def _bucket(name: str) -> int:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % 100
-
-
-@functools.lru_cache(maxsize=4)
+@cache
 def files(split: str) -> tuple[Path, ...]:
     """The source files of one split (`train`, `validation`, `test`), sorted by path.
 
@@ -33,21 +29,21 @@ def files(split: str) -> tuple[Path, ...]:
     if split not in SPLITS:
         raise DataError(f"stdlib source: unknown split {split!r}; expected one of {', '.join(SPLITS)}")
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = [
-        path
-        for path in sorted(root.rglob("*.py"))
-        if not _SKIPPED & set(path.relative_to(root).parts) and path.stat().st_size < 400_000
-    ]
-    chosen = tuple(path for path in found if _bucket(path.relative_to(root).as_posix()) in SPLITS[split])
+
+    def belongs(path: Path) -> bool:
+        name = path.relative_to(root)
+        bucket = int.from_bytes(hashlib.sha256(name.as_posix().encode()).digest()[:4], "big") % 100
+        return not _SKIPPED & set(name.parts) and path.stat().st_size < LARGEST_FILE and bucket in SPLITS[split]
+
+    chosen = tuple(path for path in sorted(root.rglob("*.py")) if belongs(path))
     if not chosen:
         raise DataError(f"stdlib source: no .py files for split {split!r} below {root}; install Python's sources")
     return chosen
 
 
-@functools.lru_cache(maxsize=4096)
-def read(path: Path) -> str:
-    """One file's text; undecodable bytes are replaced, tabs and line ends kept as they are."""
-    return path.read_text(encoding="utf-8", errors="replace")
+@cache
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
 
 
 def snippets(split: str, count: int, seed: int = 0, max_chars: int = 2400) -> Iterator[str]:
@@ -59,7 +55,7 @@ def snippets(split: str, count: int, seed: int = 0, max_chars: int = 2400) -> It
     pool, seen, misses = files(split), set(), 0
     while count > 0:
         path = rng.choice(pool)
-        lines = read(path).splitlines(keepends=True)
+        lines = _lines(path)
         starts = [i for i, line in enumerate(lines) if line.lstrip().startswith(("def ", "class ", "import ", "for "))]
         start = rng.choice(starts) if starts else 0
         text = "".join(lines[start:])[:max_chars]
