@@ -10,7 +10,7 @@ from speculators.errors import DraftsmithError
 
 if __name__ == "__main__":
     try:
-        sys.exit(run(sys.argv[1:], {}))
+        sys.exit(run(sys.argv[1:]))
     except DraftsmithError as error:
         print_error(error)
         sys.exit(2)

@@ -12,7 +12,6 @@ from pathlib import Path
 from rich.console import Console
 
 from inference.bench.compare import Server, compare, draw
-from inference.bench.datasets import Generator
 from inference.bench.flags import bench_options, read_flags
 from inference.bench.run import BenchOptions, measure, prepare, result_path, save, without_details
 from inference.bench.servers import started
@@ -22,13 +21,13 @@ COMPARISON = "comparison"
 LEVELS = (1, 2, 4, 8)  # requests at a time
 
 
-def run(arguments: Sequence[str], more: dict[str, Generator], workloads: Sequence[str] = ()) -> int:
-    """The exit code: 1 if a request failed. `more`: datasets of the floor above by name, `workloads` parts of them."""
-    flags = read_flags(arguments, tuple(more), workloads)
+def run(arguments: Sequence[str]) -> int:
+    """The exit code: 1 if a request failed."""
+    flags = read_flags(arguments)
     options = bench_options(flags)
     if flags.compare:
-        return _compare(flags, options, more)
-    result = measure(options, prepare(options, more))
+        return _compare(flags, options)
+    result = measure(options, prepare(options))
     console = Console()
     print_result(result, console)
     if flags.save_result:
@@ -38,11 +37,11 @@ def run(arguments: Sequence[str], more: dict[str, Generator], workloads: Sequenc
     return 1 if result["failed"] else 0
 
 
-def _compare(flags: argparse.Namespace, options: BenchOptions, more: dict[str, Generator]) -> int:
+def _compare(flags: argparse.Namespace, options: BenchOptions) -> int:
     folder = Path(flags.result_dir or ".")
     there_already = flags.baseline_url is not None
     comparison = compare(
-        options, prepare(options, more), _servers(flags, options, folder), flags.concurrencies or LEVELS,
+        options, prepare(options), _servers(flags, options, folder), flags.concurrencies or LEVELS,
         together=there_already or bool(flags.together),
     )  # fmt: skip
     if not there_already:

@@ -10,7 +10,7 @@ import json
 import math
 import random
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from speculators.errors import ConfigError, DataError
 Message = dict[str, Any]
 LOAD_ONLY = "random: load only; acceptance on random tokens says nothing about a drafter"
 FILES = ("custom", "spec_bench", "mt_bench")
+DATASETS = ("random", *FILES)
 DEFAULT_OUTPUT_LEN = 256  # tokens, of every dataset but random
 RANDOM_OUTPUT_LEN = 128
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no text are written as
@@ -50,26 +51,21 @@ class DatasetOptions:
     range_ratio: float = 0.0
     prefix_len: int = 0
     category: str | None = None
-    workloads: tuple[str, ...] = ()
     shuffle: bool = True
     oversample: bool = True
 
 
-Generator = Callable[[DatasetOptions], list[Question]]  # a dataset that comes from above this floor
-
-
-def load_questions(options: DatasetOptions, tokenizer: Any, more: dict[str, Generator]) -> list[Question]:
-    """The questions of a dataset, `num_prompts` of them; the same for the same options. `more`: datasets by name beside
-    random and the files. ConfigError for options that do not fit, DataError for a row."""
-    known = ("random", *FILES, *more)
-    if options.name not in known:
-        raise ConfigError(f"--dataset-name {options.name}: unknown; expected one of {', '.join(known)}")
+def load_questions(options: DatasetOptions, tokenizer: Any) -> list[Question]:
+    """The questions of a dataset, `num_prompts` of them; the same for the same options. ConfigError for options that do
+    not fit, DataError for a row."""
+    if options.name not in DATASETS:
+        raise ConfigError(f"--dataset-name {options.name}: unknown; expected one of {', '.join(DATASETS)}")
     if (options.path is not None) != (options.name in FILES):
         wanted = "needs --dataset-path, a JSONL file" if options.path is None else "takes no --dataset-path"
         raise ConfigError(f"--dataset-name {options.name} {wanted}")
-    if options.name == "random":
+    if options.path is None:
         return _random(options, tokenizer)
-    found = _file(options, Path(options.path)) if options.path is not None else more[options.name](options)
+    found = _file(options, Path(options.path))
     if options.shuffle:
         random.Random(options.seed).shuffle(found)
     if options.oversample:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from inference.bench.datasets import FILES, DatasetOptions
+from inference.bench.datasets import DATASETS, DatasetOptions
 from inference.bench.figures import LATENCIES
 from inference.bench.run import ENDPOINTS, BenchOptions
 from inference.server.flags import FlagParser, json_object, spelled
@@ -22,9 +22,9 @@ class BenchParser(FlagParser):
         raise ConfigError(f"bench: {message}; `draftsmith bench --help` lists the flags")
 
 
-def read_flags(arguments: Sequence[str], datasets: Sequence[str], workloads: Sequence[str]) -> argparse.Namespace:
-    """`datasets`, `workloads`: what there is beside random and the files. ConfigError for flags that do not fit."""
-    flags = parser(datasets, workloads).parse_args(spelled(arguments))
+def read_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """ConfigError for flags that do not fit."""
+    flags = parser().parse_args(spelled(arguments))
     given = [name for name in COMPARING if getattr(flags, name) is not None]
     if given and not flags.compare:
         raise ConfigError(f"bench: --{given[0].replace('_', '-')} belongs to --compare; add it, or leave this out")
@@ -98,18 +98,16 @@ def _dataset(flags: argparse.Namespace) -> DatasetOptions:
         range_ratio=flags.random_range_ratio,
         prefix_len=flags.random_prefix_len,
         category=flags.spec_bench_category,
-        workloads=tuple(flags.demo_workloads or ()),
         shuffle=not flags.disable_shuffle,
         oversample=not flags.no_oversample,
     )
 
 
-def parser(datasets: Sequence[str], workloads: Sequence[str]) -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     made = BenchParser("draftsmith bench", allow_abbrev=False, usage="%(prog)s --dataset-name NAME [flags]",
                        description="Load on a server compatible with OpenAI's, as of vllm bench serve.")  # fmt: skip
     _add_server(made.add_argument_group("the server"))
-    _add_dataset(made.add_argument_group("what is asked"), datasets, workloads)
-    made.set_defaults(demo_workloads=None)  # where there is no such dataset
+    _add_dataset(made.add_argument_group("what is asked"))
     _add_load(made.add_argument_group("when"))
     _add_sampling(made.add_argument_group("how it is answered; what is not given the server decides"))
     _add_results(made.add_argument_group("results"))
@@ -134,10 +132,9 @@ def _add_server(group: Any) -> None:
         help="then a request has failed (%(default)g)")  # fmt: skip
 
 
-def _add_dataset(group: Any, datasets: Sequence[str], workloads: Sequence[str]) -> None:
+def _add_dataset(group: Any) -> None:
     add = group.add_argument
-    names = ("random", *FILES, *datasets)
-    add("--dataset-name", required=True, choices=names, help="random is for load only: its acceptance means nothing")
+    add("--dataset-name", required=True, choices=DATASETS, help="random is for load only: its acceptance means nothing")
     add("--dataset-path", metavar="FILE", help="JSONL of custom (prompt or messages), spec_bench, mt_bench (turns)")
     add("--num-prompts", type=_count, default=1000, help="requests (%(default)s)")
     add("--seed", type=int, default=0, help="of prompts, arrivals and sampling (%(default)s)")
@@ -150,8 +147,6 @@ def _add_dataset(group: Any, datasets: Sequence[str], workloads: Sequence[str]) 
     add("--custom-output-len", type=_count_or_rows, default=256, help="-1: output_tokens of the row (%(default)s)")
     add("--spec-bench-output-len", type=_count, default=256, help="(%(default)s)")
     add("--spec-bench-category", help="only rows of it, of spec_bench and mt_bench")
-    if workloads:
-        add("--demo-workloads", nargs="+", choices=workloads, help="of the demo; default: all, in turn")
     add("--skip-chat-template", action="store_true", help="with --backend openai: send what was said as it is")
     add("--disable-shuffle", action="store_true", help="ask a file in its order")
     add("--no-oversample", action="store_true", help="ask a short file once only")

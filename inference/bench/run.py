@@ -25,7 +25,6 @@ from inference.bench.client import (
 from inference.bench.datasets import (
     LOAD_ONLY,
     DatasetOptions,
-    Generator,
     Question,
     as_chats,
     as_texts,
@@ -79,7 +78,7 @@ class Work:
     count_tokens: Callable[[str], int] | None
 
 
-def prepare(options: BenchOptions, more: dict[str, Generator]) -> Work:
+def prepare(options: BenchOptions) -> Work:
     """Reads the dataset; asks the server for its model, whose tokenizer may be needed, if the options name none."""
     model_id = options.model or asyncio.run(_served(options))[1]
     tokenizer, name = None, options.tokenizer or model_id
@@ -88,7 +87,7 @@ def prepare(options: BenchOptions, more: dict[str, Generator]) -> Work:
         from inference.entrypoints.loading import load_tokenizer
 
         tokenizer = load_tokenizer(model_id, options.tokenizer, trust_remote_code=options.trust_remote_code)
-    questions = load_questions(options.dataset, tokenizer, more)
+    questions = load_questions(options.dataset, tokenizer)
     if options.backend in TEXTS:
         questions = as_texts(questions, tokenizer, raw=options.skip_chat_template)
     else:

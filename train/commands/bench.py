@@ -24,4 +24,4 @@ def register(app: typer.Typer) -> None:
             raise ConfigError(f'bench: {", ".join(missing)} missing; install with pip install "draftsmith[serve]"')
         from inference.bench.command import run
 
-        raise typer.Exit(run(context.args, {}))
+        raise typer.Exit(run(context.args))

@@ -314,8 +314,8 @@ def test_the_front_is_what_nothing_surpasses(places):
 @settings(max_examples=10, deadline=None)
 def test_random_prompts_have_their_length(byte_tokenizer, length, seed):
     asked = DatasetOptions("random", num_prompts=5, input_len=length, output_len=9, seed=seed, prefix_len=4)
-    found = load_questions(asked, byte_tokenizer, {})
-    assert found == load_questions(asked, byte_tokenizer, {})
+    found = load_questions(asked, byte_tokenizer)
+    assert found == load_questions(asked, byte_tokenizer)
     assert len({each.prompt for each in found}) == 5 and all(each.output_len == 9 for each in found)
     assert {len(byte_tokenizer(each.prompt).input_ids) for each in found} == {4 + length}
     assert len({each.prompt[:4] for each in found}) == 1
@@ -329,7 +329,7 @@ def test_files_of_every_format(tmp_path):
     turns.write_text("".join(json.dumps(row) + "\n" for row in both))
 
     def load(name, path, count=3, **given):
-        found = load_questions(DatasetOptions(name, str(path), num_prompts=count, **given), None, {})
+        found = load_questions(DatasetOptions(name, str(path), num_prompts=count, **given), None)
         return [(each.messages[-1]["content"], each.output_len) for each in found]
 
     assert load("custom", custom, output_len=-1, shuffle=False) == [("a", 5), ("b", 6), ("a", 5)]
@@ -356,13 +356,13 @@ def test_wrong_rows_are_named(tmp_path, name, text, output_len, named):
     path = tmp_path / "f.jsonl"
     path.write_text(text)
     with pytest.raises(DataError, match=named):
-        load_questions(DatasetOptions(name, str(path), output_len=output_len), None, {})
+        load_questions(DatasetOptions(name, str(path), output_len=output_len), None)
 
 
 def test_datasets_and_paths_belong_together():
     for name, path, named in (("custom", None, "needs"), ("random", "a", "takes no"), ("x", None, "unknown")):
         with pytest.raises(ConfigError, match=named):
-            load_questions(DatasetOptions(name, path), None, {})
+            load_questions(DatasetOptions(name, path), None)
 
 
 # ------------------------------------------------------------------------------------------ our own, and both
@@ -390,8 +390,8 @@ def test_our_own_server_counts_the_same(serving, drafting_llm, model, tokenizer_
     asked = options(url, dataset=data, backend=backend, endpoint=endpoint, tokenizer=tokenizer_folder,
                     max_concurrency=3, num_warmups=1, ignore_eos=True, body={"temperature": 0})  # fmt: skip
     counters = llm.engine.counters
-    result = measure(asked, prepare(asked, {}))
-    again = measure(asked, prepare(asked, {}))
+    result = measure(asked, prepare(asked))
+    again = measure(asked, prepare(asked))
     assert (result["completed"], result["failed"], result["total_output_tokens"]) == (6, 0, 120)
     assert result["generated_texts"] == again["generated_texts"] and result["input_lens"] == again["input_lens"]
     assert (set(result["input_lens"]) == {12}) == (backend == "openai")  # a chat has its template's tokens as well
@@ -408,7 +408,7 @@ def test_off_and_on_side_by_side(serving, drafting_llm, model, tokenizer_folder,
     data = DatasetOptions("random", num_prompts=4, input_len=8, output_len=16)
     asked = options(urls["on"], dataset=data, tokenizer=tokenizer_folder, ignore_eos=True, body={"temperature": 0})
     servers = {mode: (lambda url=url: nullcontext(url)) for mode, url in urls.items()}
-    found = compare(asked, prepare(asked, {}), servers, (1, 2), together=True)
+    found = compare(asked, prepare(asked), servers, (1, 2), together=True)
     assert [level["max_concurrency"] for level in found["levels"]] == [1, 2]
     for level in found["levels"]:
         off, on = level["off"], level["on"]

@@ -36,7 +36,7 @@ def target(tmp_path_factory, tiny_model) -> Path:
 
 
 def read(line: str):
-    return bench_options(read_flags(line.split(), (), ()))
+    return bench_options(read_flags(line.split()))
 
 
 def test_flags_are_those_of_vllm():
@@ -82,19 +82,19 @@ def test_wrong_flags_are_named(line, named):
 
 def test_conversations_are_asked_up_to_their_last_answer():
     asked = read(f"{CHATS} --num-prompts 6 --seed 1").dataset
-    questions = load_questions(asked, None, {})
+    questions = load_questions(asked, None)
     lines = gzip.decompress((DATA / "test.jsonl.gz").read_bytes()).splitlines()
     rows = [json.loads(line)["messages"] for line in lines]
     assert [list(question.messages) for question in questions] == [messages[:-1] for messages in rows[:6]]
     mixed = replace(asked, shuffle=True)
-    assert load_questions(mixed, None, {}) != load_questions(replace(mixed, seed=2), None, {})
+    assert load_questions(mixed, None) != load_questions(replace(mixed, seed=2), None)
 
 
 def test_a_torn_archive_is_named(tmp_path):
     torn = tmp_path / "torn.jsonl.gz"
     torn.write_bytes((DATA / "test.jsonl.gz").read_bytes()[:5000])
     with pytest.raises(ConfigError, match=r"torn.jsonl.gz: could not be read"):
-        load_questions(read(f"--dataset-name custom --dataset-path {torn}").dataset, None, {})
+        load_questions(read(f"--dataset-name custom --dataset-path {torn}").dataset, None)
 
 
 def test_no_server_is_said_and_failures_have_an_exit_code():

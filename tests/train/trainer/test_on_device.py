@@ -78,7 +78,7 @@ def on_device(name: str, **changed: Any):
 def make_trainer(folder: Path, family: str, drafter: dict[str, Any], training: dict[str, Any], rows=None) -> Trainer:
     sizes = {"steps": 2, "batch_size": 2, "save_every": 2, "eval_every": 2, "mixed_precision": "no", **training}
     recipe = recipe_class(family).model_validate({
-        "name": "t", "family": family, "target": {"model": "tiny"}, "data": {"train": [{"path": "x"}], "max_length": 48},
+        "name": "t", "family": family, "target": {"model": "t"}, "data": {"train": [{"path": "x"}], "max_length": 48},
         "drafter": drafter, "training": sizes, "evaluation": {"num_speculative_tokens": 3},
     })  # fmt: skip
     probe = FrozenTarget(on_device("llama"))
