@@ -74,34 +74,26 @@ def write_token_files(snippets: int, seed: int, say: Callable[[str], None]) -> N
     from transformers import AutoTokenizer
 
     WORK.mkdir(parents=True, exist_ok=True)
-    talks = [c for name, count in CONVERSATIONS.items() for c in conversations("train", count, seed, [name])]
+    training = [c for name, count in CONVERSATIONS.items() for c in conversations("train", count, seed, [name])]
     code = list(stdlib_source.snippets("train", snippets, seed, max_chars=1500))
     if (TARGET / "tokenizer.json").exists():
         tokenizer = AutoTokenizer.from_pretrained(TARGET)
     else:
-        sample = ["\n".join(m["content"] for m in t.messages) for t in talks[::10]] + code[:3000]
+        sample = ["\n".join(m["content"] for m in t.messages) for t in training[::10]] + code[:3000]
         tokenizer = build_tokenizer(sample)
         TARGET.mkdir(parents=True, exist_ok=True)
         tokenizer.save_pretrained(TARGET)
-    for split, rows in (
-        ("train", (talks, code)),
-        (
-            "validation",
-            (
-                list(conversations("validation", 300, seed)),
-                list(stdlib_source.snippets("validation", 100, seed, 1500)),
-            ),
-        ),
-    ):
+    held_out = list(conversations("validation", 300, seed)), list(stdlib_source.snippets("validation", 100, seed, 1500))
+    for split, (talks, texts) in {"train": (training, code), "validation": held_out}.items():
         ids, weights, ends = [], [], []
-        for talk in rows[0]:
+        for talk in talks:
             out = tokenizer.apply_chat_template(
                 talk.messages, tokenize=True, return_assistant_tokens_mask=True, return_dict=True
             )
             ids += out["input_ids"]
             weights += out["assistant_masks"]
             ends.append(len(ids))
-        for text in rows[1]:
+        for text in texts:
             tokens = tokenizer(text)["input_ids"][:512]
             ids += tokens
             weights += [1] * len(tokens)
@@ -111,11 +103,11 @@ def write_token_files(snippets: int, seed: int, say: Callable[[str], None]) -> N
             ids=np.array(ids, np.uint16),
             weights=np.array(weights, np.uint8),
             ends=np.array(ends, np.int64),
-            talks=len(rows[0]),
+            talks=len(talks),
         )
         say(
-            f"{split}: {len(rows[0])} conversations, {ends[len(rows[0]) - 1]:,} tokens; "
-            f"{len(rows[1])} excerpts, {len(ids) - ends[len(rows[0]) - 1]:,} tokens"
+            f"{split}: {len(talks)} conversations, {ends[len(talks) - 1]:,} tokens; "
+            f"{len(texts)} excerpts, {len(ids) - ends[len(talks) - 1]:,} tokens"
         )
 
 
@@ -225,19 +217,16 @@ def _lookups(rng: np.random.Generator) -> Pairs:
 
 def _sum(rng: np.random.Generator) -> Pairs:
     """A task of the size that occurs in the workloads, and what completes it."""
-    yield _task(rng)
-
-
-def _task(rng: np.random.Generator) -> tuple[str, str]:
     kind = rng.integers(4)
     a, b = (int(n) for n in rng.integers(1, 60, 2))
     if kind == 0:
         m, n = (int(n) for n in rng.integers(2, 10, 2))
-        return f"{m} * {n} =", f" {m * n}. "
-    if kind == 1:
+        yield f"{m} * {n} =", f" {m * n}. "
+    elif kind == 1:
         a, b = max(a, b) + int(rng.integers(0, 12)), min(a, b)
-        return f"{a} - {b} =", f" {a - b}. "
-    if kind == 2:
-        return f"{a} + {b} =", f" {a + b}. "
-    a, b = (int(n) for n in rng.choice(np.arange(1, 100), 2, replace=False))
-    return f"{a}, {b}:", f" {max(a, b)} is more than {min(a, b)}. "
+        yield f"{a} - {b} =", f" {a - b}. "
+    elif kind == 2:
+        yield f"{a} + {b} =", f" {a + b}. "
+    else:
+        a, b = (int(n) for n in rng.choice(np.arange(1, 100), 2, replace=False))
+        yield f"{a}, {b}:", f" {max(a, b)} is more than {min(a, b)}. "
