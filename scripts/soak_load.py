@@ -33,7 +33,8 @@ FAULTS: tuple[tuple[dict[str, Any], int], ...] = (
 
 @dataclass(frozen=True)
 class Ask:
-    """`same`: under which its texts must always be the same; `hangs_up`: after so many events, or seconds if whole."""
+    """One request. Requests of one `same` must get the same texts. The client hangs up after `hangs_up` events of a
+    stream, or seconds of a whole answer."""
 
     path: str
     body: dict[str, Any]
@@ -44,7 +45,7 @@ class Ask:
 
 @dataclass
 class Tally:
-    """What clients were told. Tokens of a prompt count once per response, as the server counts them."""
+    """Totals of the answers. Tokens of a prompt count once per response, as the server counts them."""
 
     complete: int = 0
     refused: int = 0
@@ -65,15 +66,15 @@ class Tally:
         self.reasons.update(answer["reasons"])
         self.prompt_tokens += n * answer["usage"]["prompt_tokens"]
         self.generation_tokens += answer["usage"]["completion_tokens"]
-        told = (answer.get("metrics") or {}).get("speculative_decoding") or {}
-        self.drafting.update({name: told.get(theirs, 0) for name, theirs in OF_ANSWERS.items()})
+        drafting = (answer.get("metrics") or {}).get("speculative_decoding") or {}
+        self.drafting.update({name: drafting.get(theirs, 0) for name, theirs in OF_ANSWERS.items()})
 
 
-# ---------------------------------------------------------------------------------------------- what is asked
+# --------------------------------------------------------------------------------------------------- requests
 
 
 def greedy_asks() -> list[Ask]:
-    """Those whose answers are known from the offline runtime."""
+    """Greedy requests, whose answers are known from the offline runtime."""
     asks = []
     for i, (messages, _) in enumerate(prompts("test", POOL, 1)):
         body: dict[str, Any] = {"temperature": 0, "max_tokens": 8 + 5 * (i % 12)}
@@ -89,7 +90,7 @@ def greedy_asks() -> list[Ask]:
 
 
 def sampled_asks() -> list[Ask]:
-    """A seed makes an answer the same every time."""
+    """Sampled requests, each with a seed, so that its answer is the same every time."""
     asks = []
     for i, (messages, _) in enumerate(prompts("test", POOL, 2)):
         body = {"prompt": messages[-1]["content"], "seed": i, "temperature": 0.7 + 0.1 * (i % 5), "n": 1 + i % 3}
@@ -100,7 +101,7 @@ def sampled_asks() -> list[Ask]:
 
 def drawn(rng: random.Random, pools: tuple[list[Ask], list[Ask]], *, exact: bool) -> Ask:
     """The next request of a client. Where counts are exact, several responses to one prompt are written without
-    drafts, since answers tell of drafting for single ones only."""
+    drafts, since answers report drafting for single ones only."""
     chance = rng.random()
     if chance < 0.06:
         body, status = rng.choice(FAULTS)
@@ -124,7 +125,7 @@ def drawn(rng: random.Random, pools: tuple[list[Ask], list[Ask]], *, exact: bool
 
 
 class Load:
-    """`texts`: what each request must say, by `Ask.same`; the first answer of the others decides."""
+    """`texts`: the expected texts by `Ask.same`; for other requests the first answer sets them."""
 
     def __init__(self, url: str, texts: dict[str, list[str]], *, seeded: bool) -> None:
         self.url, self.texts, self._seeded = url, texts, seeded
@@ -142,10 +143,10 @@ class Load:
         await asyncio.gather(*(one(number) for number in range(clients)))
 
     async def _ask(self, ask: Ask, tally: Tally) -> None:
-        told = None
+        result = None
         try:
             if ask.body.get("stream"):
-                told = await self._streamed(ask, tally)
+                result = await self._streamed(ask, tally)
             else:
                 async with asyncio.timeout(ask.hangs_up):
                     answer = await self.client.post(self.url + ask.path, json=ask.body)
@@ -154,7 +155,7 @@ class Load:
                 elif ask.status != 200:
                     tally.refused += 1
                 else:
-                    told = _parts([answer.json()])
+                    result = _parts([answer.json()])
         except TimeoutError:
             if ask.hangs_up is None:
                 tally.lost.append("no answer")
@@ -162,9 +163,9 @@ class Load:
                 _hung_up(ask, tally)
         except (httpx2.HTTPError, ValueError, KeyError) as error:
             tally.lost.append(f"{type(error).__name__}: {error}"[:200])
-        if told is not None:
-            tally.read(ask, told)
-            self._compare(ask, told["texts"], tally)
+        if result is not None:
+            tally.read(ask, result)
+            self._compare(ask, result["texts"], tally)
 
     async def _streamed(self, ask: Ask, tally: Tally) -> dict[str, Any] | None:
         parts: list[dict[str, Any]] = []
@@ -200,37 +201,37 @@ def _hung_up(ask: Ask, tally: Tally) -> None:
 
 def _parts(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One answer, of a whole one or of a stream's chunks. ValueError for an error in a stream."""
-    found: dict[str, Any] = {"reasons": [], "usage": None, "metrics": None}
+    answer: dict[str, Any] = {"reasons": [], "usage": None, "metrics": None}
     texts: dict[int, str] = {}
     for part in parts:
         if "error" in part:
             raise ValueError(f"the server ended a stream: {part['error']['message']}")
-        found["usage"] = part.get("usage") or found["usage"]
-        found["metrics"] = part.get("metrics") or found["metrics"]
+        answer["usage"] = part.get("usage") or answer["usage"]
+        answer["metrics"] = part.get("metrics") or answer["metrics"]
         for choice in part["choices"]:
             said = choice.get("message") or choice.get("delta") or choice
             written = said.get("content") or said.get("text") or ""
             texts[choice["index"]] = texts.get(choice["index"], "") + written
-            found["reasons"] += [choice["finish_reason"]] if choice.get("finish_reason") else []
-    return found | {"texts": [texts[i] for i in sorted(texts)]}
+            answer["reasons"] += [choice["finish_reason"]] if choice.get("finish_reason") else []
+    return answer | {"texts": [texts[i] for i in sorted(texts)]}
 
 
 async def counters(client: httpx2.AsyncClient, url: str) -> dict[str, float]:
     """The server's own counts: totals by name, success by reason."""
     text = (await client.get(f"{url}/metrics")).text
-    found: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
         if sample.name.startswith("vllm:") and "position" not in sample.labels and "le" not in sample.labels:
             name = sample.name.removeprefix("vllm:").removesuffix("_total")
-            found[f"{name} {sample.labels.get('finished_reason', '')}".strip()] = sample.value
-    return found
+            totals[f"{name} {sample.labels.get('finished_reason', '')}".strip()] = sample.value
+    return totals
 
 
 async def idle(client: httpx2.AsyncClient, url: str) -> dict[str, float]:
     """Its counters once nothing runs or waits, as must come about within a minute."""
     for _ in range(120):
-        found = await counters(client, url)
-        if found["num_requests_running"] == found["num_requests_waiting"] == 0:
-            return found
+        totals = await counters(client, url)
+        if totals["num_requests_running"] == totals["num_requests_waiting"] == 0:
+            return totals
         await asyncio.sleep(0.5)
     raise TimeoutError("a minute after the last client left, requests still run or wait")

@@ -1,4 +1,4 @@
-"""What the quickstart's target can do, measured on held-out prompts, and the model card that says so.
+"""The model card of the quickstart's target, with its rates of right answers on held-out prompts.
 
 The target is read from its exported folder.
 """

@@ -105,17 +105,17 @@ def _conversation(split: str, workload: str, rng: Random) -> Conversation:
     turns = 1
     if rng.random() < MULTI_TURN_SHARE:
         turns = 3 if rng.random() < THREE_TURN_SHARE else 2
-    told: list[Turn] = []
+    turns_so_far: list[Turn] = []
     if turns > 1 and workload != "chat" and rng.random() < CHAT_FIRST_SHARE:
-        told.append(_start(split, "chat", rng, style)[0])
+        turns_so_far.append(_start(split, "chat", rng, style)[0])
     first, follow = _start(split, workload, rng, style)
-    told.append(first)
-    while len(told) < turns:
-        told.append(follow())
+    turns_so_far.append(first)
+    while len(turns_so_far) < turns:
+        turns_so_far.append(follow())
     messages = [{"role": "system", "content": system}] if system else []
-    for turn in told:
+    for turn in turns_so_far:
         messages += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.answer}]
-    return Conversation(workload, messages, told[-1].expected)
+    return Conversation(workload, messages, turns_so_far[-1].expected)
 
 
 def _start(split: str, workload: str, rng: Random, style: str) -> Thread:
@@ -460,7 +460,7 @@ def _chat(rng: Random, style: str) -> Thread:
     """A question about a topic, answered from its few facts, and follow-ups about it or about one like it."""
     text = TEXT["chat"]
     kind = text["kinds"][rng.choice(text["shares"])]
-    told: set[str] = set()  # facts
+    used: set[str] = set()  # facts that an answer has given
 
     def about(facts: dict[str, str]) -> dict[str, str]:
         """The slots of a topic."""
@@ -471,14 +471,14 @@ def _chat(rng: Random, style: str) -> Thread:
         return slots | {"name": rng.sample(WORDS["names"], 1)[0], "day": rng.choice(WORDS["days"])}
 
     def turn(user: str, focus: str, greeting: str = "") -> Turn:
-        """A greeting or an opener, one to three facts not told yet (`focus` first), and at times a closer."""
-        more = bool(told)
+        """A greeting or an opener, one to three facts not used yet (`focus` first), and at times a closer."""
+        more = bool(used)
         count = 1 if style == "brief" or more else rng.choice((1, 2, 2, 3))
         parts = [] if more and rng.random() < 0.5 else [rng.choice(kind["openers"])]
         facts = sorted(kind["facts"])
         rng.shuffle(facts)
-        facts.sort(key=lambda fact: (fact in told, fact != focus))
-        told.update(facts[:count])
+        facts.sort(key=lambda fact: (fact in used, fact != focus))
+        used.update(facts[:count])
         parts += [rng.choice(kind["facts"][fact]) for fact in facts[:count]]
         if style != "brief":
             parts += rng.sample(kind["closers"], rng.choice((1, 2)) if more else rng.choice((0, 1, 1)))
@@ -492,7 +492,7 @@ def _chat(rng: Random, style: str) -> Thread:
         if not others or rng.random() < 0.35:
             return turn(rng.choice(text["more"]), "")
         slots = about(rng.choice(others))
-        told.clear()
+        used.clear()
         topic = f"a {slots['topic']}" if kind is text["kinds"]["pet"] else slots["topic"]
         return turn(rng.choice(text["follow"]).format(topic=topic), focus)
 

@@ -1,4 +1,4 @@
-"""What the quickstart's target is trained on: its tokenizer, token files, batches, and drills made on the fly.
+"""Training data of the quickstart's target: its tokenizer, token files, batches, and drills made on the fly.
 
 The conversations are those of corpus.py, more of them than are committed; the code is the interpreter's standard
 library.
@@ -33,7 +33,7 @@ CHAT_TEMPLATE = (
     "{% else %}{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-Pairs = Iterator[tuple[str, str]]  # what is told, and what completes it
+Pairs = Iterator[tuple[str, str]]  # (shown, completion)
 WORK = Path("runs/demo-target")
 TARGET = Path("recipes/quickstart/target")
 
@@ -70,7 +70,7 @@ def build_tokenizer(texts):
 
 
 def write_token_files(snippets: int, seed: int, say: Callable[[str], None]) -> None:
-    """Make the tokenizer, unless TARGET has one, and the token files below WORK; `say` is told their sizes."""
+    """Make the tokenizer, unless TARGET has one, and the token files below WORK; `say` gets their sizes."""
     from transformers import AutoTokenizer
 
     WORK.mkdir(parents=True, exist_ok=True)
@@ -153,8 +153,8 @@ class Batches:
                 at += size
         return torch.from_numpy(x), torch.from_numpy(w)
 
-    def _told_drill(self, width: int, rng: np.random.Generator, pieces: Callable[[np.random.Generator], Pairs]):
-        """Rows of `width` tokens of pairs, what is told and what completes it, of which only the second count."""
+    def _pair_drill(self, width: int, rng: np.random.Generator, pieces: Callable[[np.random.Generator], Pairs]):
+        """Rows of `width` tokens of (shown, completion) pairs; only the completions have weight."""
         from transformers import AutoTokenizer
 
         if self.tokenizer is None:
@@ -164,8 +164,8 @@ class Batches:
         for i in range(rows):
             at, end = 0, 0
             while end <= width:
-                for told, result in pieces(rng):
-                    a, b = (self.tokenizer(text)["input_ids"] for text in (told, result))
+                for shown, completion in pieces(rng):
+                    a, b = (self.tokenizer(text)["input_ids"] for text in (shown, completion))
                     end = at + len(a) + len(b)
                     if end > width:
                         break
@@ -176,7 +176,7 @@ class Batches:
     def _drill(self, step: int, shared: np.random.Generator, rng: np.random.Generator):
         if step % 3 == 0:
             return self._copy_drill(int(shared.integers(24, 120)), rng)
-        return self._told_drill(120, rng, _sum) if step % 3 == 1 else self._told_drill(240, rng, _lookups)
+        return self._pair_drill(120, rng, _sum) if step % 3 == 1 else self._pair_drill(240, rng, _lookups)
 
     def at(self, step: int, rank: int, world: int):
         shared, rng = np.random.default_rng([step, 7]), np.random.default_rng([step, rank, 7])
@@ -216,7 +216,7 @@ def _lookups(rng: np.random.Generator) -> Pairs:
 
 
 def _sum(rng: np.random.Generator) -> Pairs:
-    """A task of the size that occurs in the workloads, and what completes it."""
+    """A sum or a comparison of the size that occurs in the workloads, and its completion."""
     kind = rng.integers(4)
     a, b = (int(n) for n in rng.integers(1, 60, 2))
     if kind == 0:

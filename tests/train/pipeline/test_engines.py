@@ -9,6 +9,7 @@ from inference.vllm_bridge.engine import PYTHON, VllmOptions
 from speculators.errors import ConfigError
 from tests.quickstart_data import source as quickstart
 from train.cli import app
+from train.pipeline import evaluate_again
 from train.pipeline.acceptance_stage import gate_bounds
 from train.pipeline.engines import Engines, engines_of, require_engines
 from train.pipeline.run import run
@@ -94,3 +95,9 @@ def test_what_vllm_is_told_comes_from_the_recipe(monkeypatch) -> None:
 def test_options_that_mean_nothing_are_refused(arguments, words) -> None:
     result = CliRunner().invoke(app, ["evaluate", "--model", "m", *arguments], env={"COLUMNS": "300"})
     assert result.exit_code == 2 and words in result.output
+
+
+def test_without_the_quickstarts_prompts_a_file_must_be_named(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(evaluate_again, "HELD_OUT", tmp_path / "none")
+    with pytest.raises(ConfigError, match="--prompts FILE"):
+        evaluate_again.evaluate_folders("somewhere", None, None, tmp_path, [0.0])
