@@ -17,6 +17,7 @@ import yaml
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from tests.forked import Forked
 from tests.integration.test_pipeline import recipe, tiny_target  # noqa: F401
 from train.trainer import checkpoint
 
@@ -44,7 +45,12 @@ def launch(path: Path, out: Path, config: str | None, *options: str, overrides: 
     return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
 
 
-def finished(process: subprocess.Popen) -> str:
+def alone(path: Path, out: Path, *overrides: str) -> Forked:
+    """The same on one process, without the launcher."""
+    return Forked([ROOT / "train" / "eagle.py", path, f"output_dir={out}", *overrides])
+
+
+def finished(process: subprocess.Popen | Forked) -> str:
     said, _ = process.communicate(timeout=900)
     assert process.returncode == 0, said[-4000:]
     return said
@@ -98,7 +104,7 @@ def test_shipped_configurations_train_alike(short_recipe, tmp_path):
         time.sleep(0.2)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.communicate()
-    finished(launch(short_recipe, runs["killed"], None, "--num_processes", "1"))
+    finished(alone(short_recipe, runs["killed"]))
     for name in ("two", "sharded", "machines", "killed"):
         assert_same(runs["one"], runs[name])
 
@@ -107,7 +113,7 @@ def test_shipped_configurations_train_alike(short_recipe, tmp_path):
 def test_a_target_goes_from_the_hosts_memory_to_its_shards(short_recipe, tmp_path):
     """Where it is asked for nothing before: responses are the data's, and nothing is held out."""
     given = ("regenerate.enabled=false", "data.validation=[]", "evaluation.max_tokens=8")
-    finished(launch(short_recipe, tmp_path / "one", None, "--num_processes", "1", overrides=given))
+    finished(alone(short_recipe, tmp_path / "one", *given))
     sharded = (*given, "target.sharding=fsdp")
     said = finished(launch(short_recipe, tmp_path / "two", "cpu_ddp.yaml", overrides=sharded))
     assert "waits in the host's memory" in said
@@ -154,7 +160,7 @@ def test_two_processes_share_one_engine_for_their_features(short_recipe, tmp_pat
     engine.write_text(STAND_IN.format(python=sys.executable, root=str(ROOT), log=str(log)))
     engine.chmod(0o755)
     given = ("regenerate.enabled=false", "data.validation=[]", "evaluation.prompts=[]", "target.dtype=float32")
-    finished(launch(short_recipe, tmp_path / "one", None, "--num_processes", "1", overrides=given))
+    finished(alone(short_recipe, tmp_path / "one", *given))
     cached = (*given, "features.mode=cache", "features.engine=vllm", "features.encoding=exact")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DRAFTSMITH_VLLM_PYTHON", str(engine))

@@ -5,7 +5,6 @@ A handful of processes is forked from one that has everything imported; each sce
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +13,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-PRELOAD = [
-    "tests.train.worlds",
-    "tests.conftest",
-    "train.pipeline.run",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-]
+from tests.forked import CONTEXT
+
 WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -36,12 +30,10 @@ class Scenario:
 
 def in_worlds(job: Callable[..., Any], scenarios: Sequence[Scenario], folder: Path, seconds: float = 300) -> dict:
     """{name: what `job` returned in the first process}; raises with the traceback of whoever failed."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    results = context.SimpleQueue()
+    results = CONTEXT.SimpleQueue()
     count = max(each.processes for each in scenarios)
     members = [
-        context.Process(target=_member, args=(rank, job, list(scenarios), str(folder), results), daemon=True)
+        CONTEXT.Process(target=_member, args=(rank, job, list(scenarios), str(folder), results), daemon=True)
         for rank in range(count)
     ]
     for member in members:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import re
 import shlex
+import signal
 import socket
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +21,7 @@ from inference.bench.datasets import DatasetOptions, require_room
 from inference.entrypoints.vllm_options import known_device
 from inference.server.command import _todays
 from speculators.errors import ConfigError
+from tests.forked import Forked
 
 TARGET = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
 SERVER = """python -m inference.serve \
@@ -52,22 +51,23 @@ TODAY = (
 
 
 def words(line: str, drafter: str = "") -> list[str]:
-    line = line.replace("MODEL", str(TARGET)).replace("DRAFTER", drafter).replace("python", sys.executable, 1)
-    return shlex.split(line)
+    line = line.replace("MODEL", str(TARGET)).replace("DRAFTER", drafter)
+    python, *arguments = shlex.split(line)
+    assert python == "python"
+    return arguments
 
 
 @contextmanager
-def server(command: list[str], log: Path):
+def server(command: list[str], log: list[str]):
+    """A server by `command` on a port of its own; `log` receives its output when it has ended."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with log.open("w") as output:
-        arguments = [*command, "--host", "127.0.0.1", "--port", str(port)]
-        process = subprocess.Popen(arguments, stdout=output, stderr=subprocess.STDOUT, env=os.environ)
+    process = Forked([*command, "--host", "127.0.0.1", "--port", str(port)])
     try:
         end = time.monotonic() + 300
         while True:
-            assert process.poll() is None and time.monotonic() < end, log.read_text()
+            assert process.poll() is None and time.monotonic() < end
             try:
                 if httpx2.get(f"http://127.0.0.1:{port}/health", timeout=10).status_code == 200:
                     break
@@ -75,8 +75,8 @@ def server(command: list[str], log: Path):
                 time.sleep(0.2)
         yield port
     finally:
-        process.terminate()
-        process.wait(60)
+        process.send_signal(signal.SIGTERM)
+        log.append(process.communicate(timeout=60)[0])
 
 
 @pytest.mark.slow
@@ -85,26 +85,28 @@ def test_a_server_and_its_client(pair, tmp_path):
     """As the guide has them; the client's lengths are beyond this model's context, which is said at once, and shorter
     ones are measured."""
     line, drafter = PAIRS[pair]
-    log = tmp_path / "server.log"
+    log: list[str] = []
     with server(words(line, drafter), log) as port:
         client = [*words(CLIENT), "--port", str(port)]
-        refused = subprocess.run(client, capture_output=True, text=True)
-        assert refused.returncode == 2 and "2348" in refused.stderr and "context of 2048" in refused.stderr
+        refused = Forked(client)
+        said, _ = refused.communicate()
+        assert refused.returncode == 2 and "2348" in said and "context of 2048" in said
         shorter = ["--random-input-len", "96", "--random-output-len", "24", "--request-rate", "10"]
         result = tmp_path / "result.json"
         saved = ["--save-result", "--result-dir", str(tmp_path), "--result-filename", result.name]
-        answered = subprocess.run([*client, *shorter, *saved], capture_output=True, text=True)
-        assert answered.returncode == 0, answered.stderr
+        answered = Forked([*client, *shorter, *saved])
+        said, _ = answered.communicate()
+        assert answered.returncode == 0, said
     found = json.loads(result.read_text())
     assert (found["completed"], found["failed"], found["total_output_tokens"]) == (10, 0, 240)
-    assert found["spec_decode_num_drafts"] > 0 and "acceptance length" in answered.stdout
-    assert re.search(r"--speculative-model.*older flags; now --speculative-config", log.read_text())
-    assert "device='gcu'" in log.read_text() and "block_size" in log.read_text()
+    assert found["spec_decode_num_drafts"] > 0 and "acceptance length" in said
+    assert re.search(r"--speculative-model.*older flags; now --speculative-config", log[0])
+    assert "device='gcu'" in log[0] and "block_size" in log[0]
 
 
 @pytest.mark.slow
-def test_the_server_of_today_s_guide(tmp_path):
-    with server(words(TODAY, str(TARGET)), tmp_path / "log") as port:
+def test_the_server_of_today_s_guide():
+    with server(words(TODAY, str(TARGET)), []) as port:
         asked = {"prompt": "The future of AI is", "max_tokens": 8}
         answer = httpx2.post(f"http://127.0.0.1:{port}/v1/completions", json=asked, timeout=120)
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8

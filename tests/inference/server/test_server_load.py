@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +14,7 @@ import pytest
 
 from inference import LLM, SamplingParams
 from inference.spec_decode.proposers.ngram import NgramProposer
+from tests.forked import Forked
 
 CLIENT = httpx2.Client(timeout=60, limits=httpx2.Limits(max_connections=None))
 LONG = {"prompt": "a long answer", "max_tokens": 230, "temperature": 0, "stream": True}
@@ -234,10 +232,10 @@ def test_sigterm(saved):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     drafting = {"method": "ngram", "num_speculative_tokens": 3}
-    command = [sys.executable, "-m", "inference.server", "--host", "127.0.0.1", "--port", str(port), "--model", saved]
+    command = ["-m", "inference.server", "--host", "127.0.0.1", "--port", str(port), "--model", saved]
     command += ["--seed", "42", "-tp", "1", "--gpu_memory_utilization", "0.8"]
     command += ["--speculative_config", json.dumps(drafting)]
-    process = subprocess.Popen(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, stderr=subprocess.PIPE, text=True)
+    process = Forked(command)
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until(lambda: _answers(url, process), 90)
@@ -248,15 +246,15 @@ def test_sigterm(saved):
             process.send_signal(signal.SIGTERM)
             told += stream
         assert sum(each["choices"][0]["finish_reason"] == "length" for each in told) == 8
-        log = process.communicate(timeout=30)[1]
+        log = process.communicate(timeout=30)[0]
         assert process.returncode == 0, log
         assert "a long answer" not in log and "Traceback" not in log
     finally:
         process.kill()
 
 
-def _answers(url: str, process: subprocess.Popen) -> bool:
-    assert process.poll() is None, process.stderr.read()
+def _answers(url: str, process: Forked) -> bool:
+    assert process.poll() is None, process.stdout.read()
     try:
         return CLIENT.get(f"{url}/health").status_code == 200
     except httpx2.TransportError:

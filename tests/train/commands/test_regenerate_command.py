@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,8 +11,9 @@ import pytest
 import yaml
 
 from inference import LLM
+from tests.forked import Forked
 from tests.quickstart_data import source as quickstart
-from tests.train.test_cli import ROOT, TOKENIZER, call, refused
+from tests.train.test_cli import TOKENIZER, call, refused
 from train.commands.options import parse_part
 
 
@@ -61,8 +59,7 @@ def test_killed_and_continued_it_is_what_this_process_writes(recipe, serving, tm
         f"regenerate.cache_dir={tmp_path / 'there'}",
         f"regenerate.endpoints=[{{url: '{url}', max_concurrency: 2}}]",
     ]
-    command = [sys.executable, "-m", "train.cli", "regenerate", str(recipe), *there]
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    process = Forked(["-m", "train.cli", "regenerate", recipe, *there])
     while len(lines(tmp_path / "there")) < 15:
         assert process.poll() is None
         time.sleep(0.01)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from speculators.errors import DataError
 from speculators.target.frozen_target import FrozenTarget
 from tests.conftest import make_tiny_model
+from tests.forked import Forked
 from tests.train.trainer.test_loop import assert_equal, make_recipe, make_rows, make_trainer, weights
 from train.data.loss_mask import TokenRow
 from train.data.packing import pack
@@ -264,11 +265,10 @@ def test_what_a_killed_writer_left_is_ignored_and_removed(written, target, rows,
 
 SCRIPT = """
 import sys, time
-sys.path[:0] = {paths!r}
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from conftest import make_tiny_model
+from tests.conftest import make_tiny_model
 from speculators.target.frozen_target import FrozenTarget
 from tests.train.features.test_feature_cache import SHARD, TAPS, make_key, make_rows
 from train.features.cache import FeatureCache, ShardWriter, texts_of
@@ -291,17 +291,9 @@ with ShardWriter(cache, SHARD) as writer:
 @pytest.mark.slow
 def test_two_processes_one_killed_and_run_again(target, rows, tmp_path):
     """Between them, and after a kill -9, every text is there once, and the target is asked for the rest alone."""
-    tests = Path(__file__).resolve().parents[2]
-    script = SCRIPT.format(paths=[str(tests), str(tests.parent)])
 
-    def start(number: int) -> subprocess.Popen:
-        return subprocess.Popen(
-            [sys.executable, "-c", script, str(tmp_path), str(number), "2"],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    def start(number: int) -> Forked:
+        return Forked(["-c", SCRIPT, tmp_path, number, 2])
 
     first, second = start(0), start(1)
     assert first.stdout.readline() == "ready\n"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +16,7 @@ from pydantic import ValidationError
 from speculators.errors import ConfigError
 from speculators.registry import config_for_target, family_class
 from speculators.target.frozen_target import FrozenTarget
+from tests.forked import Forked
 from tests.train.trainer.test_loop import assert_equal, make_rows, weights
 from train.on_policy.refresh import FOLDER, OnPolicy
 from train.on_policy.rollout import LLMWriter
@@ -182,12 +181,12 @@ def test_heads_that_read_no_drafts_and_suffixes_left_out_have_no_branches(tiny_m
 
 TWO = """
 import json, sys
-sys.path[:0] = {paths!r}
 from pathlib import Path
-import conftest, torch
+import torch
+from tests import conftest
 from tests.train.on_policy import test_on_policy as tests
 torch.set_num_threads(1)
-recipe = tests.make_recipe(on_policy={{"share": 0.6}}, steps=6)
+recipe = tests.make_recipe(on_policy={"share": 0.6}, steps=6)
 trainer = tests.make_trainer(conftest.make_tiny_model, Path(sys.argv[1]), recipe)
 state = trainer.run()
 total = sum(float(p.double().sum()) for p in trainer.parameters)
@@ -198,22 +197,12 @@ trainer.accelerator.end_training()
 
 
 def test_two_processes_write_their_parts_and_agree(tmp_path) -> None:
-    here = Path(__file__).resolve()
-    script = TWO.format(paths=[str(here.parents[2]), str(here.parents[3])])
     base = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    pair = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=base | world | {"OMP_NUM_THREADS": "1", "RANK": rank, "LOCAL_RANK": rank},
-        )
-        for rank in "01"
-    ]
+    pair = [Forked(["-c", TWO, tmp_path], base | world | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
     printed = [process.communicate(timeout=240)[0] for process in pair]
     assert all(process.returncode == 0 for process in pair)
     a, b = (json.loads(each.splitlines()[-1]) for each in printed)

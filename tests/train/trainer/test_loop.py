@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from speculators.errors import CheckpointError
 from speculators.families.eagle3 import Eagle3
 from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget
+from tests.forked import Forked
 from train.data.loss_mask import TokenRow
 from train.data.packing import pack
 from train.recipe.recipe import Recipe, recipe_class
@@ -114,9 +113,10 @@ def test_killed_anywhere_ends_with_the_same_weights(tiny_model, tmp_path, stop_a
 
 SCRIPT = """
 import sys, time
-sys.path[:0] = {paths!r}
 from pathlib import Path
-import conftest, test_loop, torch
+import torch
+from tests import conftest
+from tests.train.trainer import test_loop
 torch.set_num_threads(1)
 recipe = test_loop.make_recipe(steps=30, save_every=3)
 trainer = test_loop.make_trainer(conftest.make_tiny_model, Path(sys.argv[1]), recipe)
@@ -125,19 +125,11 @@ trainer.run(lambda share, note: (print("step", flush=True), time.sleep(0.01)))
 """
 
 
-def start(folder: Path) -> subprocess.Popen:
-    here = Path(__file__).resolve()
-    paths = [str(here.parent), str(here.parents[2]), str(here.parents[3])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT.format(paths=paths), str(folder)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
+def start(folder: Path) -> Forked:
+    return Forked(["-c", SCRIPT, folder])
 
 
-def steps_seen(process: subprocess.Popen, count: int) -> None:
+def steps_seen(process: Forked, count: int) -> None:
     for _ in range(count + 1):
         assert process.stdout.readline(), "the training process ended early"
 
@@ -194,9 +186,10 @@ def test_accumulation_equals_one_large_batch(tiny_model, tmp_path):
 
 TWO = """
 import json, sys
-sys.path[:0] = {paths!r}
 from pathlib import Path
-import conftest, test_loop, torch
+import torch
+from tests import conftest
+from tests.train.trainer import test_loop
 torch.set_num_threads(1)
 recipe = test_loop.make_recipe(steps=2, batch_size=int(sys.argv[2]))
 trainer = test_loop.make_trainer(conftest.make_tiny_model, Path(sys.argv[1]), recipe)
@@ -210,15 +203,10 @@ trainer.accelerator.end_training()
 
 def test_two_processes_train_like_one(tmp_path):
     """The same global batch gives the same loss, gradient norm and metrics whatever the number of processes."""
-    here = Path(__file__).resolve()
-    script = TWO.format(paths=[str(here.parent), str(here.parents[2]), str(here.parents[3])])
-    base = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {
-        "OMP_NUM_THREADS": "1"
-    }
+    base = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 
-    def spawn(folder: Path, rows: int, extra: dict[str, str]) -> subprocess.Popen:
-        command = [sys.executable, "-c", script, str(folder), str(rows)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=base | extra)
+    def spawn(folder: Path, rows: int, extra: dict[str, str]) -> Forked:
+        return Forked(["-c", TWO, folder, rows], base | extra)
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
