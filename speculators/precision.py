@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -83,3 +83,13 @@ def say_widened(name: str) -> None:
     logger.warning(
         "%s is in bfloat16 and runs in float32: this CPU has no instructions for it (dtype=bfloat16 insists)", name
     )
+
+
+def on_device(numbers: Sequence, device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
+    """Numbers, or rows of them, as a tensor of `dtype` on `device`."""
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on `device`."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

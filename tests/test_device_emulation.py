@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from speculators.host_copy import on_device
+from speculators.precision import on_device
 from tests.device_emulation import DEVICE, MixedDevices
 
 

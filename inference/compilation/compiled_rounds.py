@@ -30,7 +30,7 @@ from speculators.errors import ConfigError
 from speculators.families.attention_free import SlotwiseDrafter
 from speculators.families.autoregressive import ChainDrafter
 from speculators.families.draft_model.model import DraftModel
-from speculators.host_copy import on_device
+from speculators.precision import on_device
 from speculators.target.frozen_target import FrozenTarget
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from inference.spec_decode.proposers.base import Proposer
 from inference.spec_decode.tree_drafting import ancestors
 from inference.spec_decode.verification.rejection_sampler import AUTO, verify_and_sample
 from speculators.errors import ConfigError
-from speculators.host_copy import on_device
+from speculators.precision import on_device
 from speculators.target.frozen_target import FrozenTarget
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from inference.outputs import TokenLogprobs
 from inference.spec_decode.proposal import Proposal
-from speculators.host_copy import on_device
+from speculators.precision import on_device
 
 if TYPE_CHECKING:
     from inference.requests.request import Request

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from speculators.errors import ConfigError
-from speculators.host_copy import on_device
+from speculators.precision import on_device
 
 
 class RaggedCache:

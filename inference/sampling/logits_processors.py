@@ -18,7 +18,7 @@ from torch import Tensor
 from inference.sampling.penalties import TokenCounts, penalise
 from inference.sampling.structured_outputs import GrammarMatcher
 from inference.sampling_params import SamplingParams
-from speculators.host_copy import on_device
+from speculators.precision import on_device
 
 FORBIDDEN = -torch.inf
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from inference.sampling_params import SamplingParams
-from speculators.host_copy import to_device
+from speculators.precision import to_device
 
 
 class TokenCounts:

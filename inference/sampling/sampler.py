@@ -16,7 +16,7 @@ from torch import Tensor
 
 from inference.sampling_params import SamplingParams
 from speculators.errors import DraftsmithError
-from speculators.host_copy import on_device
+from speculators.precision import on_device
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:

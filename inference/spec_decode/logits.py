@@ -15,7 +15,7 @@ from inference.requests.request import Request
 from inference.sampling.logits_processors import FORBIDDEN, apply_processors
 from inference.spec_decode.proposal import Kept, Proposal
 from speculators.errors import DraftsmithError
-from speculators.host_copy import on_device
+from speculators.precision import on_device
 from speculators.vocab.draft_vocab import scatter_to_target
 
 

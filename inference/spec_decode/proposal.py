@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from speculators.host_copy import on_device
+from speculators.precision import on_device
 
 
 @dataclass

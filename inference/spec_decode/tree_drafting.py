@@ -21,7 +21,7 @@ from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.tree_shape import StaticTree, TreeShape, best_first
 from inference.spec_decode.verification.tree_rules import ROOT
 from speculators.drafter import TreeLevel
-from speculators.host_copy import on_device
+from speculators.precision import on_device
 from speculators.vocab.draft_vocab import scatter_to_target, to_target_ids
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from speculators.drafter import Drafter, DraftStep, Grow, term_paths
-from speculators.host_copy import on_device
 from speculators.layers.checkpointing import kept_or_recomputed
+from speculators.precision import on_device
 from speculators.target.frozen_target import TargetFeatures
 
 

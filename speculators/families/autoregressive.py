@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from speculators.drafter import Drafter, DraftStep, Grow, term_paths
-from speculators.host_copy import on_device
-from speculators.layers.attention import unrolled_attention
-from speculators.layers.cached_attention import cached_attends
+from speculators.layers.attention import cached_attends, unrolled_attention
 from speculators.layers.checkpointing import kept_or_recomputed
 from speculators.layers.decoder import Attend, Rotary, RotaryTable
+from speculators.precision import on_device
 from speculators.target.frozen_target import TargetFeatures
 
 

@@ -8,12 +8,15 @@ again in the backward pass. Source of the pattern: training-time test of EAGLE-3
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from speculators.layers.decoder import Attend
+from speculators.layers.grouped_attention import MOST_QUERIES, attend_grouped, repeat_mask
 from speculators.sizes import QUERIES, chunk_queries
 
 KEPT_SCORES = 1 << 25  # of one layer and depth, in numbers: what may wait for the backward pass (128 MiB in float32)
@@ -88,3 +91,30 @@ def _attend(
     for i, value in enumerate(values):
         out = out + weights[..., S + i : S + i + 1] * value.repeat(1, 1, repeat, 1)
     return out.reshape(B, h, c, width)
+
+
+def cached_attends(view: Any, mask: Tensor | None, new_tokens: int, layers: int) -> list[Attend]:
+    """An `Attend` for each layer, over the cache's `view` of one forward of `new_tokens` per row.
+
+    mask: bool [b, 1, T, S], True = attend; None: causal, over rows of equal length that were empty or add one token.
+    """
+    causal = mask is None and new_tokens > 1
+    repeated: list[Tensor] = []
+
+    def attend(layer: int) -> Callable:
+        def inner(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            k, v = view.update(k, v, layer)
+            if not q.shape[2]:  # keys and values were all that is wanted
+                return q
+            repeat = q.shape[1] // k.shape[1]
+            if repeat == 1 or causal or q.shape[2] > MOST_QUERIES:
+                return nn.functional.scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=repeat > 1
+                )
+            if mask is not None and not repeated:
+                repeated.append(repeat_mask(mask, repeat))
+            return attend_grouped(q, k, v, repeated[0] if repeated else None, scale)
+
+        return inner
+
+    return [attend(layer) for layer in range(layers)]

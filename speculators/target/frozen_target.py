@@ -24,8 +24,7 @@ from speculators.hub import hub_trouble, split_revision
 from speculators.layers.grouped_attention import decoding, worthwhile
 from speculators.precision import as_dtype, running_dtype, say_widened
 from speculators.target import longrope
-from speculators.target.packed_attention import LONG_ROW, Spans, packed, text_spans
-from speculators.target.packed_mask import packed_mask
+from speculators.target.packed_attention import LONG_ROW, Spans, packed, packed_mask, text_spans
 from speculators.target.probe import (
     ATTENTION,
     FULL,

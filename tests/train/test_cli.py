@@ -27,7 +27,7 @@ from train.recipe.drafter_config import drafter_config
 from train.recipe.load import load_recipe
 from train.recipe.recipe import describe_schema
 from train.trainer import checkpoint
-from train.trainer.optimizer_state import optimizer_state
+from train.trainer.optimizers import optimizer_state
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "recipes" / "quickstart" / "target"

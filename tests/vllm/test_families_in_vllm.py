@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from inference.metrics import SpecDecodeCounters
 from speculators.export import export_drafter
+from speculators.export.convert import write_back
 from speculators.export.layouts.base import WEIGHTS
-from speculators.export.write_back import write_back
 from speculators.registry import config_for_target, family_class
 from speculators.target.frozen_target import FrozenTarget
 from tests.vllm.conftest import PROMPTS, WRITTEN, rounds, run_ours, with_head

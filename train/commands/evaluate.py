@@ -12,7 +12,7 @@ from inference.console import json_option
 from speculators.errors import ConfigError
 
 if TYPE_CHECKING:
-    from train.pipeline.engines import Engines
+    from train.pipeline.acceptance_stage import Engines
 
 OURS, VLLM = "draftsmith", "vllm"
 
@@ -89,7 +89,7 @@ def _engines(
         return None
     from inference.vllm_bridge.engine import VllmOptions
     from inference.vllm_bridge.server import VllmServers
-    from train.pipeline.engines import Engines
+    from train.pipeline.acceptance_stage import Engines
 
     if VLLM not in names:
         return Engines()

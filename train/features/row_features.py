@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from speculators.host_copy import to_device
+from speculators.precision import to_device
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from train.data.packing import PackedRow, collate
 from train.features.cache import FeatureCache

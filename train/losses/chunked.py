@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from train.losses.closed_form import has_closed_form, value_and_gradient
-from train.losses.divergences import Mix
+from train.losses.divergences import Mix, has_closed_form, value_and_gradient
 
 Head = Callable[[Tensor], Tensor]
 

@@ -17,8 +17,7 @@ from inference.report.html import write_html
 from inference.report.schema import save_report
 from inference.report.table import print_report
 from speculators.errors import CheckpointError, ConfigError
-from train.pipeline.acceptance_stage import accept, settings_of, workloads
-from train.pipeline.engines import Engines, evaluate_in
+from train.pipeline.acceptance_stage import Engines, accept, evaluate_in, settings_of, workloads
 from train.pipeline.progress import Stages
 from train.pipeline.run import checkpoints
 from train.recipe.recipe import Recipe, make_recipe

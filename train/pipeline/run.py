@@ -30,9 +30,9 @@ from train.data.packing import conversation_tokenizer
 from train.on_policy.refresh import OnPolicy
 from train.on_policy.rollout import LLMWriter
 from train.pipeline import trackers
+from train.pipeline.acceptance_stage import require_engines
 from train.pipeline.data_stage import RunData, waits_on_host
 from train.pipeline.drafter_stage import make_drafter, meet_tokenizers
-from train.pipeline.engines import require_engines
 from train.pipeline.export_stage import write_formats
 from train.pipeline.features_stage import training_features
 from train.pipeline.progress import Stages
@@ -45,7 +45,7 @@ from train.recipe.run_folder import RECIPE, TARGET
 from train.regeneration.record import summary
 from train.regeneration.store import Response
 from train.trainer import checkpoint
-from train.trainer.fingerprint import fingerprint
+from train.trainer.checkpoint import fingerprint
 from train.trainer.joint_target import JointTarget
 from train.trainer.parallel import share_out
 from train.trainer.trainer import ERROR, EXPECTED, Trainer, held_out_figure

@@ -20,14 +20,13 @@ from speculators.options import DrafterOptions, Section, Text
 from speculators.registry import FAMILIES, family_class
 from train.losses.divergences import Mix
 from train.recipe.data_sections import DataSection, RegenerateSection
-from train.recipe.errors import explain
-from train.recipe.features_section import FeaturesSection
 from train.recipe.on_policy_section import OnPolicySection
-from train.recipe.schema import SchemaRow, rows
+from train.recipe.schema import SchemaRow, explain, rows
 from train.recipe.sections import (
     BUDGETS,
     EvaluationSection,
     ExportSection,
+    FeaturesSection,
     Gate,
     JointSection,
     Stage,

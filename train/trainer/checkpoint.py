@@ -2,11 +2,11 @@
 
 A checkpoint is a folder `step-00000100` with the drafter's float32 weights (safetensors), the optimizer's state by the
 names of parameters, and `state.json`: nothing in it depends on how many processes there were. A kill between two writes
-leaves the one before. Knows nothing of data or losses.
-"""
+leaves the one before."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -21,7 +21,8 @@ from torch import nn
 
 from speculators.errors import CheckpointError
 from speculators.export import replace_folder
-from train.trainer.optimizer_state import Names, by_name, load_optimizer_state
+from train.recipe.recipe import Recipe
+from train.trainer.optimizers import Names, by_name, load_optimizer_state
 from train.trainer.parallel import Replicated
 
 
@@ -128,3 +129,27 @@ def _load_weights(folder: Path, drafter: nn.Module, adapter: nn.Module | None) -
 
 def _plain(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
+
+
+def fingerprint(recipe: Recipe, target_hash: str, before: str) -> str:
+    """The hash of everything that shapes a stage's training: its sections, the target, and the stage before.
+
+    A checkpoint continues only a training of the same fingerprint.
+    """
+    names = {"family", "target", "drafter", "data", "regenerate", "loss", "joint", "training"}
+    if recipe.on_policy is not None:  # runs without it are what they were before there was such a section
+        names.add("on_policy")
+    left_out = {"regenerate": recipe.regenerate.not_in_fingerprint()}
+    sections = recipe.model_dump(mode="json", include=names, exclude=left_out)
+    del (
+        sections["training"]["activation_checkpointing"],
+        sections["target"]["sharding"],
+    )  # they change how the numbers are computed, not what they are
+    if recipe.training.global_batch_size is None:  # neither does the absence of a global batch size
+        del sections["training"]["global_batch_size"]
+    if recipe.training.eval_texts == type(recipe.training).model_fields["eval_texts"].default:
+        del sections["training"]["eval_texts"]  # runs are those of before there was such a key
+    parts = [sections, target_hash, before]
+    if recipe.features.mode == "cache":
+        parts += [recipe.features.engine, *recipe.features.encodings]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -3,18 +3,22 @@
 Muon (Jordan et al., https://kellerjordan.github.io/posts/muon) makes every update of a matrix equally large in all of
 its directions. Heads are trained briefly and mostly matrices, and reach the same acceptance in a fraction of the
 steps. Vocabulary projections, embeddings and norms stay with AdamW, as its authors advise.
-Knows nothing of schedules: a group's `peak_lr` is what the loop scales.
+`learning_rate` is the schedule; the loop scales every group's `peak_lr` by it. `optimizer_state` is what a checkpoint
+holds: the state by the names of parameters, whole, whatever the number of processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from speculators.drafter import Drafter
+from speculators.errors import CheckpointError
 from train.recipe.sections import TrainingSection
 from train.trainer.parallel import like_shards, whole
 
@@ -99,3 +103,78 @@ def make_optimizer(
 def _matrices(drafter: Drafter) -> list[torch.nn.Parameter]:
     """What Muon is for: two-dimensional weights that are neither an embedding nor read by the output head."""
     return [p for p in drafter.weight_matrices() if p.ndim == 2 and p.requires_grad]
+
+
+Names = Mapping[str, nn.Parameter]  # of all trained parameters, "drafter.fc.weight" and the like
+
+
+def optimizer_state(optimizer: Any, names: Names) -> dict[str, Any]:
+    """{"state": {parameter: {key: tensor}}, "groups": [{"params": [parameter], option: value}]}, in the host's memory.
+
+    All processes must ask at the same time.
+    """
+    name_of = {id(parameter): name for name, parameter in names.items()}
+    state, groups = {}, []
+    for each in optimizers_in(optimizer):
+        for parameter, kept in each.state.items():
+            state[name_of[id(parameter)]] = {
+                key: whole(value).detach().cpu().clone() if isinstance(value, Tensor) else value
+                for key, value in kept.items()
+            }
+        for group in each.param_groups:
+            groups.append({**group, "params": [name_of[id(parameter)] for parameter in group["params"]]})
+    return {"state": state, "groups": groups}
+
+
+def load_optimizer_state(optimizer: Any, saved: Mapping[str, Any], names: Names) -> None:
+    """What `optimizer_state` gave, into an optimizer of the same groups. CheckpointError if they are others."""
+    name_of, first = {id(parameter): name for name, parameter in names.items()}, 0
+    for each in optimizers_in(optimizer):
+        mine = saved["groups"][first : first + len(each.param_groups)]
+        first += len(each.param_groups)
+        wanted = [[name_of[id(p)] for p in group["params"]] for group in each.param_groups]
+        if wanted != [group["params"] for group in mine]:
+            raise CheckpointError("the optimizer's parameters are not those of the checkpoint")
+        parameters = [parameter for group in each.param_groups for parameter in group["params"]]
+        number = {id(parameter): i for i, parameter in enumerate(parameters)}
+        state = {
+            number[id(parameter)]: {
+                key: like_shards(value, parameter) if isinstance(value, Tensor) else value
+                for key, value in saved["state"][name_of[id(parameter)]].items()
+            }
+            for parameter in parameters
+            if name_of[id(parameter)] in saved["state"]
+        }
+        groups = [
+            {**group, "params": [number[id(p)] for p in own["params"]]}
+            for group, own in zip(mine, each.param_groups, strict=True)
+        ]
+        each.load_state_dict({"state": state, "param_groups": groups})
+
+
+def by_name(numbered: Mapping[str, Any], optimizer: Any, names: Names) -> dict[str, Any]:
+    """A state that counts parameters instead of naming them, as checkpoints once held it."""
+    name_of = {id(parameter): name for name, parameter in names.items()}
+    state, groups = {}, []
+    for each, saved in zip(optimizers_in(optimizer), numbered.get("optimizers", [numbered]), strict=True):
+        own = [name_of[id(p)] for group in each.param_groups for p in group["params"]]
+        state |= {own[number]: kept for number, kept in saved["state"].items()}
+        groups += [{**group, "params": [own[number] for number in group["params"]]} for group in saved["param_groups"]]
+    return {"state": state, "groups": groups}
+
+
+def optimizers_in(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Those that `train.trainer.optimizers.Together` is made of, or the one."""
+    return list(getattr(optimizer, "optimizers", [optimizer]))
+
+
+def learning_rate(training: TrainingSection, share: float, total_steps: int | None) -> float:
+    """Linear warm-up over `warmup_ratio`, then cosine to zero or constant. `share`: 0 to 1; `total_steps`: None for a
+    budget of time."""
+    peak, warm_up = training.learning_rate, training.warmup_ratio
+    if share < warm_up:
+        return peak * min(1.0, (share + 1 / max(total_steps or 100, 1)) / warm_up)
+    if training.lr_schedule == "constant":
+        return peak
+    after = (share - warm_up) / max(1 - warm_up, 1e-9)
+    return peak * 0.5 * (1 + math.cos(math.pi * min(after, 1.0)))

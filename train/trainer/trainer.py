@@ -28,18 +28,15 @@ from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from train.data.packing import PackedRow, Shuffled
 from train.features.prefetch import FeaturesAhead, looks_ahead
 from train.features.row_features import RowFeatures
-from train.losses.objective import Loss, chunked_objective
-from train.losses.step_metrics import StepMetrics, in_loop_lengths
+from train.losses.objective import Loss, StepMetrics, chunked_objective, in_loop_lengths
+from train.on_policy.branches import branch_weights, count_suffix, split
 from train.on_policy.refresh import OnPolicy
-from train.on_policy.suffix import branch_weights, count_suffix, split
 from train.recipe.recipe import Recipe
 from train.trainer import checkpoint
 from train.trainer.batches import MicroStep, StepRows
 from train.trainer.joint_target import JointTarget
-from train.trainer.optimizer_state import optimizer_state
-from train.trainer.optimizers import make_optimizer
+from train.trainer.optimizers import learning_rate, make_optimizer, optimizer_state
 from train.trainer.parallel import spread, whole
-from train.trainer.schedule import learning_rate
 from train.trainer.telemetry import Telemetry, timed
 
 EXPECTED, ERROR = "expected_acceptance_length", "expected_standard_error"  # held-out figures, and the former's error

@@ -18,7 +18,7 @@ from inference.kv_cache.ragged_cache import RaggedCache
 from inference.requests.request import Request
 from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.proposers.base import Proposer
-from speculators.host_copy import on_device
+from speculators.precision import on_device
 
 
 @dataclass

@@ -22,7 +22,7 @@ from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.proposers.base import GoOn, Proposer
 from inference.spec_decode.tree_drafting import TreeGrowth
 from inference.spec_decode.tree_shape import TreeShape
-from speculators.host_copy import on_device
+from speculators.precision import on_device
 from speculators.vocab.draft_vocab import scatter_to_target, to_target_ids
 
 if TYPE_CHECKING:

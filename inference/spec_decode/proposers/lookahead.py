@@ -22,7 +22,7 @@ from inference.sampling.sampler import argmax
 from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.proposers.base import Proposer
 from speculators.errors import ConfigError
-from speculators.host_copy import on_device
+from speculators.precision import on_device
 
 
 class NgramPool:

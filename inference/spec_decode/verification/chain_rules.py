@@ -21,7 +21,7 @@ from torch import Tensor
 from inference.sampling.sampler import argmax
 from inference.spec_decode.proposal import Proposal
 from speculators.errors import ConfigError
-from speculators.host_copy import on_device
+from speculators.precision import on_device
 
 
 @dataclass

@@ -18,7 +18,7 @@ from inference.spec_decode.proposal import Kept, Proposal
 from inference.spec_decode.verification.chain_rules import LOSSY, RULES, decide, verify, verify_greedy
 from inference.spec_decode.verification.tree_rules import TREE_RULES, follow, match_together, trees_of, walk_together
 from speculators.errors import ConfigError
-from speculators.host_copy import on_device
+from speculators.precision import on_device
 
 AUTO = "auto"
 METHODS = (AUTO, *(name for name in {**RULES, **TREE_RULES} if name != "greedy"))  # temperature 0 is greedy under any

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from inference.sampling.sampler import argmax, inverse_cdf
 from inference.spec_decode.proposal import Proposal
-from speculators.host_copy import on_device
+from speculators.precision import on_device
 
 ROOT = -1
 

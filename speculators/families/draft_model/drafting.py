@@ -15,7 +15,7 @@ from torch import Tensor
 from speculators.drafter import Drafter, Grow
 from speculators.errors import ConfigError
 from speculators.families.draft_model.fast_decoder import PlainDecoder, plain_decoder
-from speculators.host_copy import on_device
+from speculators.precision import on_device
 from speculators.target.frozen_target import FrozenTarget
 from speculators.vocab.token_map import TokenMap
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from speculators.config import DecoderConfig
-from speculators.layers.cached_attention import cached_attends
+from speculators.layers.attention import cached_attends
 from speculators.layers.decoder import DecoderLayer, RMSNorm, RotaryTable, freeze_norms
 from speculators.target.frozen_target import FrozenTarget
 

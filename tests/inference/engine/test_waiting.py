@@ -17,7 +17,7 @@ from inference import SamplingParams
 from inference.requests.request import Request
 from inference.sampling.sampler import make_generator
 from inference.spec_decode.proposers.drafter import HeadProposer
-from speculators.host_copy import on_device
+from speculators.precision import on_device
 from tests.speculators.families.conftest import CASES, make
 
 K, ROWS, LIMIT, PROMPT = 3, 3, 64, [5, 6, 7, 8, 9, 10, 11]

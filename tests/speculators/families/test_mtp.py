@@ -22,7 +22,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 from inference.kv_cache.ragged_cache import RaggedCache
 from speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
 from speculators.export import export_drafter, load_drafter, load_weights, read_drafter_config
-from speculators.export.write_back import write_back
+from speculators.export.convert import write_back
 from speculators.families.mtp import Mtp, MtpConfig
 from speculators.layers.target_layer import BorrowedLayer, layer_fields, pack_experts, unpack_experts
 from speculators.registry import build_config, config_for_target

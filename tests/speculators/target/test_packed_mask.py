@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from speculators.target.frozen_target import FrozenTarget
-from speculators.target.packed_mask import packed_mask
+from speculators.target.packed_attention import packed_mask
 
 TEXTS = (9, 14)  # tokens of the two documents of the first row
 BRANCHES = ((2, 3), (7, 1), (8, 4))  # (fork within its document, tokens) of each branch of either

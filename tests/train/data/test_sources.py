@@ -18,8 +18,7 @@ from train.data.bad_rows import REASONS, BadRow
 from train.data.prepare import bad_rows, training_examples
 from train.data.selection import decontaminate, deduplicate, fan_out
 from train.data.sources import Example, load_sources, mix, parse_row, read_sources
-from train.recipe.data_sections import DataSection, Source
-from train.recipe.dataset_presets import PRESETS, markdown
+from train.recipe.data_sections import PRESETS, DataSection, Source, markdown
 from train.recipe.load import load_recipe
 from train.recipe.recipe import make_recipe
 

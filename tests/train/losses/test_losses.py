@@ -13,10 +13,8 @@ from torch.utils._pytree import tree_iter
 
 from inference.evaluation.expected_acceptance import accept_probabilities
 from speculators.errors import ConfigError
-from train.losses.closed_form import CLOSED_FORM
-from train.losses.divergences import DIVERGENCES, ON_STATES, Mix, overlap
-from train.losses.objective import chunked_objective, default_chunk_size, plain_objective
-from train.losses.step_metrics import in_loop_lengths
+from train.losses.divergences import CLOSED_FORM, DIVERGENCES, ON_STATES, Mix, overlap
+from train.losses.objective import chunked_objective, default_chunk_size, in_loop_lengths, plain_objective
 
 D, V, VD, N = 12, 40, 17, 23
 MIXES = [{name: 0.7} for name in DIVERGENCES] + [

@@ -10,8 +10,7 @@ from speculators.errors import ConfigError
 from tests.quickstart_data import source as quickstart
 from train.cli import app
 from train.pipeline import evaluate_again
-from train.pipeline.acceptance_stage import gate_bounds
-from train.pipeline.engines import Engines, engines_of, require_engines
+from train.pipeline.acceptance_stage import Engines, engines_of, gate_bounds, require_engines
 from train.pipeline.run import run
 from train.recipe.recipe import make_recipe
 
@@ -74,7 +73,7 @@ def test_contradictions_are_named(gates, evaluation, words) -> None:
 
 
 def test_what_vllm_is_told_comes_from_the_recipe(monkeypatch) -> None:
-    monkeypatch.setattr("train.pipeline.engines.vllm_python", lambda: "python of vLLM")
+    monkeypatch.setattr("train.pipeline.acceptance_stage.vllm_python", lambda: "python of vLLM")
     section = {"temperatures": [0], "options": {"tensor_parallel_size": 2}, "speculative_config": {"x": 1}}
     engines = engines_of(recipe(**BOTH, vllm=section))
     assert engines.vllm == VllmOptions("python of vLLM", {"tensor_parallel_size": 2}, {"x": 1})

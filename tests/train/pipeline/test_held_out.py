@@ -20,7 +20,7 @@ from train.pipeline.data_stage import RunData, workloads_in_turn
 from train.pipeline.run import held_out_evaluation
 from train.recipe.recipe import make_recipe
 from train.regeneration.store import Response
-from train.trainer.fingerprint import fingerprint
+from train.trainer.checkpoint import fingerprint
 from train.trainer.trainer import held_out_figure
 
 

@@ -24,7 +24,7 @@ from train.data.loss_mask import TokenRow
 from train.data.packing import pack
 from train.recipe.recipe import Recipe, recipe_class
 from train.trainer import checkpoint
-from train.trainer.schedule import learning_rate
+from train.trainer.optimizers import learning_rate
 from train.trainer.trainer import Interrupted, Trainer
 
 
