@@ -112,12 +112,14 @@ class ChainDrafter(Drafter):
         self, layer: int, depth: int, causal: list, own: list, slots: Tensor, segment_ids: Tensor
     ) -> Callable:
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            """Keeps its keys and values for later depths, the first time it is called."""
+            """Keeps its keys and values for later depths. A recomputed forward calls it a second time."""
             if depth == 0:
-                causal[layer:] = causal[layer:] or [(k, v)]
+                if len(causal) == layer:
+                    causal.append((k, v))
                 return unrolled_attention(q, k, v, (), slots, segment_ids, scale)
             before = own[: depth - 1]
-            own[depth - 1 :] = own[depth - 1 :] or [(k, v)]
+            if len(own) < depth:
+                own.append((k, v))
             return unrolled_attention(q, *causal[layer], [*before, (k, v)], slots, segment_ids, scale)
 
         return attend
