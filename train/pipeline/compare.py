@@ -7,6 +7,7 @@ acceptance report. A run that is there already is not run again. Knows nothing o
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -197,10 +198,7 @@ def _parameters(folder: Path) -> int:
         with safe_open(file, "pt") as reader:
             for name in reader.keys():  # noqa: SIM118 (not a dict)
                 tensor = reader.get_slice(name)
-                size = 1
-                for length in tensor.get_shape():
-                    size *= length
-                total += 0 if tensor.get_dtype() in INTEGERS else size
+                total += 0 if tensor.get_dtype() in INTEGERS else math.prod(tensor.get_shape())
     return total
 
 
