@@ -159,30 +159,28 @@ class RunData:
     def _responses(self, name: str, examples: list[Example], temperatures=None, **changed: Any) -> list[Response]:
         """Written by the main process, read by the others. `changed`: keys of the section."""
         section = self.recipe.regenerate.model_copy(update=changed)
-        responses: list[Response] = []
-        for main in (True, False):
-            if self.accelerator.is_main_process == main:
-                with self.stages.stage(name, len(examples)) as advance:
-                    responses = regenerate(
-                        self.llm,
-                        examples,
-                        self.tokenizer,
-                        section,
-                        target_hash=self.target_hash,
-                        folder=self.responses_folder,
-                        max_length=self.recipe.data.max_length,
-                        facts=self.facts,
-                        temperatures=temperatures,
-                        progress=lambda done, total, note: advance(done, note, total=total),
-                        say=self.stages.say,
-                        part=self.part,
-                        retry_failed=self.retry_failed,
-                        record=self.record,
-                    )
-                if main:
-                    kept = self.responses_folder / f"{settings_hash(section, self.target_hash)}.json"
-                    keep_summary(Path(self.recipe.output_dir), kept)
-            self.accelerator.wait_for_everyone()
+        with self.accelerator.main_process_first():
+            with self.stages.stage(name, len(examples)) as advance:
+                responses = regenerate(
+                    self.llm,
+                    examples,
+                    self.tokenizer,
+                    section,
+                    target_hash=self.target_hash,
+                    folder=self.responses_folder,
+                    max_length=self.recipe.data.max_length,
+                    facts=self.facts,
+                    temperatures=temperatures,
+                    progress=lambda done, total, note: advance(done, note, total=total),
+                    say=self.stages.say,
+                    part=self.part,
+                    retry_failed=self.retry_failed,
+                    record=self.record,
+                )
+            if self.accelerator.is_main_process:
+                kept = self.responses_folder / f"{settings_hash(section, self.target_hash)}.json"
+                keep_summary(Path(self.recipe.output_dir), kept)
+        self.accelerator.wait_for_everyone()
         return responses
 
 

@@ -45,11 +45,9 @@ def training_features(
     """The features of the rows, for the loop; with `mode: cache` from the disk, once all of them are there."""
     cache = None
     if recipe.features.mode == "cache":
-        for main in (True, False):  # the others after the main process, which may delete what is there
-            if accelerator.is_main_process == main:
-                cache = open_cache(recipe, data, stages).scan()
-            accelerator.wait_for_everyone()
-        assert cache is not None
+        with accelerator.main_process_first():  # it may delete what is there
+            cache = open_cache(recipe, data, stages).scan()
+        accelerator.wait_for_everyone()
         writer = Writer((accelerator.process_index, accelerator.num_processes))
         if recipe.features.engine == "vllm":
             writer = vllm_writer(accelerator, recipe.features.vllm_options)
