@@ -14,7 +14,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +45,29 @@ Evaluate = Callable[[Drafter], dict[str, float]]  # of which EXPECTED decides th
 
 class Interrupted(Exception):
     """The run was asked to stop (SIGTERM, SIGINT); its checkpoint is on disk."""
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """Sums over the terms of a micro-step, or of a whole step; float32 on the device, without gradients."""
+
+    acceptance: Tensor  # [K] sum of alpha at each depth
+    agreement: Tensor  # [K] terms of each depth whose argmax is the target's
+    length_sum: Tensor  # [] in-loop acceptance lengths
+    length_count: Tensor  # [] anchors they were measured at
+    suffix_loss: Tensor  # [] loss in rejected suffixes
+    suffix_acceptance: Tensor  # [] sum of alpha in rejected suffixes
+    loss: Tensor  # []
+
+    def flatten(self) -> Tensor:
+        """[2K + 5]: one message for all sums."""
+        return torch.cat([getattr(self, field.name).detach().float().reshape(-1) for field in fields(self)])
+
+    @classmethod
+    def unflatten(cls, flat: Tensor, depths: int) -> StepTotals:
+        """The inverse of `flatten`; `depths`: K."""
+        acceptance, agreement, rest = flat.split([depths, depths, len(flat) - 2 * depths])
+        return cls(acceptance, agreement, *rest)
 
 
 class Trainer:
@@ -169,21 +192,22 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.state.step += 1
         K = len(self.depth_weights)
-        sums = self._sum(torch.stack([torch.cat([m["totals"], m["loss"][None]]) for m in measured]).sum(0))
+        sums = self._sum(torch.stack([totals.flatten() for totals in measured]).sum(0))
         numbers = torch.cat([sums.double(), counts, norm[None]]).cpu()  # all that a step waits for
-        totals, (loss,), counts, (norm,) = numbers.split([2 * K + 4, 1, K, 1])
+        flat, counts, (norm,) = numbers.split([len(sums), K, 1])
+        totals = StepTotals.unflatten(flat, K)
         record = {
             "step": self.state.step,
-            "loss": float(loss),
+            "loss": float(totals.loss),
             "learning_rate": rate,
             "grad_norm": float(norm),
-            "acceptance_rate": (totals[:K] / counts.clamp(min=1)).tolist(),
-            "top1_agreement": (totals[K : 2 * K] / counts.clamp(min=1)).tolist(),
-            "in_loop_acceptance_length": float(totals[2 * K] / totals[2 * K + 1]) if totals[2 * K + 1] else 1.0,
+            "acceptance_rate": (totals.acceptance / counts.clamp(min=1)).tolist(),
+            "top1_agreement": (totals.agreement / counts.clamp(min=1)).tolist(),
+            "in_loop_acceptance_length": float(totals.length_sum / totals.length_count) if totals.length_count else 1.0,
             "terms": int(counts.sum()),
         }
         if self.on_policy is not None:
-            record |= self._on_policy_record(share, suffix, totals[2 * K + 2 :])
+            record |= self._on_policy_record(share, suffix, totals)
         return record
 
     def _count(self, batches: Sequence[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -222,23 +246,22 @@ class Trainer:
         supervised: float | None = None,
         suffix_scale: float = 0.0,
         last: bool = True,
-    ) -> dict[str, Tensor]:
+    ) -> StepTotals:
         """Forward and backward of one batch; gradients add up in the parameters. `supervised`: tokens of the step that
         a target trained along has a loss on. `suffix_scale`: 1 / the normaliser of terms in rejected suffixes. `last`:
         of the step, after which gradients are summed over processes."""
 
-        def work() -> tuple[Tensor, Tensor]:
+        def work() -> tuple[Tensor, StepTotals]:
             return self._loss(features, row_weights, supervised, suffix_scale)
 
         loss, totals = self.replica.run(work, last)
         loss.backward()
-        return {"loss": loss.detach().float(), "totals": totals}
+        return totals
 
     def _loss(
         self, features: TargetFeatures, row_weights: Tensor, supervised: float | None, suffix_scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """The loss of one batch, and what was measured on it [2K + 4]: acceptance and agreement of each depth, in-loop
-        lengths and their number, loss and acceptance in rejected suffixes. Both stay on the device."""
+    ) -> tuple[Tensor, StepTotals]:
+        """The loss of one batch, and the sums measured on it. Both stay on the device."""
         section = self.on_policy.section if self.on_policy is not None else None
         suffix_loss, suffix_alpha = torch.zeros(2, device=row_weights.device)
         with self.accelerator.autocast():
@@ -254,8 +277,9 @@ class Trainer:
                 loss = loss + section.suffix_weight * suffix_loss
         slots = features.input_ids.numel()
         lengths = in_loop_lengths([p.alpha for p in parts], [s.anchor_index for s in steps], slots)
-        totals = [p.alpha_sum for p in parts] + [p.agreement_sum for p in parts] + [*lengths, suffix_loss, suffix_alpha]
-        return loss, torch.stack([t.detach().float() for t in totals])
+        acceptance = torch.stack([p.alpha_sum for p in parts]).detach()
+        agreement = torch.stack([p.agreement_sum for p in parts])
+        return loss, StepTotals(acceptance, agreement, *lengths, suffix_loss.detach(), suffix_alpha, loss.detach())
 
     def _objectives(
         self, features: TargetFeatures, steps: Sequence[DraftStep], scales: Tensor, mix: Loss
@@ -340,9 +364,9 @@ class Trainer:
             every = max((total or self.recipe.training.max_minutes * 60) // 10, 1) if total else 100
         return step % int(every) == 0
 
-    def _on_policy_record(self, share: float, suffix: Tensor, measured: Tensor) -> dict[str, Any]:
-        """How much of the training was on-policy, the texts it read, and the terms in rejected suffixes: `suffix`
-        their counts [K + 1], `measured` their loss and the sum of their acceptance."""
+    def _on_policy_record(self, share: float, suffix: Tensor, totals: StepTotals) -> dict[str, Any]:
+        """How much of the training was on-policy, the texts it read, and the terms in rejected suffixes, whose counts
+        are `suffix` [K + 1]."""
         assert self.on_policy is not None
         step, history, terms = self.state.step - 1, self.state.history, float(suffix[:-1].sum())
         wanted = [self.on_policy.wants(step, number, share) for number in self._numbers(step)]
@@ -352,8 +376,8 @@ class Trainer:
         if any(wanted):
             record |= self.on_policy.figures(step)
         if terms:
-            record |= {"suffix_terms": int(terms), "suffix_loss": float(measured[0])}
-            record["suffix_acceptance"] = float(measured[1]) / terms
+            record |= {"suffix_terms": int(terms), "suffix_loss": float(totals.suffix_loss)}
+            record["suffix_acceptance"] = float(totals.suffix_acceptance) / terms
         return record
 
     def _after_step(self, record: dict[str, Any]) -> None:

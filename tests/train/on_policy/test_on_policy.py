@@ -144,7 +144,7 @@ def test_suffixes_reach_the_head_and_are_learnt(tiny_model, tmp_path, family) ->
     trainer.on_policy.renew(0, trainer.drafter, 3)
     features, rows = trainer.on_policy.rows(range(1), 1)
     nothing = torch.zeros(3)
-    loss = trainer._micro_step(features.of(rows), nothing, suffix_scale=1.0)["loss"]
+    loss = trainer._micro_step(features.of(rows), nothing, suffix_scale=1.0).loss
     reached = [name for name, p in trainer.drafter.named_parameters() if p.grad is not None and bool(p.grad.any())]
     assert loss > 0 and any("lm_head" in n or "heads" in n or "fc" in n for n in reached)
     trainer.optimizer.zero_grad()
