@@ -1,5 +1,5 @@
 """Ground floor: what a drafter is.
 
-The contract every family meets (`drafter.py`), its config and options, errors, the families by name.
+The contract that every family implements (`drafter.py`), its config and options, errors, the registry of families.
 Nothing here drafts, measures or trains: no import from `inference` or `train`.
 """

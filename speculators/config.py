@@ -1,8 +1,8 @@
-"""DrafterConfig: everything needed to rebuild a drafter with no recipe at hand.
+"""The configuration of a trained drafter: everything that rebuilds its module without the recipe.
 
-What every family has is here, and what every head of decoder layers has; a family adds its own fields in its file.
-Exports translate a config to and from the fields of each format (speculators/export). Knows nothing of training
-options (learning rates, unroll steps, losses).
+`DrafterConfig` has the fields of every family, `DecoderConfig` those of heads made of decoder layers; a family adds
+its own in its file. Exports translate a config to and from the fields of each format (speculators/export). Training
+options (learning rates, unroll steps, losses) do not belong here.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def default_tap_layers(num_layers: int) -> list[int]:
 
 
 class TargetShape(Protocol):
-    """What a drafter's config is made from: a loaded target has it, and so has a sketch of one without weights."""
+    """The target's sizes, from which a drafter's config is derived; a target without weights has them too."""
 
     @property
     def name_or_path(self) -> str: ...
     @property
-    def config(self) -> Any: ...  # of the text model, transformers'
+    def config(self) -> Any: ...  # the text model's transformers config
     @property
     def vocab_size(self) -> int: ...
     @property
@@ -40,7 +40,7 @@ class TargetShape(Protocol):
 
 
 class DrafterConfig(BaseModel):
-    """Shape and switches of a trained head. Field names are those of transformers and vLLM where they exist."""
+    """The sizes and switches of a trained head. Fields have the names of transformers and vLLM where those exist."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -51,7 +51,7 @@ class DrafterConfig(BaseModel):
     target_hidden_size: int = Field(ge=1)
     num_target_layers: int = Field(ge=1)
     tap_layers: tuple[int, ...] = Field((), description="hidden_states[i] of the target, ascending; 0 = embeddings")
-    own_embeddings: bool = Field(False, description="the head carries its own embedding table")
+    own_embeddings: bool = Field(False, description="the head has an embedding table of its own")
     dtype: str = Field("float32", description="dtype of the exported weights")
 
     @model_validator(mode="after")
@@ -70,7 +70,7 @@ class DrafterConfig(BaseModel):
 
     @classmethod
     def for_target(cls, target: TargetShape, family: str) -> dict[str, Any]:
-        """The fields that are the target's, where nothing else is asked for."""
+        """Default fields, taken from the target."""
         return dict(
             family=family,
             vocab_size=target.vocab_size,
@@ -81,7 +81,7 @@ class DrafterConfig(BaseModel):
         )
 
     def describe(self) -> str:
-        """The head in a few words."""
+        """A short description of the head's sizes, for logs and tables."""
         return f"{self.hidden_size} wide"
 
     @property
@@ -104,7 +104,7 @@ class DrafterConfig(BaseModel):
 
 
 class DecoderConfig(DrafterConfig):
-    """A head of decoder layers as Llama has them."""
+    """The configuration of a head made of Llama decoder layers."""
 
     num_layers: int = Field(1, ge=1)
     intermediate_size: int = Field(ge=1)
@@ -127,8 +127,8 @@ class DecoderConfig(DrafterConfig):
             )
         if (turned := self.rope_parameters.get("partial_rotary_factor") or 1) != 1:
             raise ValueError(
-                f"rope_parameters: partial_rotary_factor {turned:g}: a head rotates all of each attention head; this "
-                "one was trained to rotate a part, and would draft something else"
+                f"rope_parameters: partial_rotary_factor {turned:g} is not supported: our layers rotate every "
+                "dimension of an attention head, so a head trained with partial rotation would draft other tokens"
             )
         if self.hidden_size != self.target_hidden_size and not self.own_embeddings:
             raise ValueError(
@@ -197,7 +197,7 @@ class DecoderConfig(DrafterConfig):
 
 
 def decoder_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Undoes `DecoderConfig.llama_fields`, with the defaults of transformers for what is left out."""
+    """Converts a Llama config.json back to DecoderConfig fields, with transformers' defaults for missing ones."""
     rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
     rope.setdefault("rope_type", rope.pop("type", "default"))
     rope.setdefault("rope_theta", fields.get("rope_theta", 10000.0))
@@ -219,11 +219,11 @@ def decoder_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_of(config: Any) -> dict[str, Any]:
-    """The target's rotary parameters (of its full-attention layers if kinds differ), for the whole head dimension."""
+    """The target's rotary parameters without `partial_rotary_factor`; of full attention where layer types differ."""
     rope = dict(getattr(config, "rope_parameters", None) or {})
-    if "full_attention" in rope:  # one set per kind of layer
+    if "full_attention" in rope:  # one set per layer type
         rope = dict(rope["full_attention"])
     rope.setdefault("rope_type", "default")
     rope.setdefault("rope_theta", getattr(config, "rope_theta", None) or 10000.0)
-    rope.pop("partial_rotary_factor", None)  # the head rotates all of its dimensions, whatever the target does
+    rope.pop("partial_rotary_factor", None)  # a head rotates every dimension
     return rope

@@ -1,7 +1,7 @@
-"""What every trained head is: the contract between a family, the training loop and the runtime.
+"""`Drafter`, the base class of trained heads: the contract between a family, the training loop and the runtime.
 
-A family is one file in `speculators/families/`, with one class that derives from `Drafter`, and one line in
-`registry.py`. Knows nothing of losses, optimizers, verification rules or engines.
+A family is one file in `speculators/families/` with one class that derives from `Drafter`, and one line in
+`registry.py`. Losses, optimizers, verification rules and engines do not belong here.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
 @dataclass
 class DraftStep:
-    """One draft depth of one unroll, over the N terms of it that are valid.
+    """One depth of an unroll: its N valid terms of the loss.
 
-    `hidden` [N, D]: the drafter's states before its head. `target_index` [N]: the flat position (b·T + t) whose target
-    distribution the state must match; the token it predicts stands at `target_index + 1`. `anchor_index` [N]: the flat
-    slot the chain started from, so that depths of one chain can be joined. `weight` [N]: 1 for a valid term.
+    hidden        [N, D] the drafter's states before its head
+    target_index  [N] flat position (b·T + t) whose target distribution the state must match; the predicted token is at
+                  `target_index + 1`
+    anchor_index  [N] flat slot that the chain started from, which joins the depths of one chain
+    weight        [N] 1 for a valid term
     """
 
     depth: int
@@ -40,11 +42,11 @@ class DraftStep:
 
 @dataclass
 class TreeLevel:
-    """Drafts of one depth that are to be drafted from, w per row: one step of `Drafter.draft_tree`.
+    """One level of a draft tree that is expanded next, w drafts per row: a step of `Drafter.draft_tree`.
 
     token_ids  [b, w] target token ids
-    parents    [b, w] which of the level before each hangs below; of the first level all 0, the newest true slot
-    visible    bool [b, w, n]: of all drafts so far, these w the last of them, those on each one's way, itself included
+    parents    [b, w] index of each draft's parent in the level above; on the first level all 0, the newest true slot
+    visible    bool [b, w, n] over all n drafts so far (these w are the last): a draft's ancestors and itself
     """
 
     token_ids: Tensor
@@ -52,18 +54,18 @@ class TreeLevel:
     visible: Tensor
 
     def of_parents(self, states: Tensor) -> Tensor:
-        """States [b, w', ·] of the level before -> [b, w, ·], the parent's for each."""
+        """States [b, w', ·] of the level above -> the parents' states [b, w, ·]."""
         return states.gather(1, self.parents.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
 
 
-# Draft logits [b, w, V_draft] of a level (at first of the newest true slot, w = 1) -> the next level; None: enough.
+# Draft logits [b, w, V_draft] of a level (first: of the newest true slot, w = 1) -> the next level, or None to stop.
 Grow = Callable[[Tensor], TreeLevel | None]
 
 
 def valid_terms(features: Any, shift: int) -> Tensor:
-    """bool [B, T]: slot t may be asked for the token at t + shift. Reads `segment_ids` and `loss_mask` only.
+    """bool [B, T]: predicting the token at t + shift from slot t is a valid term. Reads `segment_ids` and `loss_mask`.
 
-    The predicted token is a response token of the same packed document as slot t, and so is all between them.
+    It is valid if that token is a response token of the same packed document as slot t.
     """
     segments, mask = features.segment_ids, features.loss_mask.bool()
     valid = torch.zeros_like(mask)
@@ -77,12 +79,12 @@ def valid_terms(features: Any, shift: int) -> Tensor:
 def term_paths(features: Any, depth: int) -> tuple[Tensor, Tensor]:
     """(valid bool [B, T], path long [B, T]) of one depth of an unroll, for every slot.
 
-    `path` is the slot of the row whose token the depth reads and whose target distribution it must match: t + 1 +
-    depth, unless the row has `paths` that name another, as where a draft was rejected. `valid`: there is a term, by
-    `valid_terms`, or with `paths` where one is named. Reads no field of `features` beside these and `valid_terms`'.
+    `path` is the slot whose token the depth reads and whose target distribution it must match: t + 1 + depth, unless
+    `features.paths` names another one (in rows with branches of rejected drafts). `valid` says where a term exists: by
+    `valid_terms`, or where `paths` names a slot. Reads `paths`, `segment_ids` and `loss_mask` only.
     """
     T = features.segment_ids.shape[1]
-    onward = torch.arange(1 + depth, T + 1 + depth, device=features.segment_ids.device) % T  # what wraps is not valid
+    onward = torch.arange(1 + depth, T + 1 + depth, device=features.segment_ids.device) % T  # wrapped slots are invalid
     onward = onward.expand_as(features.segment_ids)
     paths = getattr(features, "paths", None)
     if paths is None:
@@ -92,25 +94,25 @@ def term_paths(features: Any, depth: int) -> tuple[Tensor, Tensor]:
 
 
 class Drafter(nn.Module):
-    """Base of every trained head. Sub-classes build their modules from a `DrafterConfig`.
+    """Base class of trained heads. Subclasses build their modules from a `DrafterConfig`.
 
-    The target's embedding and head are shared by reference through `attach` and are neither parameters nor saved.
+    `attach` shares the target's embedding and head by reference: they are not parameters and are not saved.
     """
 
     config_class: ClassVar[type[DrafterConfig]] = DrafterConfig
     options: ClassVar[type[DrafterOptions]] = DrafterOptions  # the `drafter:` section of its recipes
     defaults: ClassVar[dict[str, Any]] = {}  # published defaults of other sections: {"training": {...}, "loss": {...}}
-    reads_taps: bool = False  # these two are the family's; a drafter may be told otherwise by its config
+    reads_taps: bool = False  # defaults of the family; a drafter's config may change these two
     reads_last_hidden: bool = False
     one_head: ClassVar[bool] = True  # `head` is the same at every depth
     first_token: ClassVar[int] = 1  # slot p of its cache holds token x_{p + first_token}
-    writes: ClassVar[bool] = False  # text by itself
+    writes: ClassVar[bool] = False  # it can generate text without the target
     reads_drafts: bool = True  # a depth depends on the tokens drafted before it
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
-        self._target: list[FrozenTarget] = []  # in a list, so that nn.Module does not register it
+        self._target: list[FrozenTarget] = []  # a list, so that nn.Module does not register it
         self.recomputes = False
 
     # -------------------------------------------------------------- shared with the target
@@ -143,11 +145,11 @@ class Drafter(nn.Module):
         return None
 
     def prepare_training(self, options: Any) -> Drafter:
-        """What a recipe says of how the head is trained, before its optimizer is made. `options`: the family's."""
+        """Applies the recipe's training options to the head, before its optimizer is made. `options`: the family's."""
         return self
 
     def checkpoint_activations(self, wanted: bool) -> None:
-        """Whether `unroll` keeps the activations of a depth for the backward pass, or computes them again there."""
+        """Turns activation checkpointing of `unroll` on or off: each depth is recomputed in the backward pass."""
         self.recomputes = wanted
 
     def trainable_parameters(self) -> list[nn.Parameter]:
@@ -155,24 +157,24 @@ class Drafter(nn.Module):
 
     @property
     def max_depth(self) -> int | None:
-        """Tokens it can draft at most; None: any number."""
+        """Largest number of tokens it can draft; None: unlimited."""
         return None
 
     def require_depth(self, tokens: int, where: str) -> None:
-        """ConfigError unless it can draft that many tokens; `where` names the option that asks for them."""
+        """Raises ConfigError if it cannot draft `tokens` tokens; `where` names the option that sets the number."""
         if self.max_depth is not None and tokens > self.max_depth:
             raise ConfigError(
                 f"{where} is {tokens}, but this drafter of family {self.config.family} has {self.max_depth} heads and "
-                f"drafts one token with each; ask for {self.max_depth} or fewer"
+                f"drafts one token with each; set {where} to {self.max_depth} or less"
             )
 
     @property
     def max_length(self) -> int | None:
-        """Tokens of the longest text it can draft in; None: any number."""
+        """Length of the longest text it can draft in, in tokens; None: unlimited."""
         return None
 
     def require_length(self, tokens: int, where: str) -> None:
-        """ConfigError unless it can draft in texts of that many tokens; `where` names the option that asks for them."""
+        """Raises ConfigError if it cannot draft in texts of `tokens` tokens; `where` names the option that sets it."""
         if self.max_length is not None and tokens > self.max_length:
             raise ConfigError(
                 f"{where} is {tokens}, but this drafter of family {self.config.family} was made for {self.max_length} "
@@ -180,47 +182,48 @@ class Drafter(nn.Module):
             )
 
     def cache_length(self, slots: int) -> int:
-        """Positions that its cache may need for that many slots of a row."""
+        """Number of cache positions that `slots` slots of a row may need."""
         return slots
 
     def cache_positions(self, token_ids: Sequence[int]) -> int:
-        """Positions of its cache that the slots of these tokens fill, from the start of a row on."""
+        """Number of cache positions that the slots of these tokens fill, counted from the start of a row."""
         return len(token_ids)
 
     def start_terms(self, options: Any) -> int:
-        """Terms of features that `initialise_from` wants to be fitted to."""
+        """Number of terms that `initialise_from` needs features of; 0: none."""
         return 0
 
     def initialise_from(
         self, target: FrozenTarget, options: Any = None, features: Sequence[TargetFeatures] | None = None
     ) -> Drafter:
-        """Starting weights. `options`: the family's, None for their defaults; `features`: what the target computed on
-        some training rows, to fit the start to."""
+        """Initialises the weights from the target. `options`: the family's, None for their defaults; `features`: the
+        target's, on some training rows, where the start is fitted to them."""
         return self
 
     def freeze(self) -> Drafter:
-        """For drafting only, until `train()` or a change of dtype or device: a family may fuse what it computes."""
+        """Prepares the head for drafting: evaluation mode, no gradients, fused weights where a family has them.
+        `train()` or a change of dtype or device removes the fused weights."""
         self.eval().requires_grad_(False)
         freeze_linears(self)
         freeze_norms(self)
         return self
 
     def thaw(self) -> None:
-        """Undoes what `freeze` made of the weights as they were."""
+        """Removes the fused weights that `freeze` made."""
         thaw_linears(self)
         thaw_norms(self)
 
     @property
     def writer(self) -> FrozenTarget | None:
-        """What writes text of its own, in the target's tokens, if the drafter can; None otherwise."""
+        """The drafter as a model that generates text in the target's tokens; None if it cannot."""
         return None
 
     def twin(self) -> Drafter:
-        """A copy that shares the target."""
+        """A deep copy that shares the target."""
         return copy.deepcopy(self, {id(target): target for target in self._target})
 
     def snapshot(self, dtype: torch.dtype) -> Drafter:
-        """A frozen copy in `dtype` that drafts as an export of this moment would."""
+        """A frozen copy in `dtype`; it drafts exactly as an export of the current weights would."""
         return self.twin().to(dtype).freeze()
 
     def train(self, mode: bool = True) -> Drafter:
@@ -229,34 +232,35 @@ class Drafter(nn.Module):
         return super().train(mode)
 
     def _apply(self, fn: Callable, *args, **kwargs) -> Drafter:
-        self.thaw()  # weights move or change type: copies of them would not
+        self.thaw()  # weights move or change dtype, and fused copies of them would not
         return super()._apply(fn, *args, **kwargs)
 
     def meet_tokenizers(
         self, of_target: Any, own: Callable[[], Any] | None = None, *, intersection: bool = False, where: str = ""
     ) -> None:
-        """For a family that has a tokenizer of its own, which `own` loads (None: it is the target's): makes sure that
-        tokens mean the same to both models, or makes a map between them. ConfigError with the reason if they do not and
-        `intersection` does not allow it; `where` names the option that would."""
+        """Checks that the drafter's tokenizer, loaded by `own` (None: it is the target's), agrees with the target's, or
+        builds a map between the two vocabularies. ConfigError if they differ and `intersection` is False; `where` names
+        the option that would allow it. Only a family with a tokenizer of its own overrides this."""
 
     # -------------------------------------------------------------- on several processes
 
     def forward(self, work: Callable[[], Any]) -> Any:
-        """`work()`: whoever acts around a module's forward, as sharding does, acts around any use of the head."""
+        """Calls `work()`. Hooks around a module's forward, such as FSDP's, so run around any use of the head."""
         return work()
 
     def shard_units(self) -> Sequence[nn.Module]:
-        """Parts that may be whole one after the other, each run once per unroll; none: the head is whole at once."""
+        """Submodules that FSDP may gather one after the other, each run once per unroll; empty: the head as a whole."""
         return ()
 
     # -------------------------------------------------------------- the contract
 
     def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
-        """Training: every depth's states, teacher-forced tokens, own states fed back where the family does so."""
+        """Training: yields the states of every depth, with teacher-forced tokens and, if the family does so, the
+        head's own states as the next depth's input."""
         raise NotImplementedError
 
     def count_terms(self, batch: Any, steps: int) -> Tensor:
-        """[steps] valid terms of each depth that `unroll` will yield for a batch; it needs no features of it."""
+        """[steps] number of valid terms that `unroll` will yield at each depth of a batch; needs no target features."""
         return torch.stack([term_paths(batch, depth)[0].sum() for depth in range(steps)])
 
     def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
@@ -290,13 +294,13 @@ class Drafter(nn.Module):
         k: int,
         sample: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Inference: append true slots, then draft `k` tokens per row with the same maths as `unroll`.
+        """Inference: appends true slots, then drafts `k` tokens per row with the same maths as `unroll`.
 
-        `cache` is the ragged cache of the head's own layers, rows [start, stop) of it: slot p of a row holds the pair
-        (token x_{p+1}, target features of position p), or token x_p alone where `first_token` is 0. `token_ids` [b, M]
-        and `taps` [b, M, n·H] / `last_hidden` [b, M, H] are `counts[i]` true slots per row, padded to M. `sample` maps
-        draft logits [b, V_draft] to target token ids [b] and is called once per depth. Speculative slots are rolled
-        back before returning. `k=0` appends only. Returns target token ids [b, k].
+        `cache` is the ragged cache of the head's own layers, of which rows [start, stop) are used. Slot p of a row
+        holds the pair (token x_{p+1}, target features of position p), or token x_p alone where `first_token` is 0.
+        `token_ids` [b, M], `taps` [b, M, n·H] and `last_hidden` [b, M, H] hold `counts[i]` true slots per row, padded
+        to M. `sample` maps draft logits [b, V_draft] to target token ids [b] and is called once per depth. Speculative
+        slots are rolled back before returning. `k=0` only appends. Returns target token ids [b, k].
         """
         raise NotImplementedError
 

@@ -2,7 +2,7 @@
 
 
 class DraftsmithError(Exception):
-    """Base of every error that a user can cause and mend; the command line prints it without a traceback."""
+    """Base of every error that a user can cause and fix; the command line prints it without a traceback."""
 
 
 class ConfigError(DraftsmithError):
@@ -10,16 +10,16 @@ class ConfigError(DraftsmithError):
 
 
 class DataError(DraftsmithError):
-    """A data row cannot be turned into tokens and a loss mask that can be trusted."""
+    """A data row cannot be turned into tokens with a provable loss mask."""
 
 
 class CheckpointError(DraftsmithError):
-    """A directory of weights is not what its configuration says it is."""
+    """The weights in a directory do not match its configuration."""
 
 
 class UnsupportedTarget(DraftsmithError):
-    """The target's architecture cannot be used, and silently working around it would change its output."""
+    """The target's architecture is not supported, and a workaround would change its output."""
 
 
 class HubError(DraftsmithError):
-    """The Hub could not be reached, or did not do what it was asked."""
+    """The Hub could not be reached, or a request to it failed."""

@@ -1,6 +1,6 @@
-"""Repositories of the Hub: told from folders, named with a revision, found in the cache; its errors in words.
+"""Hub repository ids, revisions and cache folders, and readable messages for the Hub client's exceptions.
 
-Knows ids, folders and exceptions; not what a repository holds.
+The contents of a repository do not belong here.
 """
 
 from __future__ import annotations
@@ -19,31 +19,30 @@ TOKEN_HINT = "HF_TOKEN, or `hf auth login`"
 
 
 def split_revision(path_or_id: str, revision: str | None = None) -> tuple[str, str | None]:
-    """`org/name@revision` -> both; anything else, and a folder that is called so, as it is with `revision`.
+    """Splits `org/name@revision`. Any other text, and the name of an existing folder, is returned with `revision`.
 
-    ConfigError if both name one, and not the same.
+    ConfigError if the text and `revision` name different revisions.
     """
     match = _WITH_REVISION.match(path_or_id)
     if match is None or Path(path_or_id).exists():
         return path_or_id, revision
     if revision not in (None, match["revision"]):
-        raise ConfigError(f"{path_or_id}: the revision {revision!r} is given as well; give one of them")
+        raise ConfigError(f"{path_or_id}: revision {revision!r} is given too; give only one")
     return match["repository"], match["revision"]
 
 
 def with_revision(path_or_id: str, revision: str | None) -> str:
-    """Undoes `split_revision`; a folder has none."""
+    """Joins an id and its revision, the inverse of `split_revision`; a folder has no revision."""
     return path_or_id if revision is None or Path(path_or_id).exists() else f"{path_or_id}@{revision}"
 
 
 def is_repository_id(text: str) -> bool:
-    """Whether it reads org/name, whatever there is on the disk."""
+    """True if the text has the form org/name; the disk is not looked at."""
     return _REPOSITORY.match(text) is not None
 
 
 def repository_id(path_or_id: str) -> str | None:
-    """`org/name` of an id, with or without a revision, or of a folder in the Hub's own cache; None for other folders
-    and for what could be one."""
+    """The `org/name` of an id, with or without revision, or of a folder in the Hub's cache; None for anything else."""
     if cached := _CACHED.search(path_or_id):
         return f"{cached['owner']}/{cached['name']}"
     name, _ = split_revision(path_or_id)
@@ -51,7 +50,7 @@ def repository_id(path_or_id: str) -> str | None:
 
 
 def cached_folder(path_or_id: str, revision: str | None = None) -> Path:
-    """The folder itself, or the cache's of an id whose config.json was loaded before. Asks nobody."""
+    """Returns a folder as it is, and for an id the cache folder of its config.json; makes no request."""
     from huggingface_hub import try_to_load_from_cache
 
     name, revision = split_revision(path_or_id, revision)
@@ -64,7 +63,7 @@ def cached_folder(path_or_id: str, revision: str | None = None) -> Path:
 
 
 def hub_trouble(error: BaseException) -> str | None:
-    """What the Hub's client means by an exception, or by what it came from, and what to do; None: it is not its."""
+    """Explains an exception of the Hub's client, or one in its chain, with what to do; None if it is not the Hub's."""
     from huggingface_hub import constants, errors
 
     seen = list(_chain(error))
@@ -79,7 +78,7 @@ def hub_trouble(error: BaseException) -> str | None:
 
 
 def _words_for(error: BaseException) -> str | None:
-    """Of one exception of the client's."""
+    """Explains one exception of the client, without its chain; None if there is nothing to say."""
     from huggingface_hub import errors
 
     status = http_status(error)
@@ -106,13 +105,13 @@ TRANSIENT = (408, 429, 500, 502, 503, 504)
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same request may succeed a little later."""
+    """True if the same request may succeed later."""
     statuses = [code for each in _chain(error) if (code := http_status(each))]
     return any(code in TRANSIENT for code in statuses) or (not statuses and is_network_error(error))
 
 
 def is_network_error(error: BaseException) -> bool:
-    """Whether a connection failed, rather than a request."""
+    """True if the connection failed; an answer with an error status is not a network error."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     return any(
@@ -127,7 +126,7 @@ def http_status(error: BaseException) -> int | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception and those that it came from."""
+    """Yields the exception and its causes."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:

@@ -1,7 +1,7 @@
-"""What a recipe may say about a drafter: the base of every family's `drafter:` section.
+"""The base classes of a recipe's `drafter:` section.
 
-A family's own options derive from `DrafterOptions` in its file; a field that is also a field of the family's
-`DrafterConfig` shapes the head, every other one says how it is trained. Opens no file and loads no model.
+A family's options derive from `DrafterOptions` in its file. A field that the family's `DrafterConfig` has too sets the
+head's shape; the others set how it is trained. Nothing here opens a file or loads a model.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
-    """Base of every section: unknown keys refused, nothing coerced (true is not 1), nothing changes later."""
+    """Base of every recipe section: refuses unknown keys, coerces nothing (true is not 1), and is immutable."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class DrafterOptions(Section):
-    """The trained head. Sizes left null are the target's own."""
+    """Options of a trained head. Sizes that are null are the target's."""
 
     unroll_steps: PositiveInt = Field(1, description="depths trained: drafts per slot that have a term in the loss")
     step_decay: float = Field(0.8, gt=0, le=1, description="weight of depth k is step_decay**k before normalisation")
@@ -33,15 +33,15 @@ class DrafterOptions(Section):
 
     @property
     def start(self) -> str:
-        """Without `init_from`: what training starts from, in a word or two."""
+        """A short name of the starting weights where `init_from` is null."""
         return "scratch"
 
     def accept(self, head: Any) -> None:
-        """Raises ConfigError where `head`, the DrafterConfig of `init_from`, needs a word that these options lack."""
+        """Raises ConfigError if these options do not fit `head`, the DrafterConfig of `init_from`."""
 
     def shape(self, fields: dict[str, Any], target: Any = None) -> dict[str, Any]:
-        """What these options say of `fields`, those of the family's DrafterConfig, for this target (or a sketch of
-        it); None where they leave it open."""
+        """The values that these options set for `fields`, those of the family's DrafterConfig; None where an option is
+        null. `target`: the target, loaded or without weights."""
         return {
             name: tuple(value) if isinstance(value := getattr(self, name), list) else value
             for name in type(self).model_fields
@@ -50,7 +50,7 @@ class DrafterOptions(Section):
 
 
 class DecoderOptions(DrafterOptions):
-    """A head of decoder layers."""
+    """Options of a head made of decoder layers."""
 
     num_layers: PositiveInt = Field(
         1, description="decoder layers of the head; one is the published default and the cheapest to run"
@@ -69,7 +69,7 @@ class DecoderOptions(DrafterOptions):
 
 
 class TapOptions(Section):
-    """Which of the target's hidden states a head reads."""
+    """Options of a head that reads hidden states of the target."""
 
     tap_layers: list[Count] | None = Field(
         None,

@@ -1,8 +1,9 @@
-"""What `auto` means where a precision is asked for: the checkpoint's own, unless the device cannot multiply in it.
+"""Devices and dtypes: the meaning of `dtype: auto`, and copies between host and device.
 
-A CPU without instructions for bfloat16 converts every operand first. A product of a few rows, which is what verifying
-a draft is, then takes several times as long as in float32 and grows with each row, so that drafting gains nothing;
-float32 holds every bfloat16 number exactly. Only CPUs are told apart: accelerators run what the checkpoint names.
+`auto` is the checkpoint's dtype, but float32 in place of bfloat16 on a CPU without bfloat16 instructions. Such a CPU
+converts every operand first: a product of a few rows, as in verification, takes several times as long as in float32
+and longer with each row, so that drafting gains nothing. float32 represents every bfloat16 number exactly.
+Accelerators run the checkpoint's dtype.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from speculators.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# As torch.cpu.get_capabilities calls them; of other architectures nothing is assumed.
+# Capabilities as torch.cpu.get_capabilities names them; other architectures are taken to support bfloat16.
 BFLOAT16 = {
     "x86_64": ("avx512_bf16", "amx_bf16", "avx_ne_convert", "avx10_2"),
     "arm64": ("bf16", "sve_bf16"),
@@ -27,20 +28,19 @@ BFLOAT16 = {
 
 
 def own_device() -> torch.device:
-    """This machine's accelerator if one is there, else its CPU. What torch was built for is not asked: a CUDA build
-    runs on machines without a GPU too."""
+    """This machine's accelerator if one is available, else its CPU. A CUDA build runs without a GPU too."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def free_memory() -> None:
-    """Gives what nobody refers to any more back to the device, for another process or another allocation."""
+    """Collects garbage and releases the device's cached memory."""
     gc.collect()
     if (device := own_device()).type != "cpu":
         torch.get_device_module(device).empty_cache()
 
 
 def multiplies_bfloat16(device: torch.device | str) -> bool:
-    """Whether products in bfloat16 are at home on this device; for a CPU this machine's is asked."""
+    """True if the device multiplies bfloat16 natively; for a CPU, if this machine's does."""
     if torch.device(device).type != "cpu":
         return True
     found = getattr(torch.cpu, "get_capabilities", dict)()
@@ -49,15 +49,15 @@ def multiplies_bfloat16(device: torch.device | str) -> bool:
 
 
 def running_dtype(asked: torch.dtype | str, own: torch.dtype | str | None, device: torch.device | str) -> torch.dtype:
-    """What a checkpoint in `own` (None: float32) computes in: `asked`, or for "auto" its own, in float32 where that is
-    bfloat16 and the device is not made for it."""
+    """The dtype that a checkpoint in `own` (None: float32) is loaded in: `asked`, or for "auto" `own`, with float32 in
+    place of bfloat16 on a device without native bfloat16."""
     dtype = as_dtype((own or torch.float32) if asked == "auto" else asked)
     widened = asked == "auto" and dtype == torch.bfloat16 and not multiplies_bfloat16(device)
     return torch.float32 if widened else dtype
 
 
 def as_dtype(named: torch.dtype | str) -> torch.dtype:
-    """torch's, of its name with or without "torch."."""
+    """Returns the torch dtype of a name, with or without "torch."."""
     found = getattr(torch, named.removeprefix("torch."), None) if isinstance(named, str) else named
     if not isinstance(found, torch.dtype):
         raise ConfigError(f"dtype={named!r}; expected auto, or torch's name of one: float32, bfloat16, float16")
@@ -65,31 +65,31 @@ def as_dtype(named: torch.dtype | str) -> torch.dtype:
 
 
 def in_dtype(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """A state on the CPU in `dtype`. Tensors that are one stay one, so that transformers writes a tied table once."""
+    """Copies a state dict to the CPU in `dtype`. Tied tensors stay tied, so that transformers saves them once."""
     keys = {name: (tensor.data_ptr(), tensor.shape, tensor.stride()) for name, tensor in state.items()}
     made = {keys[name]: tensor.detach().to("cpu", dtype) for name, tensor in state.items()}
     return {name: made[key] for name, key in keys.items()}
 
 
 def autocast_dtype(mixed_precision: str, device: torch.device | str) -> torch.dtype:
-    """What a head's layers compute in while it is trained. `mixed_precision`: "auto", "bf16" or "no"."""
+    """The dtype of a head's layers during training. `mixed_precision`: "auto", "bf16" or "no"."""
     wide = mixed_precision == "no" or (mixed_precision == "auto" and not multiplies_bfloat16(device))
     return torch.float32 if wide else torch.bfloat16
 
 
 @lru_cache
 def say_widened(name: str) -> None:
-    """Once per checkpoint: that it runs in float32."""
+    """Warns, once per checkpoint, that it runs in float32."""
     logger.warning(
         "%s is in bfloat16 and runs in float32: this CPU has no instructions for it (dtype=bfloat16 insists)", name
     )
 
 
 def on_device(numbers: Sequence, device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
-    """Numbers, or rows of them, as a tensor of `dtype` on `device`."""
+    """Copies Python numbers, or rows of them, to a device asynchronously (pinned memory, non_blocking)."""
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on `device`."""
+    """Copies a CPU tensor to a device asynchronously (pinned memory, non_blocking)."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

@@ -1,6 +1,6 @@
-"""The families by name, and the config of a drafter of one of them.
+"""The registry of drafter families, and the construction of their configs.
 
-A family's file is imported when it is asked for. No family imports this file.
+A family's module is imported on first use. No family imports this file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FAMILIES: dict[str, str] = {
 
 
 def family_class(name: str) -> type[Drafter]:
-    """The class of a family; ConfigError names the families there are."""
+    """Returns the class of a family. ConfigError, which lists all families, if there is none of that name."""
     if name not in FAMILIES:
         raise ConfigError(f"unknown drafter family {name!r}; expected one of {', '.join(sorted(FAMILIES))}")
     module, _, attribute = FAMILIES[name].partition(":")
@@ -35,7 +35,7 @@ def family_class(name: str) -> type[Drafter]:
 
 
 def build_config(where: str, family: str, **fields: Any) -> DrafterConfig:
-    """The family's config, or a ConfigError that names `where` and every field that is wrong."""
+    """Builds the family's config. ConfigError names `where` and every invalid field."""
     try:
         return family_class(family).config_class(family=family, **fields)
     except ValidationError as error:
@@ -46,7 +46,7 @@ def build_config(where: str, family: str, **fields: Any) -> DrafterConfig:
 def config_for_target(
     target: TargetShape, family: str, *, tap_layers: Sequence[int] | None = None, **overrides: Any
 ) -> DrafterConfig:
-    """The default drafter of `family` for a target: sizes, rope, eps are the target's; `overrides` win."""
+    """The default config of `family` for a target: sizes, rope and eps of the target, except those in `overrides`."""
     cls = family_class(family)
     fields = cls.config_class.for_target(target, family)
     if cls.reads_taps:

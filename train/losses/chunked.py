@@ -1,6 +1,6 @@
-"""The inner walk of the objective: the logits, loss, metrics and gradients of one chunk of rows at a time.
+"""The chunked objective: logits, loss, metrics and gradients of one chunk of rows at a time.
 
-`train.losses.objective` is the door to it. This module knows no recipe, family, target architecture or optimizer.
+Callers use `train.losses.objective`. Recipes, families, target architectures and optimizers do not belong here.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ Head = Callable[[Tensor], Tensor]
 
 # Bytes of one chunk's float32 logits: on a CPU they stay in its cache.
 CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
-# Rows: with fewer, every chunk waits for the head's weights to be read and its gradient to be added.
+# Rows: in smaller chunks, reading the head's weights and adding their gradient takes most of the time.
 SMALLEST_CHUNK = {"cpu": 128, "cuda": 256}
 
 
 @dataclass(frozen=True)
 class Task:
-    """Everything about one call that is constant over its chunks."""
+    """The constants of one call."""
 
     head: Head
     target_hidden: Tensor  # [N, H], or [M, H] read through target_index
@@ -57,7 +57,7 @@ def default_chunk_size(vocabulary: int, device: torch.device) -> int:
 
 
 class Chunked(torch.autograd.Function):
-    """Computes its gradients in forward, chunk by chunk; backward scales them by the gradient of the sum."""
+    """Computes the gradients in forward, chunk by chunk; backward scales them by the gradient of the sum."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, task: Task, *parameters: Tensor):
@@ -153,10 +153,9 @@ def target_rows(task: Task, positions: Tensor | slice, inverse: Tensor | None = 
 
 
 def probe(head: Head, hidden: Tensor) -> tuple[list[Tensor], int]:
-    """The trainable tensors that the head uses, and the size of its vocabulary: from the graph of one row.
+    """The trainable tensors that the head uses, from the autograd graph of one row, and its vocabulary size.
 
-    Reading the graph instead of asking for a list means that no parameter can be forgotten, and that a bound
-    method or a closure serves as a head.
+    Reading the graph means that no parameter can be forgotten, and that a head may be a bound method or a closure.
     """
     logits = head(hidden[:1].detach())
     found, seen, queue = [], set(), [logits.grad_fn]

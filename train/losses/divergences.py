@@ -1,4 +1,4 @@
-"""How far a drafter's distribution q is from the target's p: one small function per divergence.
+"""Divergences between the drafter's distribution q and the target's p: one function each.
 
 Every function has the signature `f(log_q, p, labels, **options) -> [n]`:
 
@@ -11,10 +11,10 @@ Every function has the signature `f(log_q, p, labels, **options) -> [n]`:
     labels  [n]      the data token, as an index into the draft vocabulary; -1 when the draft vocabulary lacks
                      it
 
-and returns one value per row. Sums run over the draft vocabulary unless said otherwise. q enters through
-log_q, so a probability that underflows to zero still has a finite gradient, and none of them divides by q.
+and returns one value per row. Sums run over the draft vocabulary unless stated otherwise. q enters through
+log_q, so that a probability which underflows to zero still has a finite gradient; no function divides by q.
 
-Chunks, heads, families and the normalisation of means belong elsewhere.
+Chunks, heads, families and the normalisation of means do not belong here.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class Mix:
         )
 
     def __call__(self, log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
-        """The terms on distributions, summed: [n]. The terms on states are the caller's."""
+        """Sums the terms on distributions: [n]. The caller adds the terms on states."""
         total = torch.zeros(log_q.shape[0], dtype=log_q.dtype, device=log_q.device)
         for term in self.terms:
             total = total + term(log_q, p, labels)
@@ -243,13 +243,13 @@ SMALLEST_OVERLAP = 1e-30  # below it 1/alpha is worthless in float32, and -log a
 
 
 def has_closed_form(mix: Mix) -> bool:
-    """Whether every term of the mix is in the table above."""
+    """True if the gradient of every term of the mix is known in closed form."""
     return all(term.name in CLOSED_FORM for term in mix.terms)
 
 
 @dataclass
 class _Rows:
-    """Per row [n]: the value so far, and the coefficients of the three vectors in its gradient."""
+    """The value so far and the coefficients of the three vectors in its gradient, per row [n]."""
 
     value: Tensor
     kl: Tensor  # of P q - p

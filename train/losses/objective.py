@@ -1,11 +1,11 @@
 """The objective over draft steps: a mix of divergences, summed without holding a [tokens, vocabulary] tensor.
 
-`chunked_objective` makes draft logits, target probabilities, divergence, acceptance and every gradient for a
-few hundred rows at a time and drops them (`train.losses.chunked`); `plain_objective` is the same in ordinary
-autograd, for tests and small jobs. Both return the *sum* of weight * D: the caller divides by a normaliser
-summed over ranks and accumulation steps.
+`chunked_objective` computes draft logits, target probabilities, divergences, acceptance and gradients for a few
+hundred rows at a time (`train.losses.chunked`); `plain_objective` is the same in ordinary autograd, for tests and
+small jobs. Both return the *sum* of weight * D: the caller divides by a normaliser summed over ranks and
+accumulation steps.
 
-This module knows no family, no target architecture, no optimizer and no schedule of depth weights.
+Families, target architectures, optimizers and the schedule of depth weights do not belong here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from train.losses.divergences import Mix
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What one call measured, row by row in the order of `hidden`; nothing here carries a gradient."""
+    """The metrics of one call, per row in the order of `hidden`, without gradients."""
 
     loss: Tensor  # [N] float, weight * D
     alpha: Tensor  # [N] float, sum_v min(p, q): teacher-forced acceptance probability
@@ -43,7 +43,7 @@ class StepMetrics:
 
     @property
     def count(self) -> int:
-        """Rows, whatever their weight."""
+        """Number of rows, of any weight."""
         return self.alpha.shape[0]
 
     @property
@@ -59,7 +59,7 @@ class StepMetrics:
         return self.agreement.sum()
 
     def split(self, sizes: Sequence[int]) -> list[StepMetrics]:
-        """Back into depths, when the rows of several depths were concatenated for one call."""
+        """Splits the metrics by depth, where the rows of several depths were concatenated into one call."""
         parts = zip(self.loss.split(sizes), self.alpha.split(sizes), self.agreement.split(sizes), strict=True)
         return [StepMetrics(*part) for part in parts]
 
@@ -172,7 +172,7 @@ def plain_objective(
 
 
 def _no_rows(hidden: Tensor, head: Head) -> tuple[Tensor, StepMetrics]:
-    """A loss of zero that still reaches every parameter: other ranks would wait for this one's gradients."""
+    """A loss of zero with a gradient for every parameter, which other ranks wait for."""
     parameters, _ = probe(head, hidden.new_zeros(1, *hidden.shape[1:]))
     loss_sum = sum((weight.sum() * 0.0 for weight in parameters), hidden.sum() * 0.0)
     nothing = hidden.new_zeros(0, dtype=precise(hidden.dtype))
@@ -191,7 +191,7 @@ def _task(
     temperature: float,
     target_index: Tensor | None = None,
 ) -> Task:
-    """Check the shapes and bring every constant into its final form."""
+    """Checks the shapes and prepares the constants of a call."""
     mix, rows = Mix.parse(mix), hidden.shape[0]
     per_row = {"weight": weight, "labels": labels}
     per_row |= {"target_hidden": target_hidden} if target_index is None else {"target_index": target_index}
@@ -219,6 +219,6 @@ def _task(
 
 
 def _state_terms(task: Task, hidden: Tensor) -> Tensor:
-    """weight * the terms on states [N], in ordinary autograd: they are no larger than `hidden`."""
+    """weight * the sum of the terms on states [N], in ordinary autograd: they are no larger than `hidden`."""
     target = task.target_hidden if task.target_index is None else task.target_hidden[task.target_index]
     return sum(term(hidden, target) for term in task.mix.state_terms) * task.weight
