@@ -81,6 +81,16 @@ class SpecDecodeCounters:
         for k, count in enumerate(theirs):
             mine[k] += count
 
+    def since(self, earlier: SpecDecodeCounters) -> SpecDecodeCounters:
+        """The growth from an earlier state of the same counters."""
+        positions, before = self.num_accepted_tokens_per_pos, earlier.num_accepted_tokens_per_pos
+        return SpecDecodeCounters(
+            self.num_drafts - earlier.num_drafts,
+            self.num_draft_tokens - earlier.num_draft_tokens,
+            self.num_accepted_tokens - earlier.num_accepted_tokens,
+            [count - (before[i] if i < len(before) else 0) for i, count in enumerate(positions)],
+        )
+
     @property
     def acceptance_length(self) -> float:
         return acceptance_length(self.num_accepted_tokens, self.num_drafts)

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inference.http_client import drafting_counters, parse_metrics
+from inference.metrics import SpecDecodeCounters
 from inference.vllm_bridge.counters import committed_rounds, counted_past_end, metrics_of, sizes_of
-from inference.vllm_bridge.server import ServerCounters
 from speculators.errors import DataError
 
 K = 4
@@ -68,5 +69,7 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",model_name="a b",p
 vllm:request_success_total{engine="0",finished_reason="stop",model_name="a b"} 2.0
 vllm:request_success_total{engine="0",finished_reason="length",model_name="a b"} 1.0
 """
-    assert ServerCounters.parse(text) == ServerCounters(10, 20, [6, 2], 3)
-    assert ServerCounters.parse("vllm:request_success_total 4\n").per_pos is None
+    metrics = parse_metrics(text)
+    assert drafting_counters(metrics) == SpecDecodeCounters(10, 20, 8, [6, 2])
+    assert (metrics["request_success stop"], metrics["request_success length"]) == (2, 1)
+    assert drafting_counters(parse_metrics("vllm:request_success_total 4\n")) is None

@@ -16,7 +16,7 @@ import torch
 
 from inference import LLM, SamplingParams
 from inference.evaluation.evaluate import EvaluationSettings, evaluate
-from inference.vllm_bridge.engine import VllmError
+from inference.http_client import RequestFailed
 from inference.vllm_bridge.server import VllmServers
 from speculators.errors import ConfigError, DataError
 from speculators.export import export_drafter
@@ -211,5 +211,5 @@ def test_servers_that_cannot_be_measured_are_named(folders, served) -> None:
             evaluate(*folders, PROMPTS, settings, engine=VllmServers(served(**options)))
     with pytest.raises(ConfigError, match="this server drafts too"):
         evaluate(*folders, PROMPTS, SETTINGS, engine=VllmServers(served(), served()))
-    with pytest.raises(VllmError, match="is the server running"):
+    with pytest.raises(RequestFailed, match="is the server running"):
         evaluate(*folders, PROMPTS, SETTINGS, engine=VllmServers("http://127.0.0.1:9"))
