@@ -1,25 +1,22 @@
-"""The requests that soak_server.py sends to a server, and a tally of its answers."""
+"""The requests that soak_server.py sends to a server, and totals of its answers."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx2
-from prometheus_client.parser import text_string_to_metric_families
-
-from inference.bench.client import make_client
+from inference.http_client import RequestFailed, ServerClient
 from scripts.demo_target.corpus import prompts
 
 POOL = 24  # different requests of each kind
 CHOICES = ["one", "two", "three"]
-COUNTED = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")  # of the server, and of each answer, in its words:
+COUNTED = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")  # names of the server's counters
 OF_ANSWERS = dict(zip(COUNTED, ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"), strict=True))
 FAULTS: tuple[tuple[dict[str, Any], int], ...] = (
     ({"prompt": ""}, 400),
@@ -33,8 +30,12 @@ FAULTS: tuple[tuple[dict[str, Any], int], ...] = (
 
 @dataclass(frozen=True)
 class Ask:
-    """One request. Requests of one `same` must get the same texts. The client hangs up after `hangs_up` events of a
-    stream, or seconds of a whole answer."""
+    """One request.
+
+    status     expected of the answer
+    same       requests with an equal value must get equal texts
+    hangs_up   after so many events of a stream, or seconds of a whole answer, the client closes the connection
+    """
 
     path: str
     body: dict[str, Any]
@@ -125,71 +126,56 @@ def drawn(rng: random.Random, pools: tuple[list[Ask], list[Ask]], *, exact: bool
 
 
 class Load:
-    """`texts`: the expected texts by `Ask.same`; for other requests the first answer sets them."""
+    """The clients. `texts`: the expected texts by `Ask.same`; the first answer sets those of other requests."""
 
     def __init__(self, url: str, texts: dict[str, list[str]], *, seeded: bool) -> None:
-        self.url, self.texts, self._seeded = url, texts, seeded
+        self.client, self.texts, self._seeded = ServerClient(url, 300.0), texts, seeded
         self.compared = 0
-        self.client = make_client({}, 300.0)
 
     async def saturate(self, tally: Tally, seconds: float, clients: int, seed: int, *, exact: bool) -> None:
         pools, end = (greedy_asks(), sampled_asks()), time.monotonic() + seconds
 
-        async def one(number: int) -> None:
+        async def run_client(number: int) -> None:
             rng = random.Random(f"{seed} {number} {exact}")
             while time.monotonic() < end:
                 await self._ask(drawn(rng, pools, exact=exact), tally)
 
-        await asyncio.gather(*(one(number) for number in range(clients)))
+        await asyncio.gather(*(run_client(number) for number in range(clients)))
 
     async def _ask(self, ask: Ask, tally: Tally) -> None:
-        result = None
+        parts = list[dict[str, Any]]()
         try:
             if ask.body.get("stream"):
-                result = await self._streamed(ask, tally)
+                async with aclosing(self.client.events(ask.path, ask.body)) as events:
+                    async for event in events:
+                        parts.append(event)
+                        if ask.hangs_up is not None and len(parts) >= ask.hangs_up:
+                            return _hung_up(ask, tally)
             else:
                 async with asyncio.timeout(ask.hangs_up):
-                    answer = await self.client.post(self.url + ask.path, json=ask.body)
-                if answer.status_code != ask.status:
-                    tally.lost.append(f"HTTP {answer.status_code} instead of {ask.status}: {answer.text[:200]}")
-                elif ask.status != 200:
-                    tally.refused += 1
-                else:
-                    result = _parts([answer.json()])
+                    parts = [await self.client.post(ask.path, ask.body)]
         except TimeoutError:
-            if ask.hangs_up is None:
-                tally.lost.append("no answer")
-            else:
-                _hung_up(ask, tally)
-        except (httpx2.HTTPError, ValueError, KeyError) as error:
-            tally.lost.append(f"{type(error).__name__}: {error}"[:200])
-        if result is not None:
-            tally.read(ask, result)
-            self._compare(ask, result["texts"], tally)
-
-    async def _streamed(self, ask: Ask, tally: Tally) -> dict[str, Any] | None:
-        parts: list[dict[str, Any]] = []
-        async with self.client.stream("POST", self.url + ask.path, json=ask.body) as answer:
-            if answer.status_code != 200:
-                await answer.aread()
-                raise ValueError(f"HTTP {answer.status_code}: {answer.text[:200]}")
-            async for line in answer.aiter_lines():
-                if line == "data: [DONE]":
-                    return _parts(parts)
-                if line:
-                    parts.append(json.loads(line.removeprefix("data: ")))
-                if ask.hangs_up is not None and len(parts) >= ask.hangs_up:
-                    _hung_up(ask, tally)
-                    return None
-        raise ValueError("the stream broke off")
-
-    def _compare(self, ask: Ask, texts: list[str], tally: Tally) -> None:
-        if ask.same is None or not (self._seeded or ask.same.startswith("greedy")):
-            return
-        self.compared += 1
-        expected = self.texts.setdefault(ask.same, texts)
-        if texts != expected:
-            tally.changed.append(f"{ask.same}: {texts!r} instead of {expected!r}"[:400])
+            return _hung_up(ask, tally)
+        except RequestFailed as failure:
+            if failure.reason != f"http_{ask.status}":
+                tally.lost.append(str(failure)[:200])
+            elif ask.status != 200:
+                tally.refused += 1
+            return None
+        if ask.status != 200:
+            tally.lost.append(f"HTTP 200 instead of {ask.status}")
+            return None
+        answer = _joined(parts)
+        if ask.body.get("stream") and len(answer["reasons"]) < ask.body.get("n", 1):
+            tally.lost.append("the stream broke off")
+            return None
+        tally.read(ask, answer)
+        if ask.same is not None and (self._seeded or ask.same.startswith("greedy")):
+            self.compared += 1
+            expected = self.texts.setdefault(ask.same, answer["texts"])
+            if answer["texts"] != expected:
+                tally.changed.append(f"{ask.same}: {answer['texts']!r} instead of {expected!r}"[:400])
+        return None
 
 
 def _hung_up(ask: Ask, tally: Tally) -> None:
@@ -199,38 +185,25 @@ def _hung_up(ask: Ask, tally: Tally) -> None:
     tally.hung_up_tokens += n * ask.body["max_tokens"]
 
 
-def _parts(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One answer, of a whole one or of a stream's chunks. ValueError for an error in a stream."""
+def _joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One answer from a whole one, or from the chunks of a stream."""
     answer: dict[str, Any] = {"reasons": [], "usage": None, "metrics": None}
     texts: dict[int, str] = {}
     for part in parts:
-        if "error" in part:
-            raise ValueError(f"the server ended a stream: {part['error']['message']}")
         answer["usage"] = part.get("usage") or answer["usage"]
         answer["metrics"] = part.get("metrics") or answer["metrics"]
         for choice in part["choices"]:
-            said = choice.get("message") or choice.get("delta") or choice
-            written = said.get("content") or said.get("text") or ""
-            texts[choice["index"]] = texts.get(choice["index"], "") + written
+            content = choice.get("message") or choice.get("delta") or choice
+            text = content.get("content") or content.get("text") or ""
+            texts[choice["index"]] = texts.get(choice["index"], "") + text
             answer["reasons"] += [choice["finish_reason"]] if choice.get("finish_reason") else []
     return answer | {"texts": [texts[i] for i in sorted(texts)]}
 
 
-async def counters(client: httpx2.AsyncClient, url: str) -> dict[str, float]:
-    """The server's own counts: totals by name, success by reason."""
-    text = (await client.get(f"{url}/metrics")).text
-    totals: dict[str, float] = {}
-    for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
-        if sample.name.startswith("vllm:") and "position" not in sample.labels and "le" not in sample.labels:
-            name = sample.name.removeprefix("vllm:").removesuffix("_total")
-            totals[f"{name} {sample.labels.get('finished_reason', '')}".strip()] = sample.value
-    return totals
-
-
-async def idle(client: httpx2.AsyncClient, url: str) -> dict[str, float]:
-    """Its counters once nothing runs or waits, as must come about within a minute."""
+async def idle(client: ServerClient) -> dict[str, float]:
+    """The server's counters once no request runs or waits, which must be within a minute."""
     for _ in range(120):
-        totals = await counters(client, url)
+        totals = await client.metrics()
         if totals["num_requests_running"] == totals["num_requests_waiting"] == 0:
             return totals
         await asyncio.sleep(0.5)

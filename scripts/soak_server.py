@@ -32,7 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from inference import LLM, SamplingParams, StructuredOutputsParams
 from inference.bench.servers import started
 from inference.console import json_option, run
-from scripts.soak_load import COUNTED, Ask, Load, Tally, counters, greedy_asks, idle
+from inference.http_client import RequestFailed
+from scripts.soak_load import COUNTED, Ask, Load, Tally, greedy_asks, idle
 
 EXACT = 0.25  # share of the time in which nobody hangs up
 WARM_UP = 0.3  # share of the time whose memory is not judged
@@ -85,13 +86,14 @@ async def soak(
         while True:
             for config in (None, swap):
                 await asyncio.sleep(swap_every)
-                answer = await load.client.post(f"{url}/drafter", json={"speculative_config": config})
-                if answer.status_code != 200:
-                    found.rough.lost.append(f"a swap was refused: {answer.text[:200]}")
+                try:
+                    await load.client.post("/drafter", {"speculative_config": config})
+                except RequestFailed as failure:
+                    found.rough.lost.append(f"a swap was refused: {failure}"[:200])
                 found.swaps += 1
 
     async with load.client:
-        before = await counters(load.client, url)
+        before = await load.client.metrics()
         watching = asyncio.ensure_future(watch())
         swapping = asyncio.ensure_future(change()) if swap is not None else None
         await load.saturate(found.rough, seconds * (1 - EXACT), clients, seed, exact=False)
@@ -99,12 +101,12 @@ async def soak(
             swapping.cancel()
             with suppress(asyncio.CancelledError):
                 await swapping
-            await load.client.post(f"{url}/drafter", json={"speculative_config": swap})
-        between = await idle(load.client, url)
+            await load.client.post("/drafter", {"speculative_config": swap})
+        between = await idle(load.client)
         await load.saturate(found.exact, seconds * EXACT, clients, seed, exact=True)
-        after = await idle(load.client, url)
+        after = await idle(load.client)
         watching.cancel()
-        (await load.client.get(f"{url}/health")).raise_for_status()
+        await load.client.version()
     found.server = {name: value - before.get(name, 0) for name, value in after.items()}
     found.server_exact = {name: value - between.get(name, 0) for name, value in after.items()}
     found.compared = load.compared

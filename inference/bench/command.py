@@ -1,71 +1,79 @@
-"""`draftsmith bench` from its words to what it prints and saves."""
+"""`draftsmith bench`: reads the options, measures, prints and saves."""
 
 from __future__ import annotations
 
-import argparse
+import json
 import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from inference.bench.compare import Server, compare, draw
-from inference.bench.flags import bench_options, read_flags
-from inference.bench.run import BenchOptions, measure, prepare, result_path, save, without_details
+from inference.bench.compare import MODES, Server, compare, draw
+from inference.bench.options import BenchOptions, read_options
+from inference.bench.run import measure, prepare, without_details
 from inference.bench.servers import started
 from inference.bench.tables import print_comparison, print_result
-
-COMPARISON = "comparison"
-LEVELS = (1, 2, 4, 8)  # requests at a time
+from inference.whole_file import write_whole
+from speculators.errors import ConfigError
 
 
 def run(arguments: Sequence[str]) -> int:
     """The exit code: 1 if a request failed."""
-    flags = read_flags(arguments)
-    options = bench_options(flags)
-    if flags.compare:
-        return _compare(flags, options)
+    options, console = read_options(arguments), Console()
+    if options.compare:
+        return _compare(options, console)
     result = measure(options, prepare(options))
-    console = Console()
     print_result(result, console)
-    if flags.save_result:
-        path = result_path(result, flags.result_dir, flags.result_filename)
-        save(result if flags.save_detailed else without_details(result), path)
+    if options.save_result:
+        path = Path(options.result_dir) / (options.result_filename or _filename(result))
+        _save(result if options.save_detailed else without_details(result), path)
         console.print(str(path), highlight=False, soft_wrap=True)
     return 1 if result["failed"] else 0
 
 
-def _compare(flags: argparse.Namespace, options: BenchOptions) -> int:
-    folder = Path(flags.result_dir or ".")
-    there_already = flags.baseline_url is not None
-    comparison = compare(
-        options, prepare(options), _servers(flags, options, folder), flags.concurrencies or LEVELS,
-        together=there_already or bool(flags.together),
-    )  # fmt: skip
-    if not there_already:
-        comparison |= {"speculative_config": flags.speculative_config, "serve_args": flags.serve_args}
-    file = folder / (flags.result_filename or f"{COMPARISON}.json")
-    save(comparison, file)
-    picture = file.with_suffix(".png")
-    draw(comparison, picture)
-    console = Console()
+def _compare(options: BenchOptions, console: Console) -> int:
+    folder, existing = Path(options.result_dir), options.baseline_url is not None
+    comparison = compare(options, prepare(options), _servers(options), together=existing or options.together)
+    if not existing:
+        comparison |= {"speculative_config": options.speculative_config, "serve_args": options.serve_args or None}
+    file = folder / (options.result_filename or "comparison.json")
+    _save(comparison, file)
+    draw(comparison, file.with_suffix(".png"))
     print_comparison(comparison, console)
-    console.print(f"{file}, {picture}", highlight=False, soft_wrap=True)
-    return 1 if any(level[mode]["failed"] for level in comparison["levels"] for mode in ("off", "on")) else 0
+    console.print(f"{file}, {file.with_suffix('.png')}", highlight=False, soft_wrap=True)
+    return 1 if any(level[mode]["failed"] for level in comparison["levels"] for mode in MODES) else 0
 
 
-def _servers(flags: argparse.Namespace, options: BenchOptions, folder: Path) -> dict[str, Server]:
-    if flags.baseline_url is not None:
-        urls = {"off": flags.baseline_url.rstrip("/").removesuffix("/v1"), "on": options.base_url}
-        return {mode: _there_already(url) for mode, url in urls.items()}
-    words = shlex.split(flags.serve_args or "")
+def _servers(options: BenchOptions) -> dict[str, Server]:
+    if options.baseline_url is not None:
+        urls = {"off": options.baseline_url, "on": options.url}
+        return {mode: _existing(url) for mode, url in urls.items()}
+    flags, folder, ready_s = shlex.split(options.serve_args), Path(options.result_dir), options.ready_check_timeout_sec
     return {
-        mode: partial(started, flags.model, config, words, folder / f"server-{mode}.log", flags.ready_check_timeout_sec)
-        for mode, config in (("off", None), ("on", flags.speculative_config))
+        mode: partial(started, str(options.model), config, flags, folder / f"server-{mode}.log", ready_s)
+        for mode, config in (("off", None), ("on", options.speculative_config))
     }
 
 
-def _there_already(url: str) -> Server:
+def _existing(url: str) -> Server:
     return lambda: nullcontext(url)
+
+
+def _filename(result: dict[str, Any]) -> str:
+    """vLLM's name of a result."""
+    concurrency = "" if result["max_concurrency"] is None else f"-concurrency{result['max_concurrency']}"
+    model = str(result["model_id"]).rstrip("/").split("/")[-1]
+    label = result["label"] or result["backend"]
+    return f"{label}-{result['request_rate']}qps{concurrency}-{model}-{result['date']}.json"
+
+
+def _save(result: dict[str, Any], path: Path) -> None:
+    try:
+        write_whole(path, json.dumps(result) + "\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: the result could not be written: {error.strerror}; give another --result-dir "
+                          "or --result-filename") from error  # fmt: skip

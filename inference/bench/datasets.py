@@ -1,6 +1,6 @@
-"""What a load asks: prompts drawn from a seed, or read from files. Knows no server and sends nothing.
+"""Prompts of a load: random ones, or rows of a file.
 
-A file is shuffled by the seed and begun again where it is shorter than the load, as in vLLM.
+A file is shuffled by the seed and repeated where it is shorter than the load, as in vLLM.
 """
 
 from __future__ import annotations
@@ -17,206 +17,158 @@ from typing import Any
 
 import numpy as np
 
+from inference.bench.options import BenchOptions
 from speculators.errors import ConfigError, DataError
 
-Message = dict[str, Any]
-LOAD_ONLY = "random: load only; acceptance on random tokens says nothing about a drafter"
-FILES = ("custom", "spec_bench", "mt_bench")
-DATASETS = ("random", *FILES)
-DEFAULT_OUTPUT_LEN = 256  # tokens, of every dataset but random
-RANDOM_OUTPUT_LEN = 128
-UNREADABLE = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no text are written as
-TRIES = 8  # rounds of writing and reading random tokens until their number is right
+DEFAULT_OUTPUT_LEN = 256  # tokens, of files with turns
+RETOKENISATIONS = 8  # attempts at a text with the wanted number of tokens
 
 
 @dataclass(frozen=True)
 class Question:
-    """One request to be: a text to go on with, or a conversation; `output_len`: most tokens of its answer."""
+    """One request: a text to continue, or a conversation. `output_len`: most tokens of its answer."""
 
     output_len: int
     prompt: str | None = None
-    messages: tuple[Message, ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
 
 
-@dataclass(frozen=True)
-class DatasetOptions:
-    """vLLM's options of these names. `output_len`: instead of the dataset's own; -1 in a custom file: the rows' own."""
-
-    name: str
-    path: str | None = None
-    num_prompts: int = 1000
-    seed: int = 0
-    input_len: int = 1024
-    output_len: int | None = None
-    range_ratio: float = 0.0
-    prefix_len: int = 0
-    category: str | None = None
-    shuffle: bool = True
-    oversample: bool = True
-
-
-def load_questions(options: DatasetOptions, tokenizer: Any) -> list[Question]:
-    """The questions of a dataset, `num_prompts` of them; the same for the same options. ConfigError for options that do
-    not fit, DataError for a row."""
-    if options.name not in DATASETS:
-        raise ConfigError(f"--dataset-name {options.name}: unknown; expected one of {', '.join(DATASETS)}")
-    if (options.path is not None) != (options.name in FILES):
-        wanted = "needs --dataset-path, a JSONL file" if options.path is None else "takes no --dataset-path"
-        raise ConfigError(f"--dataset-name {options.name} {wanted}")
-    if options.path is None:
+def load_questions(options: BenchOptions, tokenizer: Any) -> list[Question]:
+    """`num_prompts` questions of the dataset, the same for the same options. DataError names a bad row."""
+    if options.dataset_path is None:
         return _random(options, tokenizer)
-    found = _file(options, Path(options.path))
-    if options.shuffle:
-        random.Random(options.seed).shuffle(found)
-    if options.oversample:
-        found = [found[i % len(found)] for i in range(options.num_prompts)]
-    return found[: options.num_prompts]
+    questions = _file(options, Path(options.dataset_path))
+    if not options.disable_shuffle:
+        random.Random(options.seed).shuffle(questions)
+    if not options.no_oversample:
+        questions = [questions[i % len(questions)] for i in range(options.num_prompts)]
+    return questions[: options.num_prompts]
 
 
 def as_texts(questions: Sequence[Question], tokenizer: Any, *, raw: bool) -> list[Question]:
-    """Conversations written out for an endpoint that takes texts, by the chat template; `raw`: what was said alone."""
-    return [each if each.prompt is not None else _written(each, tokenizer, raw) for each in questions]
+    """Conversations as texts, by the chat template. `raw`: the plain contents of the messages."""
+    return [q if q.prompt is not None else replace(q, prompt=_text(q, tokenizer, raw), messages=()) for q in questions]
 
 
 def as_chats(questions: Sequence[Question]) -> list[Question]:
-    """Texts as what a user says, for an endpoint that takes conversations."""
-    return [Question(q.output_len, messages=q.messages or _said(q.prompt or "")) for q in questions]
+    """Texts as messages of the user."""
+    return [replace(q, prompt=None, messages=q.messages or _user(q.prompt or "")) for q in questions]
 
 
-def _said(text: str) -> tuple[Message, ...]:
+def _user(text: str) -> tuple[dict[str, Any], ...]:
     return ({"role": "user", "content": text},)
 
 
-def _written(question: Question, tokenizer: Any, raw: bool) -> Question:
+def _text(question: Question, tokenizer: Any, raw: bool) -> str:
     if raw:
-        return replace(question, prompt="\n\n".join(str(m["content"]) for m in question.messages), messages=())
+        return "\n\n".join(str(message["content"]) for message in question.messages)
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
             "the dataset holds conversations and the tokenizer has no chat template: use --backend openai-chat, whose "
-            "server applies its own, or --skip-chat-template to send what was said as it is"
+            "server applies its own, or --skip-chat-template to send the plain contents of the messages"
         )
     text = tokenizer.apply_chat_template(list(question.messages), tokenize=False, add_generation_prompt=True)
     bos = tokenizer.bos_token
     if bos and tokenizer(text).input_ids[:2] == [tokenizer.bos_token_id] * 2:
-        text = text.removeprefix(bos)  # the server writes it again
-    return replace(question, prompt=text, messages=())
+        text = text.removeprefix(bos)  # the server adds it again
+    return text
 
 
 # ---------------------------------------------------------------------------------------------------- random
 
 
-def _random(options: DatasetOptions, tokenizer: Any) -> list[Question]:
+def _random(options: BenchOptions, tokenizer: Any) -> list[Question]:
     if tokenizer is None:
-        raise ConfigError(
-            "--dataset-name random: prompts of so many tokens need the server's tokenizer; name its folder or "
-            "repository id with --tokenizer"
-        )
-    if not 0 <= options.range_ratio < 1:
-        raise ConfigError(f"--random-range-ratio {options.range_ratio:g}: expected a number from 0 to below 1")
+        raise ConfigError("--dataset-name random needs the server's tokenizer; name its folder or id with --tokenizer")
     rng = np.random.default_rng([options.seed, 0])
-    allowed = _plain_tokens(tokenizer)
-    prefix = rng.choice(allowed, options.prefix_len).tolist()
+    special = set(tokenizer.all_special_ids)
+    texts = {i: tokenizer.decode([i], clean_up_tokenization_spaces=False) for i in range(len(tokenizer))}
+    # tokens with a text of their own, and not a part of a character
+    allowed = [i for i, text in texts.items() if i not in special and text and "\N{REPLACEMENT CHARACTER}" not in text]
+    prefix = rng.choice(allowed, options.random_prefix_len).tolist()
     added = tokenizer.num_special_tokens_to_add()
+
+    def length(mean: int) -> int:
+        low, high = int(mean * (1 - options.random_range_ratio)), math.ceil(mean * (1 + options.random_range_ratio))
+        return int(rng.integers(low, high + 1)) if low < high else mean
+
+    def text_of(tokens: int) -> str:
+        """A text of about `tokens` tokens: the tokenizer may read fewer in the text of random ones."""
+        ids, text = prefix, ""
+        for _ in range(RETOKENISATIONS):
+            ids = [*ids, *rng.choice(allowed, max(0, tokens - len(ids))).tolist()][:tokens]
+            text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+            ids = tokenizer(text, add_special_tokens=False).input_ids
+            if len(ids) == tokens:
+                break
+        return text
+
     questions = []
     for _ in range(options.num_prompts):
-        length = max(1, _around(rng, options.input_len, options.range_ratio) - added)
-        text = _text_of_length(rng, tokenizer, allowed, prefix, len(prefix) + length)
-        output_len = _around(rng, options.output_len or RANDOM_OUTPUT_LEN, options.range_ratio)
-        questions.append(Question(max(1, output_len), text))
+        text = text_of(len(prefix) + max(1, length(options.random_input_len) - added))
+        questions.append(Question(max(1, length(options.output_len or options.random_output_len)), text))
     return questions
 
 
-def require_room(options: DatasetOptions, context: int | None) -> None:
-    """ConfigError for random prompts and answers that cannot fit into the model's context; of other datasets only the
-    server knows."""
-    if options.name != "random" or context is None:
+def require_room(options: BenchOptions, context: int | None) -> None:
+    """ConfigError for random prompts and answers that are longer than the model's context. Only the server knows the
+    lengths in tokens of other datasets."""
+    if not options.load_only or context is None:
         return
-    prompt = options.prefix_len + math.ceil(options.input_len * (1 + options.range_ratio))
-    answer = math.ceil((options.output_len or RANDOM_OUTPUT_LEN) * (1 + options.range_ratio))
+    longest = 1 + options.random_range_ratio
+    prompt = options.random_prefix_len + math.ceil(options.random_input_len * longest)
+    answer = math.ceil((options.output_len or options.random_output_len) * longest)
     if prompt + answer > context:
         raise ConfigError(
             f"--dataset-name random: prompts of up to {prompt} tokens and answers of up to {answer} are "
-            f"{prompt + answer} together, and the server's model has a context of {context}. Lower "
+            f"{prompt + answer} together, and the server's model has a context of {context}; lower "
             "--random-input-len or --random-output-len, or serve a model with a longer one"
         )
-
-
-def _plain_tokens(tokenizer: Any) -> np.ndarray:
-    """Tokens with a text of their own: neither special nor a part of a character."""
-    special = set(tokenizer.all_special_ids)
-    ids = [i for i in range(len(tokenizer)) if i not in special]
-    texts = (tokenizer.decode([i], clean_up_tokenization_spaces=False) for i in ids)
-    return np.array([i for i, text in zip(ids, texts, strict=True) if text and UNREADABLE not in text])
-
-
-def _around(rng: np.random.Generator, length: int, ratio: float) -> int:
-    return int(rng.integers(int(length * (1 - ratio)), int(np.ceil(length * (1 + ratio))) + 1)) if ratio else length
-
-
-def _text_of_length(
-    rng: np.random.Generator, tokenizer: Any, allowed: np.ndarray, prefix: list[int], length: int
-) -> str:
-    """A text of `length` tokens, or nearly: what tokens are written as may be read as others, and fewer."""
-    ids, text = prefix, ""
-    for _ in range(TRIES):
-        ids = [*ids, *rng.choice(allowed, max(0, length - len(ids))).tolist()][:length]
-        text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        ids = tokenizer(text, add_special_tokens=False).input_ids
-        if len(ids) == length:
-            break
-    return text
 
 
 # ----------------------------------------------------------------------------------------------------- files
 
 
-def _file(options: DatasetOptions, path: Path) -> list[Question]:
+def _file(options: BenchOptions, path: Path) -> list[Question]:
     try:
         data = path.read_bytes()
         lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8").splitlines()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ConfigError(f"--dataset-path {path}: could not be read: {error}") from error
-    read = _custom_row if options.name == "custom" else _turns_row
-    found = []
+    read = _custom_row if options.dataset_name == "custom" else _turns_row
+    questions = []
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
         try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{where}: not JSON: {error}; expected one object a line") from None
-        if not isinstance(row, dict):
-            raise DataError(f"{where}: expected an object, got {line[:60]}")
-        question = read(row, options, where)
-        if question is not None:
-            found.append(question)
-    if not found:
-        kept = f" of category {options.category!r}" if options.category else ""
-        raise DataError(f"{path}: there are no rows{kept}")
-    return found
+            if line.strip() and (question := read(json.loads(line), options)) is not None:
+                questions.append(question)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise DataError(f"{path}:{number}: {error}: {line[:80]}") from None
+    if not questions:
+        category = f" of category {options.spec_bench_category!r}" if options.spec_bench_category else ""
+        raise DataError(f"{path}: there are no rows{category}")
+    return questions
 
 
-def _custom_row(row: dict[str, Any], options: DatasetOptions, where: str) -> Question:
-    length: Any = DEFAULT_OUTPUT_LEN if options.output_len is None else options.output_len
+def _custom_row(row: dict[str, Any], options: BenchOptions) -> Question:
+    """ValueError says what was expected."""
+    prompt, messages, length = row.get("prompt"), row.get("messages"), options.output_len or options.custom_output_len
     if length == -1:
-        length = row.get("output_tokens")
+        length = row.get("output_tokens", 0)
         if not isinstance(length, int) or length < 1:
-            raise DataError(f"{where}: expected output_tokens, a number of tokens, got {length}; or give --output-len")
-    prompt, messages = row.get("prompt"), row.get("messages")
+            raise ValueError("expected output_tokens, a number of tokens; or give --output-len")
     if isinstance(prompt, str) and prompt:
-        return Question(length, messages=_said(prompt))
+        return Question(length, messages=_user(prompt))
     if isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages):
         answered = len(messages) > 1 and messages[-1]["role"] == "assistant"  # the server is to write this answer
         return Question(length, messages=tuple(messages[:-1] if answered else messages))
-    raise DataError(f"{where}: expected prompt, a text, or messages, turns with a role; its keys are {', '.join(row)}")
+    raise ValueError("expected prompt, a text, or messages, turns with a role")
 
 
-def _turns_row(row: dict[str, Any], options: DatasetOptions, where: str) -> Question | None:
-    """The first turn, as vLLM asks it; None: of another category."""
-    if options.category is not None and row.get("category") != options.category:
+def _turns_row(row: dict[str, Any], options: BenchOptions) -> Question | None:
+    """The first turn, which is all that vLLM sends too. None: a row of another category."""
+    if options.spec_bench_category not in (None, row.get("category")):
         return None
     turns = row.get("turns")
     if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
-        raise DataError(f"{where}: expected turns, a list of texts; its keys are {', '.join(row)}")
-    return Question(options.output_len or DEFAULT_OUTPUT_LEN, messages=_said(turns[0]))
+        raise ValueError("expected turns, a list of texts")
+    return Question(options.output_len or DEFAULT_OUTPUT_LEN, messages=_user(turns[0]))

@@ -1,14 +1,14 @@
-"""Outcomes of requests to figures, under the names of vLLM's `bench serve`. What failed is counted and is in no other
-figure; a figure of nothing is None, never 0. Pure functions."""
+"""Outcomes of requests to figures, under the names of vLLM's `bench serve`. Failed requests are counted and enter no
+other figure. A figure without values is None, never 0. Pure functions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from inference.bench.client import Outcome
 from inference.metrics import SpecDecodeCounters
 
 LATENCIES = {
@@ -16,9 +16,33 @@ LATENCIES = {
     "tpot": "per token after the first",
     "itl": "between pieces of the stream",
     "e2el": "end to end",
-    "client_queue_time": "waiting here for a turn",
+    "client_queue_time": "waiting for a free slot",
 }
 DETAILS = ("input_lens", "output_lens", "ttfts", "itls", "start_times", "generated_texts", "errors")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one request. Times are in seconds.
+
+    start_time    of sending, on this process's clock
+    queue_time    between arrival and sending
+    ttft          from sending to the first piece of the answer
+    itl           between consecutive pieces; a piece may hold several tokens
+    latency       from sending to the last piece
+    output_tokens, prompt_len as the server counted them
+    """
+
+    success: bool = False
+    error: str = ""
+    start_time: float = 0.0
+    queue_time: float = 0.0
+    ttft: float = 0.0
+    latency: float = 0.0
+    itl: tuple[float, ...] = ()
+    prompt_len: int = 0
+    output_tokens: int = 0
+    text: str = ""
 
 
 def figures(
@@ -29,93 +53,69 @@ def figures(
     TPOT is (latency - TTFT) / (tokens - 1), over requests of at least two tokens. Throughputs are those of requests
     that succeeded, over `duration_s`.
     """
-    done = [each for each in outcomes if each.success]
-    read, written = sum(each.prompt_len for each in done), sum(each.output_tokens for each in done)
+    done = [outcome for outcome in outcomes if outcome.success]
+    prompt_tokens, output_tokens = sum(o.prompt_len for o in done), sum(o.output_tokens for o in done)
     result: dict[str, Any] = {
         "duration": duration_s,
         "completed": len(done),
         "failed": len(outcomes) - len(done),
-        "total_input_tokens": read,
-        "total_output_tokens": written,
+        "total_input_tokens": prompt_tokens,
+        "total_output_tokens": output_tokens,
         "request_throughput": len(done) / duration_s,
         "request_goodput": None,
-        "output_throughput": written / duration_s,
-        "total_token_throughput": (read + written) / duration_s,
-        "input_lens": [each.prompt_len for each in outcomes],
-        "output_lens": [each.output_tokens for each in outcomes],
-        "ttfts": [each.ttft for each in outcomes],
-        "itls": [list(each.itl) for each in outcomes],
-        "latencies": [each.latency for each in outcomes],
-        "start_times": [each.start_time for each in outcomes],
-        "queue_times": [each.queue_time for each in outcomes],
-        "generated_texts": [each.text for each in outcomes],
-        "errors": [each.error for each in outcomes],
+        "output_throughput": output_tokens / duration_s,
+        "total_token_throughput": (prompt_tokens + output_tokens) / duration_s,
+        "input_lens": [o.prompt_len for o in outcomes],
+        "output_lens": [o.output_tokens for o in outcomes],
+        "ttfts": [o.ttft for o in outcomes],
+        "itls": [list(o.itl) for o in outcomes],
+        "latencies": [o.latency for o in outcomes],
+        "start_times": [o.start_time for o in outcomes],
+        "queue_times": [o.queue_time for o in outcomes],
+        "generated_texts": [o.text for o in outcomes],
+        "errors": [o.error for o in outcomes],
         "max_output_tokens_per_s": _busiest_second(done),
         "max_concurrent_requests": _most_at_once(done),
     }
-    for name, values in latencies(done).items():
-        if name in metrics:
-            result |= _spread(name, values, percentiles)
+    seconds = {
+        "ttft": [o.ttft for o in done],
+        "tpot": [(o.latency - o.ttft) / (o.output_tokens - 1) for o in done if o.output_tokens > 1],
+        "itl": [gap for o in done for gap in o.itl],
+        "e2el": [o.latency for o in done],
+        "client_queue_time": [o.queue_time for o in done],
+    }
+    statistics: dict[str, Callable[[Any], Any]] = {"mean": np.mean, "median": np.median, "std": np.std}
+    for name in (name for name in LATENCIES if name in metrics):
+        ms = 1000 * np.asarray(seconds[name])
+        values: dict[str, Any] = {kind: function(ms) if len(ms) else None for kind, function in statistics.items()}
+        values |= {f"p{p:g}": np.percentile(ms, p) if len(ms) else None for p in percentiles}
+        result |= {f"{kind}_{name}_ms": None if v is None else float(v) for kind, v in values.items()}
     return result
 
 
-def latencies(done: Sequence[Outcome]) -> dict[str, list[float]]:
-    """Seconds, by vLLM's names; one value a request, ITL one a gap."""
-    return {
-        "ttft": [each.ttft for each in done],
-        "tpot": [(e.latency - e.ttft) / (e.output_tokens - 1) for e in done if e.output_tokens > 1],
-        "itl": [gap for each in done for gap in each.itl],
-        "e2el": [each.latency for each in done],
-        "client_queue_time": [each.queue_time for each in done],
-    }
-
-
-def _spread(name: str, values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
-    ms = np.asarray(values) * 1000
-
-    def of(function: Any, *arguments: float) -> float | None:
-        return float(function(ms, *arguments)) if len(ms) else None
-
-    spread = {f"mean_{name}_ms": of(np.mean), f"median_{name}_ms": of(np.median), f"std_{name}_ms": of(np.std)}
-    return spread | {f"p{p:g}_{name}_ms": of(np.percentile, p) for p in percentiles}
-
-
 def _busiest_second(done: Sequence[Outcome]) -> float:
-    """Most tokens that came within a second counted from the first request. The tokens of an answer are spread evenly
-    over the pieces of its stream: how many a piece held is not known."""
+    """Most tokens within a second counted from the first request. The tokens of an answer are spread evenly over the
+    pieces of its stream, because the number of tokens in a piece is not known."""
     if not done:
         return 0.0
-    first = min(each.start_time for each in done)
-    times, weights = [], []
-    for each in done:
-        pieces = np.cumsum([each.start_time + each.ttft - first, *each.itl])
-        times.append(pieces)
-        weights.append(np.full(len(pieces), each.output_tokens / len(pieces)))
-    return float(np.bincount(np.concatenate(times).astype(int), np.concatenate(weights)).max())
+    first = min(o.start_time for o in done)
+    times = [np.cumsum([o.start_time + o.ttft - first, *o.itl]) for o in done]
+    tokens = [np.full(len(pieces), o.output_tokens / len(pieces)) for o, pieces in zip(done, times, strict=True)]
+    return float(np.bincount(np.concatenate(times).astype(int), np.concatenate(tokens)).max())
 
 
 def _most_at_once(done: Sequence[Outcome]) -> int:
-    """Most requests under way at the same time."""
-    steps = [(each.start_time, 1) for each in done] + [(each.start_time + each.latency, -1) for each in done]
-    most = now = 0
-    for _, step in sorted(steps):
-        now += step
-        most = max(most, now)
-    return most
+    """Most requests that ran at the same time."""
+    starts_and_ends = [(o.start_time, 1) for o in done] + [(o.start_time + o.latency, -1) for o in done]
+    return int(np.cumsum([step for _, step in sorted(starts_and_ends)]).max(initial=0))
 
 
 def drafting_figures(before: SpecDecodeCounters | None, after: SpecDecodeCounters | None) -> dict[str, Any]:
-    """Acceptance between two looks at the server's counters, under vLLM's names; empty where nothing was drafted, or
-    the server began to count anew. The rate is in per cent; rates by position are joint."""
+    """Acceptance between two readings of the server's counters, under vLLM's names; empty if nothing was drafted or the
+    counters were reset. The rate is in per cent. Rates by position are joint."""
     if before is None or after is None:
         return {}
-    old, new = before.num_accepted_tokens_per_pos, after.num_accepted_tokens_per_pos
-    between = SpecDecodeCounters(
-        after.num_drafts - before.num_drafts,
-        after.num_draft_tokens - before.num_draft_tokens,
-        after.num_accepted_tokens - before.num_accepted_tokens,
-        [count - (old[i] if i < len(old) else 0) for i, count in enumerate(new)],
-    )
+    between = after.since(before)
     if between.num_drafts <= 0 or between.num_draft_tokens <= 0 or between.num_accepted_tokens < 0:
         return {}
     return {

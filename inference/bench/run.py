@@ -1,76 +1,41 @@
-"""One measurement of a server: who it is, what it is asked, how it answered; as the result that vLLM would write."""
+"""One measurement of a server: requests arrive, their streams are timed, and the result has vLLM's fields.
+
+The server counts the tokens (`usage`): with drafting, a piece of a stream may hold several.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
-from inference.bench.client import (
-    Outcome,
-    ask,
-    context_length,
-    drafting_counters,
-    make_client,
-    served_model,
-)
-from inference.bench.datasets import (
-    LOAD_ONLY,
-    DatasetOptions,
-    Question,
-    as_chats,
-    as_texts,
-    load_questions,
-    require_room,
-)
-from inference.bench.figures import DETAILS, drafting_figures, figures
-from inference.bench.load import arrival_times, offer
-from speculators.errors import ConfigError, DraftsmithError
+from inference.bench.datasets import Question, as_chats, as_texts, load_questions, require_room
+from inference.bench.figures import DETAILS, Outcome, drafting_figures, figures
+from inference.bench.options import BenchOptions
+from inference.http_client import RequestFailed, ServerClient, drafting_counters
+from inference.metrics import SpecDecodeCounters
+from speculators.errors import DraftsmithError
 
-ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
-TEXTS = ("openai", "vllm")  # backends that take texts; the other takes conversations
+KEY = "OPENAI_API_KEY"
+LOAD_ONLY = "random: load only; acceptance on random tokens says nothing about a drafter"
+GENERATED = ("content", "reasoning_content", "reasoning", "tool_calls")  # fields of a chat's delta with generated text
 
-
-@dataclass(frozen=True)
-class BenchOptions:
-    """What is measured and how; vLLM's options of these names. `num_warmups`: requests before the measurement."""
-
-    dataset: DatasetOptions
-    base_url: str
-    backend: str = "openai"
-    endpoint: str = ENDPOINTS["openai"]
-    model: str | None = None
-    served_model_name: str | None = None
-    tokenizer: str | None = None
-    trust_remote_code: bool = False
-    skip_chat_template: bool = False
-    request_rate: float = math.inf
-    burstiness: float = 1.0
-    max_concurrency: int | None = None
-    num_warmups: int = 0
-    ignore_eos: bool = False
-    body: dict[str, Any] = field(default_factory=dict)  # sampling parameters, and what else every request says
-    headers: dict[str, str] = field(default_factory=dict)
-    insecure: bool = False
-    request_timeout_s: float = 6 * 3600
-    percentile_metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
-    metric_percentiles: tuple[float, ...] = (50, 90, 99)
-    label: str | None = None
-    metadata: dict[str, str] = field(default_factory=dict)
-    show_progress: bool = True
+Send = Callable[[dict[str, Any]], Awaitable[Outcome]]
 
 
 @dataclass(frozen=True)
 class Work:
-    """What the servers of one command are asked, made once: ratios are of the same requests."""
+    """The requests of one command, made once: servers that are compared get the same.
+
+    count_tokens   for servers that report no usage
+    """
 
     questions: list[Question]
     model_id: str
@@ -79,91 +44,211 @@ class Work:
 
 
 def prepare(options: BenchOptions) -> Work:
-    """Reads the dataset; asks the server for its model, whose tokenizer may be needed, if the options name none."""
-    model_id = options.model or asyncio.run(_served(options))[1]
-    tokenizer, name = None, options.tokenizer or model_id
-    written = options.backend in TEXTS and not options.skip_chat_template
-    if options.tokenizer or written or options.dataset.name == "random":
+    """Reads the dataset. Asks the server for its model if the options name none."""
+    model_id = options.model or asyncio.run(_served_model(options))
+    tokenizer = count_tokens = None
+    if options.tokenizer or options.load_only or not (options.chat or options.skip_chat_template):
         from inference.entrypoints.loading import load_tokenizer
 
         tokenizer = load_tokenizer(model_id, options.tokenizer, trust_remote_code=options.trust_remote_code)
-    questions = load_questions(options.dataset, tokenizer)
-    if options.backend in TEXTS:
-        questions = as_texts(questions, tokenizer, raw=options.skip_chat_template)
-    else:
-        questions = as_chats(questions)
-    count = None if tokenizer is None else lambda text: len(tokenizer(text, add_special_tokens=False).input_ids)
-    return Work(questions, model_id, None if tokenizer is None else name, count)
+        count_tokens = lambda text: len(tokenizer(text, add_special_tokens=False).input_ids)
+    questions = load_questions(options, tokenizer)
+    questions = as_chats(questions) if options.chat else as_texts(questions, tokenizer, raw=options.skip_chat_template)
+    return Work(questions, model_id, (options.tokenizer or model_id) if tokenizer else None, count_tokens)
 
 
-async def _served(options: BenchOptions) -> tuple[str, str]:
+def _client(options: BenchOptions) -> ServerClient:
+    return ServerClient(options.url, options.request_timeout, key_env=KEY)
+
+
+async def _served_model(options: BenchOptions) -> str:
     async with _client(options) as client:
-        return await served_model(client, options.base_url)
-
-
-def _client(options: BenchOptions) -> Any:
-    key = os.environ.get("OPENAI_API_KEY")
-    headers = ({"Authorization": f"Bearer {key}"} if key else {}) | options.headers
-    return make_client(headers, options.request_timeout_s, insecure=options.insecure)
+        card = (await client.models())[0]
+    return card.get("root") or card["id"]
 
 
 def measure(options: BenchOptions, work: Work) -> dict[str, Any]:
-    """The result of one run: vLLM's fields, lists of every request among them, and what was asked."""
+    """The result of one run: the options, vLLM's figures, and lists with a value of every request."""
     return asyncio.run(_measure(options, work))
 
 
 async def _measure(options: BenchOptions, work: Work) -> dict[str, Any]:
     async with _client(options) as client:
-        name = options.served_model_name or options.model or (await served_model(client, options.base_url))[0]
-        require_room(options.dataset, await context_length(client, options.base_url, name))
-        url = options.base_url + options.endpoint
+        name, context = await _model_of(client, options)
+        require_room(options, context)
         bodies = [request_body(options, name, question, i) for i, question in enumerate(work.questions)]
 
         async def send(body: dict[str, Any]) -> Outcome:
-            return await ask(client, url, body, options.request_timeout_s, work.count_tokens)
+            return await stream(client, options, body, work.count_tokens)
 
-        await _warm_up(options, bodies, send)
-        rate, seed = options.request_rate, options.dataset.seed
-        arrivals = arrival_times(len(bodies), rate, options.burstiness, seed)
-        before = await drafting_counters(client, options.base_url)
-        with tqdm(total=len(bodies), disable=not options.show_progress, unit="request", leave=False) as bar:
+        warmups = [bodies[i % len(bodies)] for i in range(options.num_warmups or 0)]
+        for outcome in (await offer(warmups, [0.0] * len(warmups), options.max_concurrency, send))[0]:
+            if not outcome.success:
+                raise DraftsmithError(f"{options.url}{options.route}: a warm-up request failed: {outcome.error}")
+        arrivals = arrival_times(len(bodies), options.request_rate, options.burstiness, options.seed)
+        before = await _drafting(client)
+        with tqdm(total=len(bodies), disable=options.disable_tqdm, unit="request", leave=False) as bar:
 
-            async def send_and_tell(body: dict[str, Any]) -> Outcome:
+            async def send_and_advance(body: dict[str, Any]) -> Outcome:
                 outcome = await send(body)
                 bar.update()
                 return outcome
 
-            outcomes, duration = await offer(bodies, arrivals, options.max_concurrency, send_and_tell)
-        after = await drafting_counters(client, options.base_url)
-    found = figures(outcomes, duration, options.percentile_metrics, options.metric_percentiles)
-    return _asked(options, work, len(bodies)) | found | drafting_figures(before, after)
+            outcomes, duration = await offer(bodies, arrivals, options.max_concurrency, send_and_advance)
+        after = await _drafting(client)
+    measured = figures(outcomes, duration, options.percentile_metrics, options.metric_percentiles)
+    return _description(options, work) | measured | drafting_figures(before, after)
 
 
-async def _warm_up(options: BenchOptions, bodies: Sequence[dict[str, Any]], send: Any) -> None:
-    """Requests that are not measured; if they fail nothing is worth measuring."""
-    warm = [bodies[i % len(bodies)] for i in range(options.num_warmups)]
-    outcomes, _ = await offer(warm, [0.0] * len(warm), options.max_concurrency, send)
-    for failed in (each for each in outcomes if not each.success):
-        raise DraftsmithError(f"{options.base_url}{options.endpoint}: a warm-up request failed: {failed.error}")
+async def _model_of(client: ServerClient, options: BenchOptions) -> tuple[str, int | None]:
+    """The name that requests hold, and the model's context length if the server tells it."""
+    name = options.served_model_name or options.model
+    try:
+        cards = await client.models()
+    except RequestFailed:
+        if name is None:
+            raise
+        return name, None
+    name = name or cards[0]["id"]
+    limits = [card.get("max_model_len") for card in cards if card["id"] == name]
+    return name, limits[0] if limits else None
+
+
+async def _drafting(client: ServerClient) -> SpecDecodeCounters | None:
+    """None: the server has no /metrics, or does not draft."""
+    try:
+        return drafting_counters(await client.metrics())
+    except RequestFailed:
+        return None
 
 
 def request_body(options: BenchOptions, model: str, question: Question, index: int) -> dict[str, Any]:
-    """What is sent: OpenAI's fields, `ignore_eos` (vLLM's) where it was asked for, and what the options add. Every
-    request has a seed of its own, so that sampling can be repeated."""
+    """OpenAI's fields, and those of the options. Every request has a seed of its own, so that sampling repeats."""
     body: dict[str, Any] = {
-        "model": model, "stream": True, "stream_options": {"include_usage": True}, "seed": options.dataset.seed + index,
+        "model": model, "stream": True, "stream_options": {"include_usage": True}, "seed": options.seed + index,
     }  # fmt: skip
-    if options.backend in TEXTS:
-        body |= {"prompt": question.prompt, "max_tokens": question.output_len}
-    else:
+    if options.chat:
         body |= {"messages": list(question.messages), "max_completion_tokens": question.output_len}
-    if options.ignore_eos:
+    else:
+        body |= {"prompt": question.prompt, "max_tokens": question.output_len}
+    if options.ignores_eos:
         body["ignore_eos"] = True
     return body | options.body
 
 
-def _asked(options: BenchOptions, work: Work, count: int) -> dict[str, Any]:
-    load_only = options.dataset.name == "random"
+# ------------------------------------------------------------------------------------------------ arrivals
+
+
+def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
+    """Seconds after the start at which requests arrive, [count].
+
+    Gaps are gamma distributed with shape `burstiness` and mean 1/rate: a Poisson process at 1, bursts below, more even
+    above. As in vLLM they are scaled so that the last request arrives after count/rate seconds, which makes the offered
+    rate that of the option. With an infinite rate all arrive at once.
+    """
+    if math.isinf(rate) or count == 0:
+        return [0.0] * count
+    even = math.isinf(burstiness)
+    gaps = np.ones(count) if even else np.random.default_rng([seed, 1]).gamma(burstiness, 1.0, count)
+    times = np.cumsum(gaps)
+    return (times * (count / rate / times[-1])).tolist()
+
+
+async def offer(
+    bodies: Sequence[dict[str, Any]], arrivals: Sequence[float], max_concurrency: int | None, send: Send
+) -> tuple[list[Outcome], float]:
+    """Sends every request when it arrives, at most `max_concurrency` at a time.
+
+    Returns the outcomes in the order of the requests, and the seconds it took. The `queue_time` of an outcome is the
+    wait for a free slot; no latency includes it.
+    """
+    slots = asyncio.Semaphore(max_concurrency or max(1, len(bodies)))
+    start = time.perf_counter()
+
+    async def send_at(body: dict[str, Any], arrival: float) -> Outcome:
+        await asyncio.sleep(max(0.0, start + arrival - time.perf_counter()))
+        arrived = time.perf_counter()
+        async with slots:
+            queue_time = time.perf_counter() - arrived
+            return replace(await send(body), queue_time=queue_time)
+
+    outcomes = await asyncio.gather(*(send_at(body, at) for body, at in zip(bodies, arrivals, strict=True)))
+    return list(outcomes), time.perf_counter() - start
+
+
+# ------------------------------------------------------------------------------------------------- streams
+
+
+async def stream(
+    client: ServerClient, options: BenchOptions, body: dict[str, Any], count_tokens: Callable[[str], int] | None
+) -> Outcome:
+    """Sends a request and reads the stream of its answer to the end. Failures of the server or the network give an
+    outcome without success."""
+    start = end = time.perf_counter()
+    times: list[float] = []
+    text, finished, usage = "", False, dict[str, Any]()
+    try:
+        async with asyncio.timeout(options.request_timeout):
+            async for event in client.events(options.route, body):
+                now = time.perf_counter()
+                usage = event.get("usage") or usage
+                for choice in event.get("choices") or ():
+                    piece = _piece(choice)
+                    if piece is not None:
+                        times.append(now)
+                        text += piece
+                    if piece is not None or choice.get("finish_reason"):
+                        end = now
+                    finished = finished or bool(choice.get("finish_reason"))
+        tokens = usage.get("completion_tokens")
+        if tokens is None and count_tokens is not None:
+            tokens = count_tokens(text)
+        error = _incomplete(times, finished, tokens)
+    except RequestFailed as failure:
+        error = str(failure)
+    except TimeoutError:
+        error = f"TimeoutError after {time.perf_counter() - start:.1f} s"
+    if error or tokens is None:
+        return Outcome(error=error, start_time=start, latency=time.perf_counter() - start)
+    return Outcome(
+        success=True,
+        start_time=start,
+        ttft=times[0] - start,
+        latency=end - start,
+        itl=tuple(np.diff(times).tolist()),
+        prompt_len=usage.get("prompt_tokens") or 0,
+        output_tokens=tokens,
+        text=text,
+    )
+
+
+def _incomplete(times: Sequence[float], finished: bool, tokens: int | None) -> str:
+    """Why a stream is no whole answer; empty if it is one."""
+    if not times:
+        return "the stream ended without a token"
+    if not finished:
+        return "the stream broke off: no choice gave a finish_reason"
+    if tokens is None:
+        return "the server reports no usage for streams; name its tokenizer with --tokenizer to count tokens"
+    return ""
+
+
+def _piece(choice: Mapping[str, Any]) -> str | None:
+    """The generated text of a choice; None if it brings no token. An empty text is a token whose text is held back. The
+    opening of a chat, which names the role, brings none."""
+    delta = choice.get("delta")
+    if delta is None:
+        return choice.get("text")
+    text = delta.get("content")
+    if any(delta.get(name) for name in GENERATED):
+        return text if isinstance(text, str) else ""
+    return "" if text is not None and not delta.get("role") else None
+
+
+# ------------------------------------------------------------------------------------------------- results
+
+
+def _description(options: BenchOptions, work: Work) -> dict[str, Any]:
     return {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": options.backend,
@@ -171,13 +256,12 @@ def _asked(options: BenchOptions, work: Work, count: int) -> dict[str, Any]:
         "label": options.label,
         "model_id": work.model_id,
         "tokenizer_id": work.tokenizer_id,
-        "num_prompts": count,
-        **options.metadata,
-        "dataset_name": options.dataset.name,
-        "seed": options.dataset.seed,
-        "ignore_eos": options.ignore_eos,
+        "num_prompts": len(work.questions),
+        "dataset_name": options.dataset_name,
+        "seed": options.seed,
+        "ignore_eos": options.ignores_eos,
         "request_parameters": options.body,
-        **({"note": LOAD_ONLY} if load_only else {}),
+        **({"note": LOAD_ONLY} if options.load_only else {}),
         "request_rate": "inf" if math.isinf(options.request_rate) else options.request_rate,
         "burstiness": options.burstiness,
         "max_concurrency": options.max_concurrency,
@@ -185,23 +269,5 @@ def _asked(options: BenchOptions, work: Work, count: int) -> dict[str, Any]:
 
 
 def without_details(result: dict[str, Any]) -> dict[str, Any]:
-    """A result without its lists of every request, as vLLM saves it unless told otherwise."""
+    """A result without its lists of every request, as vLLM saves it by default."""
     return {name: value for name, value in result.items() if name not in DETAILS}
-
-
-def result_path(result: dict[str, Any], folder: str | None, name: str | None) -> Path:
-    """Where a result goes; the name is vLLM's."""
-    concurrency = "" if result["max_concurrency"] is None else f"-concurrency{result['max_concurrency']}"
-    model = str(result["model_id"]).rstrip("/").split("/")[-1]
-    label = result["label"] or result["backend"]
-    made = f"{label}-{result['request_rate']}qps{concurrency}-{model}-{result['date']}.json"
-    return Path(folder or ".") / (name or made)
-
-
-def save(result: dict[str, Any], path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: the result could not be written: {error.strerror}; give another --result-dir "
-                          "or --result-filename") from error  # fmt: skip

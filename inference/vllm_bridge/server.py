@@ -1,9 +1,9 @@
 """Running vLLM servers as a measured engine: one that drafts, and optionally one of the same target that does not.
 
 Prompts go as token ids to `/v1/completions`, and token ids come back. A server that was started with
-`--per-request-spec-decode-metrics` reports the accepted drafts with each response. With any other, requests are sent one
-at a time, and `/metrics` is read before and after each. vLLM counts accepted drafts past the end of a response. They are
-subtracted where the server reports every round (`detailed`), and counted separately elsewhere.
+`--per-request-spec-decode-metrics` reports the accepted drafts with each response. With any other, requests are sent
+one at a time, and `/metrics` is read before and after each. vLLM counts accepted drafts past the end of a response.
+They are subtracted where the server reports every round (`detailed`), and counted separately elsewhere.
 """
 
 from __future__ import annotations

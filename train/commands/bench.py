@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import typer
-
-from speculators.errors import ConfigError
-
-NEEDED = ("httpx2", "prometheus_client")
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `bench` to the project's command line; its flags are read by inference.bench.flags."""
+    """Adds `bench` to the project's command line; inference.bench.options reads its flags."""
 
     @app.command(
         "bench",
@@ -20,8 +14,6 @@ def register(app: typer.Typer) -> None:
         help="Measure a server under load, as vllm bench serve does; --compare: with and without drafting.",
     )
     def bench(context: typer.Context) -> None:
-        if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-            raise ConfigError(f'bench: {", ".join(missing)} missing; install with pip install "draftsmith[serve]"')
         from inference.bench.command import run
 
         raise typer.Exit(run(context.args))

@@ -17,7 +17,8 @@ import httpx2
 import pytest
 import torch
 
-from inference.bench.datasets import DatasetOptions, require_room
+from inference.bench.datasets import require_room
+from inference.bench.options import BenchOptions
 from inference.entrypoints.vllm_options import known_device
 from inference.server.command import _todays
 from speculators.errors import ConfigError
@@ -137,8 +138,8 @@ def test_a_device_that_torch_does_not_know():
 
 @pytest.mark.parametrize("context", [None, 151])
 def test_random_lengths_within_the_context(context):
-    options = DatasetOptions("random", input_len=100, prefix_len=1, output_len=50)
+    options = BenchOptions(dataset_name="random", random_input_len=100, random_prefix_len=1, output_len=50)
     require_room(options, context)
-    require_room(DatasetOptions("custom", "x.jsonl", input_len=9999), context)
+    require_room(BenchOptions(dataset_name="custom", dataset_path="x.jsonl", random_input_len=9999), context)
     with pytest.raises(ConfigError, match="context of 150"):
         require_room(options, 150)

@@ -7,14 +7,13 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from inference.bench.datasets import load_questions
-from inference.bench.flags import bench_options, read_flags
+from inference.bench.options import read_options
 from inference.bench.servers import started
 from speculators.errors import ConfigError, DraftsmithError
 from tests.quickstart_data import DATA
@@ -36,7 +35,7 @@ def target(tmp_path_factory, tiny_model) -> Path:
 
 
 def read(line: str):
-    return bench_options(read_flags(line.split()))
+    return read_options(line.split())
 
 
 def test_flags_are_those_of_vllm():
@@ -45,15 +44,17 @@ def test_flags_are_those_of_vllm():
         "--num-prompts 7 --request-rate 2.5 --burstiness 0.5 --max-concurrency 4 --seed 3 --ignore-eos "
         "--temperature 0 --percentile-metrics ttft,tpot --metric-percentiles 25,99.9 --output-len 9"
     )
-    assert (found.base_url, found.endpoint, found.model) == ("http://a:1", "/v1/chat/completions", "m")
-    assert (found.request_rate, found.burstiness, found.max_concurrency, found.ignore_eos) == (2.5, 0.5, 4, True)
-    assert (found.dataset.num_prompts, found.dataset.seed, found.dataset.output_len) == (7, 3, 9)
+    assert (found.url, found.route, found.model) == ("http://a:1", "/v1/chat/completions", "m")
+    assert (found.request_rate, found.burstiness, found.max_concurrency, found.ignores_eos) == (2.5, 0.5, 4, True)
+    assert (found.num_prompts, found.seed, found.output_len) == (7, 3, 9)
     assert (found.percentile_metrics, found.metric_percentiles) == (("ttft", "tpot"), (25.0, 99.9))
-    assert found.body == {"temperature": 0.0} and found.num_warmups == 0
+    assert found.body == {"temperature": 0.0} and found.num_warmups is None
     random = read("--dataset-name random --random-input-len 5 --random-output-len 6 --host ::1 --port 9")
-    assert (random.dataset.input_len, random.dataset.output_len, random.ignore_eos) == (5, 6, True)
-    assert random.base_url == "http://[::1]:9" and random.request_rate == float("inf")
-    assert read("--dataset-name custom --dataset-path f --custom-output-len -1").dataset.output_len == -1
+    assert (random.random_input_len, random.random_output_len, random.ignores_eos) == (5, 6, True)
+    assert random.url == "http://[::1]:9" and random.request_rate == float("inf")
+    assert read("--dataset-name custom --dataset-path f --custom-output-len -1").custom_output_len == -1
+    compared = read("--dataset-name random --compare -sc {} --model m --concurrencies 1,4 --extra-body {}")
+    assert (compared.speculative_config, compared.concurrencies, compared.together) == ({}, (1, 4), False)
 
 
 @pytest.mark.parametrize(
@@ -61,11 +62,11 @@ def test_flags_are_those_of_vllm():
     [
         ("", "--dataset-name"),
         ("--dataset-name nothing", "nothing"),
-        ("--dataset-name random --num-prompts 0", "whole number from 1"),
-        ("--dataset-name random --request-rate 0", "above 0"),
+        ("--dataset-name random --num-prompts 0", "--num-prompts 0: .*greater than 0"),
+        ("--dataset-name random --request-rate 0", "greater than 0"),
         ("--dataset-name random --no-such-flag 1", "no-such-flag"),
         ("--dataset-name random --percentile-metrics ttft,speed", "speed"),
-        ("--dataset-name random --metric-percentiles 101", "0 to 100"),
+        ("--dataset-name random --metric-percentiles 101", "less than or equal to 100"),
         ("--dataset-name random --endpoint /v1/chat/completions", "--endpoint"),
         ("--dataset-name random --baseline-url http://a", "--compare"),
         ("--dataset-name random --compare", "--baseline-url"),
@@ -73,6 +74,10 @@ def test_flags_are_those_of_vllm():
         ("--dataset-name random --compare --baseline-url http://a --max-concurrency 2", "--concurrencies"),
         ("--dataset-name random --compare --baseline-url http://a --serve-args x", "--serve-args"),
         ("--dataset-name demo", "demo"),
+        ("--dataset-name custom", "needs --dataset-path"),
+        ("--dataset-name random --dataset-path a", "takes no --dataset-path"),
+        ("--dataset-name random --extra-body [1]", "--extra-body"),
+        ("--dataset-name random --extra-body {", "--extra-body"),
     ],
 )
 def test_wrong_flags_are_named(line, named):
@@ -81,26 +86,26 @@ def test_wrong_flags_are_named(line, named):
 
 
 def test_conversations_are_asked_up_to_their_last_answer():
-    asked = read(f"{CHATS} --num-prompts 6 --seed 1").dataset
+    asked = read(f"{CHATS} --num-prompts 6 --seed 1")
     questions = load_questions(asked, None)
     lines = gzip.decompress((DATA / "test.jsonl.gz").read_bytes()).splitlines()
     rows = [json.loads(line)["messages"] for line in lines]
     assert [list(question.messages) for question in questions] == [messages[:-1] for messages in rows[:6]]
-    mixed = replace(asked, shuffle=True)
-    assert load_questions(mixed, None) != load_questions(replace(mixed, seed=2), None)
+    mixed = [asked.model_copy(update={"disable_shuffle": False, "seed": seed}) for seed in (1, 2)]
+    assert load_questions(mixed[0], None) != load_questions(mixed[1], None)
 
 
 def test_a_torn_archive_is_named(tmp_path):
     torn = tmp_path / "torn.jsonl.gz"
     torn.write_bytes((DATA / "test.jsonl.gz").read_bytes()[:5000])
     with pytest.raises(ConfigError, match=r"torn.jsonl.gz: could not be read"):
-        load_questions(read(f"--dataset-name custom --dataset-path {torn}").dataset, None)
+        load_questions(read(f"--dataset-name custom --dataset-path {torn}"), None)
 
 
 def test_no_server_is_said_and_failures_have_an_exit_code():
     asked = ["bench", *CHATS.split(), "--port", "1", "--num-prompts", "3"]
     result = CliRunner().invoke(app, asked)
-    assert result.exit_code == 2 and "no server answers" in result.output.replace("\n", " ")
+    assert result.exit_code == 2 and "is the server running" in result.output.replace("\n", " ")
     result = CliRunner().invoke(app, [*asked, "--model", str(TOKENIZER)], env={"COLUMNS": "200"})
     assert result.exit_code == 1 and "3 failed" in result.output
 
@@ -142,5 +147,5 @@ def test_one_server_then_off_and_on(target, tmp_path):
 
 
 def test_help_needs_no_torch():
-    code = "import sys; from inference.bench.flags import read_flags; assert 'torch' not in sys.modules"
+    code = "import sys; from inference.bench.options import read_options; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
