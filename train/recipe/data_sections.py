@@ -88,8 +88,7 @@ class StdlibSource(Section):
     count: PositiveInt = Field(1000, description="excerpts to read")
     seed: Count = Field(0, description="seed of the choice")
     prompt_chars: PositiveInt = Field(
-        500,
-        description="characters of an excerpt that form the prompt, up to a line end; the rest is the reply",
+        500, description="characters of an excerpt that form the prompt, up to a line end; the rest is the reply"
     )
 
 
@@ -134,8 +133,7 @@ class Source(Section):
     )
     name: Text | None = Field(None, description="a dataset id on the Hugging Face hub")
     preset: Text | None = Field(
-        None,
-        description=f"a known data set with its columns: {', '.join(PRESETS)}; with path: a local copy of it",
+        None, description=f"a known data set with its columns: {', '.join(PRESETS)}; with path: a local copy of it"
     )
     stdlib: StdlibSource | None = Field(None, description="the interpreter's standard library as code completion")
     config: Text | None = Field(None, description="configuration of a hub dataset; null: its default")
@@ -250,10 +248,7 @@ class DataSection(Section):
     """Conversations, and how they become token rows."""
 
     train: Sources = Field(min_length=1, description="sources of the examples to train on")
-    validation: Sources = Field(
-        default_factory=list,
-        description="held-out sources for evaluation during training; empty: none is made",
-    )
+    validation: Sources = Field([], description="held-out sources for evaluation during training; empty: none is made")
     max_length: Annotated[int, Field(ge=8)] = Field(
         2048, description="tokens of one packed row; longer conversations are cut and counted"
     )
@@ -265,11 +260,10 @@ class DataSection(Section):
         description="file with a Jinja chat template that replaces the tokenizer's; it must be the one serving uses",
     )
     chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="variables handed to the template, such as enable_thinking: false"
+        {}, description="variables handed to the template, such as enable_thinking: false"
     )
     reasoning: Literal["keep", "drop"] = Field(
-        "keep",
-        description="what to do with reasoning fields of a turn; keep fails where the template would lose them",
+        "keep", description="what to do with reasoning fields of a turn; keep fails where the template would lose them"
     )
     on_bad_row: Literal["error", "drop"] = Field(
         "error",
@@ -362,7 +356,7 @@ class RegenerateSection(Section):
 
     enabled: bool = Field(True, description="replace every response by the target's own; off: train on the data as is")
     temperatures: Shares = Field(
-        default_factory=lambda: [TemperatureShare(temperature=1.0, share=1.0)],
+        [TemperatureShare(temperature=1.0, share=1.0)],
         min_length=1,
         description="[1.0], a list sharing equally, or a mapping temperature: fraction; use those of serving",
     )
@@ -380,8 +374,7 @@ class RegenerateSection(Section):
         "response, each after those written before it",
     )
     endpoints: list[EndpointSection] = Field(
-        default_factory=list,
-        description="servers that write the responses, each a URL or a mapping; empty: this process does",
+        [], description="servers that write the responses, each a URL or a mapping; empty: this process does"
     )
     exchange: Literal["tokens", "text"] = Field(
         "tokens",

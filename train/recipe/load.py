@@ -5,7 +5,6 @@ YAML 1.2 as recipes mean it: duplicate keys refused, errors with file and line, 
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from speculators.errors import ConfigError
 from train.recipe.recipe import Recipe, family_of, recipe_class
-from train.recipe.schema import Location, explain, is_model, mapping_value, plain
+from train.recipe.schema import Location, Node, Schema, explain, schema_of
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -30,31 +29,27 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     tree = read(path)
     overridden: list[Location] = []
     parsed = [(override, *parse_override(override)) for override in overrides]
-    families = [value for _, keys, value in parsed if tuple(keys) == ("family",)]
+    families = [value for _, keys, value in parsed if keys == ["family"]]
     model = recipe_class(family_of({"family": families[-1]} if families else tree))
     for override, keys, value in parsed:
-        overridden.append(_set(tree, _schema_path(tuple(keys), model), value, override))
+        overridden.append(_set(tree, _location(keys, schema_of(model)), value, override))
     try:
         return model.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(explain(error, str(path), overridden, model)) from None
 
 
-def _schema_path(keys: tuple[str, ...], model: type[Recipe]) -> Location:
-    """Join the keys that are one key with dots in it: gates.t0.acceptance_length.min has three levels."""
+def _location(keys: Sequence[str], schema: Schema) -> Location:
+    """Joins the keys that are one key with dots in it: gates.t0.acceptance_length.min has three levels."""
     location: list[str | int] = []
-    node: Any = model
+    node: Node | None = schema.root
     while keys:
-        if (value_model := mapping_value(node)) is not None:
-            tail = 1 if len(keys) > 1 and keys[-1] in value_model.model_fields else 0
+        values = schema.resolve(node or {}).get("additionalProperties")
+        if isinstance(values, dict):  # a mapping of sections
+            tail = 1 if len(keys) > 1 and keys[-1] in schema.resolve(values)["properties"] else 0
             return (*location, ".".join(keys[: len(keys) - tail]), *keys[len(keys) - tail :])
-        head, keys = keys[0], keys[1:]
-        location.append(int(head) if head.isdigit() else head)
-        if is_model(node):
-            info = node.model_fields.get(head)
-            node = plain(info.annotation) if info else None
-        else:
-            node = plain(typing.get_args(node)[0]) if typing.get_origin(node) is list else None
+        location.append(int(keys[0]) if keys[0].isdigit() else keys[0])
+        node, keys = schema.child(node or {}, keys[0]), keys[1:]
     return tuple(location)
 
 

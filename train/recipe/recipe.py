@@ -20,8 +20,7 @@ from speculators.options import DrafterOptions, Section, Text
 from speculators.registry import FAMILIES, family_class
 from train.losses.divergences import Mix
 from train.recipe.data_sections import DataSection, RegenerateSection
-from train.recipe.on_policy_section import OnPolicySection
-from train.recipe.schema import SchemaRow, explain, rows
+from train.recipe.schema import SchemaRow, explain, schema_of
 from train.recipe.sections import (
     BUDGETS,
     EvaluationSection,
@@ -29,6 +28,7 @@ from train.recipe.sections import (
     FeaturesSection,
     Gate,
     JointSection,
+    OnPolicySection,
     Stage,
     TargetSection,
     TrainingSection,
@@ -44,32 +44,24 @@ class Recipe(Section):
     family_defaults: ClassVar[Mapping[str, Any]] = {}
 
     name: str = Field(
-        pattern=r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*$",
-        description="name of the run; its folder is runs/<name>",
+        pattern=r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*$", description="name of the run; its folder is runs/<name>"
     )
     output_dir: Text = Field("runs/<name>", description="where everything the run writes goes")
     family: Text = Field(DEFAULT_FAMILY, description="kind of drafter, as registered in speculators.registry.FAMILIES")
     target: TargetSection = Field(description="the frozen model to draft for")
-    drafter: DrafterOptions = Field(
-        default_factory=lambda: DrafterOptions.model_validate({}),
-        description="the trained head; its keys are the family's",
-    )
+    drafter: DrafterOptions = Field(DrafterOptions(), description="the trained head; its keys are the family's")
     data: DataSection = Field(description="conversations to train and validate on")
-    regenerate: RegenerateSection = Field(
-        default_factory=lambda: RegenerateSection.model_validate({}), description="responses rewritten by the target"
-    )
+    regenerate: RegenerateSection = Field(RegenerateSection(), description="responses rewritten by the target")
     features: FeaturesSection = Field(
-        default_factory=lambda: FeaturesSection.model_validate({}),
+        FeaturesSection(),
         description="the target's features of training rows: made as they are needed, or kept on disk",
     )
     loss: dict[str, Any] = Field(
-        default_factory=lambda: {"forward_kl": 1.0},
+        {"forward_kl": 1.0},
         description="divergences by name, each a weight or {weight: ..., option: ...}; KL converges "
         "fastest from scratch",
     )
-    training: TrainingSection = Field(
-        default_factory=lambda: TrainingSection.model_validate({}), description="optimiser and loop"
-    )
+    training: TrainingSection = Field(TrainingSection(), description="optimiser and loop")
     joint: JointSection | None = Field(
         None,
         description="train the target along with the heads (Medusa-2), in the last stage if there are several; what is "
@@ -80,22 +72,15 @@ class Recipe(Section):
         description="learn part of the steps from texts that the drafter in training had a part in; null: from data",
     )
     stages: list[Stage] = Field(
-        default_factory=list,
-        description="stages of training one after the other, each with the keys that differ; empty: one stage",
+        [], description="stages of training one after the other, each with the keys that differ; empty: one stage"
     )
-    export: ExportSection = Field(
-        default_factory=lambda: ExportSection.model_validate({}), description="formats to write"
-    )
-    evaluation: EvaluationSection = Field(
-        default_factory=lambda: EvaluationSection.model_validate({}), description="the acceptance report"
-    )
+    export: ExportSection = Field(ExportSection(), description="formats to write")
+    evaluation: EvaluationSection = Field(EvaluationSection(), description="the acceptance report")
     gates: dict[str, Gate] = Field(
-        default_factory=dict,
-        description="bounds on measured figures, such as t0.acceptance_length: {min: 3.0}; empty: nothing is gated",
+        {}, description="bounds on measured figures, such as t0.acceptance_length: {min: 3.0}; empty: nothing is gated"
     )
     trackers: list[Literal["wandb", "trackio", "tensorboard"]] = Field(
-        default_factory=list,
-        description="where curves are sent besides the run's folder; none or []: nowhere",
+        [], description="where curves are sent besides the run's folder; none or []: nowhere"
     )
     project: Text = Field("draftsmith", description="project name shown in the trackers")
 
@@ -272,13 +257,7 @@ def recipe_class(family: str = DEFAULT_FAMILY) -> type[Recipe]:
     if family not in FAMILIES:
         return Recipe  # which refuses it by name
     drafter = family_class(family)
-    options: Any = (
-        drafter.options,
-        Field(
-            default_factory=lambda: drafter.options.model_validate({}),
-            description=Recipe.model_fields["drafter"].description,
-        ),
-    )
+    options: Any = (drafter.options, Field(drafter.options(), description=Recipe.model_fields["drafter"].description))
     made = create_model("Recipe", __base__=Recipe, drafter=options)
     made.family_defaults = drafter.defaults
     return made
@@ -302,7 +281,7 @@ def describe_schema(family: str = DEFAULT_FAMILY) -> list[SchemaRow]:
     """
     if family not in FAMILIES:
         raise ConfigError(f"unknown family {family!r}; expected one of {', '.join(FAMILIES)}")
-    found = rows(recipe_class(family), "", {})
+    found = schema_of(recipe_class(family)).rows()
     own = {".".join(keys): value for keys, value in _leaves(family_class(family).defaults)} | {"family": family}
     return [row._replace(default=str(own[row.name])) if row.name in own else row for row in found]
 

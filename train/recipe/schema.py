@@ -1,22 +1,22 @@
-"""The keys of a section, read off its pydantic model: for the manual, and for errors that name file and key.
-
-Works on any model.
-"""
+"""The keys of a pydantic model, read off its JSON schema: for the manual, and for errors that name file and key."""
 
 from __future__ import annotations
 
 import difflib
 import json
-import types
-import typing
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 Location = tuple[str | int, ...]
+Node = dict[str, Any]  # a JSON schema
+
+_NAMES = {"integer": "an integer", "number": "a number", "string": "a string", "boolean": "true or false",
+          "object": "a mapping", "null": "null"}  # fmt: skip
+_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
 class SchemaRow(NamedTuple):
@@ -28,116 +28,85 @@ class SchemaRow(NamedTuple):
     description: str
 
 
-def rows(model: type[BaseModel], prefix: str, seen: dict[type[BaseModel], str]) -> Iterator[SchemaRow]:
-    for name, info in model.model_fields.items():
-        node, dotted = plain(info.annotation), prefix + name
-        if (inner := mapping_value(node)) is not None:
-            below = dotted + ".<name>"
-        elif typing.get_origin(node) is list and is_model(plain(typing.get_args(node)[0])):
-            inner, below = plain(typing.get_args(node)[0]), dotted + "[]"
-        else:
-            inner, below = (node if is_model(node) else None), dotted
-        meaning = f"{info.description} (keys: see {seen[inner]})" if inner in seen else info.description
-        yield SchemaRow(dotted, describe(info), _default(info), meaning or "")
-        if inner is not None and inner not in seen:
-            seen[inner] = below
-            yield from rows(inner, below + ".", seen)
+class Schema:
+    """The JSON schema of a model. A node is the schema of one key; `resolve` gives what a `$ref` stands for."""
+
+    def __init__(self, model: type[BaseModel]) -> None:
+        self.root: Node = model.model_json_schema()
+
+    def resolve(self, node: Node) -> Node:
+        """The node without `$ref` and without `| null`."""
+        arms = [arm for arm in node.get("anyOf", ()) if arm.get("type") != "null"]
+        node = arms[0] if len(arms) == 1 else node
+        return self.root["$defs"][node["$ref"].rsplit("/", 1)[-1]] if "$ref" in node else node
+
+    def child(self, node: Node, key: str | int) -> Node | None:
+        """The node of a key, a list's items or a mapping's values."""
+        node = self.resolve(node)
+        if "properties" in node:
+            return node["properties"].get(str(key))
+        below = node.get("items") or node.get("additionalProperties")
+        return below if isinstance(below, dict) else node if "anyOf" in node else None
+
+    def at(self, location: Location) -> Node | None:
+        """The node that a validation error points at."""
+        node: Node | None = self.root
+        for key in location:
+            node = None if node is None else self.child(node, key)
+        return node
+
+    def keys(self, location: Location) -> list[str]:
+        """The keys that are valid there."""
+        node = self.at(location)
+        return [] if node is None else list(self.resolve(node).get("properties", ()))
+
+    def rows(self) -> list[SchemaRow]:
+        """Every key in the order of the model. The keys of a section that occurs twice are given once."""
+        return list(self._rows(self.root, "", {}))
+
+    def _rows(self, section: Node, prefix: str, seen: dict[int, str]) -> Iterator[SchemaRow]:
+        for name, node in section["properties"].items():
+            inner, below = self.resolve(node), prefix + name
+            if inner.get("type") == "array":
+                inner, below = self.resolve(inner["items"]), below + "[]"
+            elif isinstance(inner.get("additionalProperties"), dict):
+                inner, below = self.resolve(inner["additionalProperties"]), below + ".<name>"
+            meaning = node.get("description", "")
+            if id(inner) in seen:
+                meaning += f" (keys: see {seen[id(inner)]})"
+            default = "required" if name in section.get("required", ()) else _default(node)
+            yield SchemaRow(prefix + name, describe(node), default, meaning)
+            if "properties" in inner and id(inner) not in seen:
+                seen[id(inner)] = below
+                yield from self._rows(inner, below + ".", seen)
 
 
-def _default(info: FieldInfo) -> str:
-    if info.is_required():
-        return "required"
-    value = info.get_default(call_default_factory=True)
-    if isinstance(value, BaseModel):
-        return ""  # its keys follow, each with its own default
-    if isinstance(value, list | dict):
-        value = json.loads(json.dumps(value, default=lambda item: item.model_dump()))
-    return json.dumps(value) if not isinstance(value, str) else value
+schema_of = cache(Schema)
 
 
-_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false", dict: "a mapping"}
-_BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+def _default(node: Node) -> str:
+    value = node["default"]
+    if "$ref" in node:
+        return ""  # a section, whose keys follow, each with its own default
+    return value if isinstance(value, str) else json.dumps(value)
 
 
-def describe(info: FieldInfo) -> str:
-    """What a field takes, in words: `an integer >= 1 or null`."""
-    arms = typing.get_args(info.annotation) if _is_union(info.annotation) else (info.annotation,)
-    words = [_describe_arm(arm, info.metadata) for arm in arms if arm is not type(None)]
-    return " or ".join(words + (["null"] if type(None) in arms else []))
-
-
-def _describe_arm(arm: Any, metadata: Sequence[Any]) -> str:
-    if typing.get_origin(arm) is typing.Annotated:
-        inner = FieldInfo.from_annotation(arm)
-        return _describe_arm(inner.annotation, [*inner.metadata, *metadata])
-    if typing.get_origin(arm) is Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(arm)))
-    if typing.get_origin(arm) is list:
-        item = typing.get_args(arm)[0]
-        least = max((getattr(m, "min_length", None) or 0 for m in metadata), default=0)
-        prefix = {0: "a list", 1: "a non-empty list", 2: "a list of two"}[least]
-        return f"{prefix}, each {'a mapping' if is_model(item) else describe(FieldInfo.from_annotation(item))}"
-    if is_model(arm) or typing.get_origin(arm) is dict:
+def describe(node: Node) -> str:
+    """What a key takes, in words: `an integer >= 1 or null`."""
+    if "anyOf" in node:
+        return " or ".join(map(describe, node["anyOf"]))
+    if "enum" in node or "const" in node:
+        return "one of " + ", ".join(map(str, node.get("enum", [node.get("const")])))
+    if "$ref" in node:
         return "a mapping"
-    word = _NAMES.get(arm, "a value")
-    if arm is str:
-        pattern = next((m.pattern for m in metadata if getattr(m, "pattern", None)), None)
-        return f"a string matching {pattern}" if pattern else word
-    bounds = [
-        f"{sign} {getattr(m, name):g}"
-        for m in metadata
-        for name, sign in _BOUNDS.items()
-        if getattr(m, name, None) is not None
-    ]
+    if node.get("type") == "array":
+        least = {0: "a list", 1: "a non-empty list", 2: "a list of two"}[node.get("minItems", 0)]
+        return f"{least}, each {describe(node['items'])}"
+    word = _NAMES.get(node.get("type", ""), "a value")
+    if "pattern" in node:
+        return f"{word} matching {node['pattern']}"
+    bounds = [f"{sign} {node[bound]:g}" for bound, sign in _BOUNDS.items() if bound in node]
     return " ".join([word, " and ".join(bounds)]) if bounds else word
-
-
-def is_model(node: Any) -> bool:
-    return isinstance(node, type) and issubclass(node, BaseModel)
-
-
-def _is_union(node: Any) -> bool:
-    return typing.get_origin(node) in (typing.Union, types.UnionType)
-
-
-def plain(annotation: Any) -> Any:
-    """An annotation without `| None` and Annotated."""
-    if _is_union(annotation):
-        arms = [arm for arm in typing.get_args(annotation) if arm is not type(None)]
-        annotation = arms[0] if len(arms) == 1 else annotation
-    if typing.get_origin(annotation) is typing.Annotated:
-        return typing.get_args(annotation)[0]
-    return annotation
-
-
-def mapping_value(node: Any) -> type[BaseModel] | None:
-    """The section type of a mapping's values (`loss`, `gates`), if `node` is such a mapping."""
-    if typing.get_origin(node) is dict and is_model(typing.get_args(node)[1]):
-        return typing.get_args(node)[1]
-    return None
-
-
-def field_at(location: Location, model: type[BaseModel]) -> FieldInfo | Any:
-    """The field, or the type of a list item or mapping value, that a validation error points at."""
-    found: Any = None
-    node: Any = model
-    for key in location:
-        if is_model(node):
-            found = node.model_fields.get(str(key))
-            node = plain(found.annotation) if found else None
-        else:
-            args = typing.get_args(node)
-            found = FieldInfo.from_annotation(args[-1]) if args else None
-            node = plain(args[-1]) if args else None
-    return found
-
-
-def model_at(location: Location, model: type[BaseModel]) -> type[BaseModel] | None:
-    if not location:
-        return model
-    info = field_at(location, model)
-    node = plain(info.annotation) if info else None
-    return node if is_model(node) else None
 
 
 # ------------------------------------------------------------------ errors
@@ -148,8 +117,8 @@ def explain(error: ValidationError, path: str, overridden: Sequence[Location], m
     texts: dict[str, list[str]] = {}
     wide = ("value_error", "extra_forbidden")  # blame a whole section, whichever key in it was set
     for item in error.errors(include_url=False):
-        dotted = ".".join(str(key) for key in item["loc"])
-        text = f"{dotted}: {_message(item, model)}" if dotted else _message(item, model)
+        dotted, message = ".".join(map(str, item["loc"])), _message(item, schema_of(model))
+        text = f"{dotted}: {message}" if dotted else message
         at, _, _ = text.partition(":")  # checks across sections have no location, but name the key first
         caused = any(_concerns(at, ".".join(map(str, o)), item["type"] in wide) for o in overridden)
         texts.setdefault("command line" if caused else path, []).append(text)
@@ -161,26 +130,24 @@ def _concerns(at: str, override: str, within: bool) -> bool:
     return f"{at}.".startswith(f"{override}.") or (within and f"{override}.".startswith(f"{at}."))
 
 
-def _message(item: ErrorDetails, model: type[BaseModel]) -> str:
-    kind, location, value = item["type"], item["loc"], item["input"]
+def _message(item: ErrorDetails, schema: Schema) -> str:
+    kind, location = item["type"], item["loc"]
     if kind == "value_error":
         return str(item["ctx"]["error"])
     if kind == "extra_forbidden":
-        return f"unknown key{_suggestion(location, model)}"
-    info = field_at(location, model)
+        return f"unknown key{_suggestion(location, schema)}"
+    node = schema.at(location)
     if kind == "missing":
-        return f"required, but missing: {info.description}" if info else "required, but missing"
-    return f"expected {describe(info) if info else item['msg']}, got {_short(value)}"
+        return f"required, but missing: {node['description']}" if node else "required, but missing"
+    return f"expected {describe(node) if node else item['msg']}, got {_short(item['input'])}"
 
 
-def _suggestion(location: Location, recipe: type[BaseModel]) -> str:
+def _suggestion(location: Location, schema: Schema) -> str:
     """The nearest valid key here, else the same key in another section, else all keys valid here."""
-    model = model_at(location[:-1], recipe)
-    key, valid = str(location[-1]), list(model.model_fields) if model else []
+    key, valid = str(location[-1]), schema.keys(location[:-1])
     if near := difflib.get_close_matches(key, valid, n=1, cutoff=0.6):
         return f"; did you mean '{near[0]}'?"
-    names = [row.name for row in rows(recipe, "", {})]
-    if elsewhere := [name for name in names if name.rsplit(".", 1)[-1] == key]:
+    if elsewhere := [row.name for row in schema.rows() if row.name.rsplit(".", 1)[-1] == key]:
         return f"; did you mean '{elsewhere[0]}'?"
     return f"; valid keys here: {', '.join(valid)}"
 

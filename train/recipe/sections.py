@@ -15,7 +15,8 @@ from pydantic import Field, field_validator, model_validator
 from speculators.errors import ConfigError
 from speculators.hub import is_repository_id, split_revision
 from speculators.options import Count, PositiveInt, Section, Share, Text
-from train.recipe.data_sections import Dtype, Sources
+from train.losses.divergences import ON_LABELS, Mix
+from train.recipe.data_sections import Dtype, Shares, Sources
 
 if TYPE_CHECKING:
     import torch
@@ -107,7 +108,7 @@ class TrainingSection(Section):
     learning_rate: float = Field(1e-4, gt=0, le=1, description="AdamW's peak learning rate; 1e-4 is EAGLE-3's")
     muon_learning_rate: float = Field(0.02, gt=0, le=1, description="Muon's peak learning rate; same schedule")
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
-        default_factory=lambda: [0.9, 0.95], min_length=2, max_length=2, description="AdamW's moment decays"
+        [0.9, 0.95], min_length=2, max_length=2, description="AdamW's moment decays"
     )
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decay; none, a head is small and trained briefly")
     warmup_ratio: Share = Field(0.02, description="part of the run that warms the learning rate up")
@@ -128,8 +129,7 @@ class TrainingSection(Section):
     save_every: PositiveInt | None = Field(None, description="steps between checkpoints; null: with every evaluation")
     keep_last: PositiveInt = Field(1, description="checkpoints kept beside the best one")
     loss_chunk_size: PositiveInt | None = Field(
-        None,
-        description="tokens whose logits exist at once; null: chosen from the vocabulary to stay near 64 MB",
+        None, description="tokens whose logits exist at once; null: chosen from the vocabulary to stay near 64 MB"
     )
     keep_features_gb: float = Field(
         0.0,
@@ -194,15 +194,98 @@ class JointSection(Section):
     )
 
 
+class ShareSchedule(Section):
+    """A share that goes from one value to another in a straight line over a stage's budget."""
+
+    start: Share = Field(description="at the beginning of the stage")
+    end: Share = Field(description="at its end")
+
+    def at(self, done: float) -> float:
+        """The share when `done` of the budget, 0 to 1, is spent."""
+        return self.start + (self.end - self.start) * min(done, 1.0)
+
+
+class OnPolicySection(Section):
+    """Texts that the drafter in training had a part in, in place of part of the data."""
+
+    share: ShareSchedule = Field(
+        ShareSchedule(start=1.0, end=1.0),
+        description="probability that a micro-step learns from rollouts instead of data: a number, or {start: 0.0, "
+        "end: 1.0} for a straight line over the stage; 0 is training as without this section",
+    )
+    written_by: Literal["target", "drafter"] | None = Field(
+        None,
+        description="target: by speculative decoding with the drafter in training, so that the text is the target's "
+        "and the rejected drafts are known; drafter: by a draft model alone (DistillSpec's on-policy data); null: "
+        "drafter for a draft model, target for heads, which cannot write",
+    )
+    temperatures: Shares | None = Field(
+        None,
+        min_length=1,
+        description="of the texts, written as in regenerate; null: those of regenerate, which are serving's, and "
+        "whose top_p and top_k hold here too",
+    )
+    max_new_tokens: PositiveInt = Field(256, description="longest response of a rollout, within data.max_length")
+    prompts: PositiveInt = Field(
+        64, description="texts written at a refresh, by all processes together; prompts are those of data.train"
+    )
+    refresh_every: PositiveInt = Field(
+        50, description="steps after which texts are written anew by the drafter as it is then, if a step needs any"
+    )
+    num_speculative_tokens: PositiveInt | None = Field(
+        None, description="tokens drafted per verification of a rollout; null: the evaluation's"
+    )
+    suffix_loss: dict[str, Any] = Field(
+        {"reverse_kl": 1.0},
+        description="divergences, as in loss, of what was drafted after a rejected token; none that reads the data's "
+        "token, as there is none",
+    )
+    suffix_weight: float = Field(
+        0.1,
+        ge=0,
+        description="weight of that loss beside the recipe's own, most of the gradient at 0.5; 0 leaves it out",
+    )
+    suffix_decay: float = Field(
+        0.8, gt=0, le=1, description="weight of the j-th depth that follows a rejected token is suffix_decay**j"
+    )
+
+    @field_validator("share", mode="before")
+    @classmethod
+    def _constant(cls, value: Any) -> Any:
+        if isinstance(value, dict | ShareSchedule):
+            return value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise ValueError(f"expected a number from 0 to 1, or {{start: ..., end: ...}} of such, got {value!r}")
+        return {"start": float(value), "end": float(value)}
+
+    @field_validator("suffix_loss")
+    @classmethod
+    def _weights_are_floats(cls, loss: dict[str, Any]) -> dict[str, Any]:
+        return {name: float(term) if type(term) is int else term for name, term in loss.items()}
+
+    @model_validator(mode="after")
+    def _suffix_has_no_data(self) -> OnPolicySection:
+        try:
+            Mix.parse(self.suffix_loss, "suffix_loss")
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        if wrong := sorted(ON_LABELS & set(self.suffix_loss)):
+            raise ValueError(
+                f"suffix_loss.{wrong[0]}: reads the token of the data, and after a rejected draft there is none; use a "
+                "divergence of distributions, such as reverse_kl or tv"
+            )
+        return self
+
+
 class Stage(Section):
     """One stage of a training in several: what differs from the recipe. It goes on from the stage before."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][\w.-]*$", description="names the stage's checkpoints")
-    data: dict[str, Any] = Field(default_factory=dict, description="keys of data that differ")
-    regenerate: dict[str, Any] = Field(default_factory=dict, description="keys of regenerate that differ")
-    drafter: dict[str, Any] = Field(default_factory=dict, description="keys of drafter that differ; its shape cannot")
+    data: dict[str, Any] = Field({}, description="keys of data that differ")
+    regenerate: dict[str, Any] = Field({}, description="keys of regenerate that differ")
+    drafter: dict[str, Any] = Field({}, description="keys of drafter that differ; its shape cannot")
     loss: dict[str, Any] | None = Field(None, description="the stage's loss; null: the recipe's")
-    training: dict[str, Any] = Field(default_factory=dict, description="keys of training that differ")
+    training: dict[str, Any] = Field({}, description="keys of training that differ")
     on_policy: dict[str, Any] | None = Field(
         None, description="keys of on_policy that differ, {} for its defaults; null: as the recipe has it"
     )
@@ -212,7 +295,7 @@ class ExportSection(Section):
     """What the run leaves behind for an engine to load."""
 
     formats: list[Literal["vllm", "speculators", "sglang", "transformers"]] = Field(
-        default=["vllm"],
+        ["vllm"],
         min_length=1,
         description="formats to write (docs/formats.md): the first to `export`, others to `export-<format>` beside it",
     )
@@ -263,10 +346,10 @@ class VllmSection(Section):
         None, min_length=1, description="those of evaluation.temperatures to measure it at; null: all of them"
     )
     options: dict[str, Any] = Field(
-        default_factory=dict, description="options of its LLM, such as gpu_memory_utilization or tensor_parallel_size"
+        {}, description="options of its LLM, such as gpu_memory_utilization or tensor_parallel_size"
     )
     speculative_config: dict[str, Any] = Field(
-        default_factory=dict, description="options of its speculative_config, such as draft_tensor_parallel_size"
+        {}, description="options of its speculative_config, such as draft_tensor_parallel_size"
     )
 
 
@@ -274,20 +357,17 @@ class EvaluationSection(Section):
     """The acceptance report: the exported head, measured in the runtime."""
 
     prompts: Sources = Field(
-        default_factory=list,
-        description="sources of the prompts, grouped by their workload label; empty: data.validation",
+        [], description="sources of the prompts, grouped by their workload label; empty: data.validation"
     )
     engines: list[Literal["draftsmith", "vllm"]] = Field(
-        default=["draftsmith"],
+        ["draftsmith"],
         min_length=1,
         description="engines to measure in, this runtime among them; vllm is run by the interpreter that the "
         "environment variable DRAFTSMITH_VLLM_PYTHON names, and passed over where there is none and no gate needs it",
     )
-    vllm: VllmSection = Field(
-        default_factory=lambda: VllmSection.model_validate({}), description="how vLLM is run, if it is"
-    )
+    vllm: VllmSection = Field(VllmSection(), description="how vLLM is run, if it is")
     temperatures: list[Annotated[float, Field(ge=0)]] = Field(
-        default_factory=lambda: [0.0, 1.0], min_length=1, description="sampling temperatures to measure at"
+        [0.0, 1.0], min_length=1, description="sampling temperatures to measure at"
     )
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus of the sampled runs; 1: off")
     top_k: Count = Field(0, description="most likely tokens kept in the sampled runs; 0: off")
@@ -408,9 +488,7 @@ class FeaturesSection(Section):
         description="who computes them; vllm: its hidden-state extraction, run by the interpreter that the environment "
         "variable DRAFTSMITH_VLLM_PYTHON names, for targets that need tensor parallelism",
     )
-    vllm_options: dict[str, Any] = Field(
-        default_factory=dict, description="options of vLLM's LLM, such as tensor_parallel_size"
-    )
+    vllm_options: dict[str, Any] = Field({}, description="options of vLLM's LLM, such as tensor_parallel_size")
 
     @property
     def encodings(self) -> tuple[str, str]:
