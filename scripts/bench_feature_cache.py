@@ -32,7 +32,7 @@ from train.data.packing import PackedRow
 from train.features.cache import FeatureCache, ShardWriter, texts_of
 from train.features.encodings import make_encoding
 from train.features.row_features import RowFeatures
-from train.pipeline.data_stage import RunData
+from train.pipeline.data_stage import DataStage, TrainingData
 from train.pipeline.drafter_stage import make_drafter
 from train.pipeline.features_stage import cache_key
 from train.pipeline.progress import Stages
@@ -58,11 +58,14 @@ class Bench:
         self.target = FrozenTarget(probe.model, self.config.tap_layers)
         probe.close()
         self.tokenizer = load_tokenizer(recipe.target.model, None, revision=recipe.target.revision)
-        self.data = RunData(recipe, self.target, self.tokenizer, self.accelerator, self.stages)
-        self.rows: list[PackedRow] = self.data.training_rows()[:rows]
-        self.held_out = self.data.held_out(held_out)
-        del self.data.llm
-        self.online = RowFeatures(self.target, self.rows, pad_token_id=self.data.pad_token_id, keep_bytes=float("inf"))
+        texts = DataStage(recipe, self.target, self.tokenizer, self.accelerator, self.stages)
+        self.rows: list[PackedRow] = texts.training_rows()[:rows]
+        self.held_out = texts.held_out(held_out)
+        self.data = TrainingData(self.rows, [], self.held_out, texts.tokenizer, texts.hashes)
+        del texts  # and the engine that wrote them
+        self.online = RowFeatures(
+            self.target, self.rows, pad_token_id=self.tokenizer.pad_token_id or 0, keep_bytes=float("inf")
+        )
         began = time.monotonic()
         self.made = [self.online.of([i]) for i in range(len(self.rows))]
         self.tokens = sum(map(len, self.rows))
@@ -71,7 +74,9 @@ class Bench:
     def cache(self, name: str) -> FeatureCache:
         """Of an encoding, `taps+last_hidden` or one name for both."""
         taps, _, last_hidden = name.partition("+")
-        key = replace(cache_key(self.recipe, self.data), encoding=taps, last_hidden_encoding=last_hidden or taps)
+        key = replace(
+            cache_key(self.recipe, self.target, self.data), encoding=taps, last_hidden_encoding=last_hidden or taps
+        )
         return FeatureCache(self.out / "features", key)
 
     def measure(self, name: str) -> dict[str, float]:
@@ -129,7 +134,7 @@ class Bench:
             cache = self.cache(name).scan()
             if any(text not in cache for row in self.rows for text, _ in texts_of(row)):
                 cache, *_ = self.write(name)  # the target wrote other responses since they were measured
-            features = RowFeatures(self.target, self.rows, pad_token_id=self.data.pad_token_id, cache=cache)
+            features = RowFeatures(self.target, self.rows, cache=cache)
         drafter = make_drafter(recipe, self.config, self.target, features, self.stages, folder)
         trainer = Trainer(
             recipe, self.target, drafter, self.rows, accelerator=self.accelerator, folder=folder,

@@ -130,14 +130,14 @@ def write_target(folder: Path) -> None:
 
 def measure(path: Path, steps: int) -> dict[str, float]:
     """In this process: CPU seconds of a step and of a token written, peak bytes, files."""
-    from train.pipeline import run
+    from train.pipeline import data_stage, run
     from train.pipeline.progress import Stages
     from train.recipe.load import load_recipe
     from train.trainer.checkpoint import latest
     from train.trainer.trainer import Trainer
 
     recipe, spent, written = load_recipe(path), [], {}
-    plain_step, plain_responses = Trainer.step, run.RunData._responses
+    plain_step, plain_responses = Trainer.step, data_stage.DataStage._responses
 
     def step(self: Trainer, share: float) -> dict[str, Any]:
         began = time.process_time()
@@ -153,7 +153,7 @@ def measure(path: Path, steps: int) -> dict[str, float]:
         written["prompt"] = sum(len(r.prompt_ids) for r in found) / len(found)
         return found
 
-    Trainer.step, run.RunData._responses = step, responses  # type: ignore[method-assign]
+    Trainer.step, data_stage.DataStage._responses = step, responses  # type: ignore[method-assign]
     before = peak_bytes()
     trained = run.train(recipe, run.make_accelerator(recipe), Stages(9, enabled=False))
     peak = peak_bytes() - before

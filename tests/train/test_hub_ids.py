@@ -29,7 +29,7 @@ from tests.fake_hub import WRITER
 from tests.quickstart_data import source as quickstart
 from tests.train.pipeline.test_acceptance import byte_tokenizer
 from tests.train.test_cli import call, drafter_folder, recipe_file, refused, target_folder  # noqa: F401 (fixtures)
-from train.pipeline.reexport import reexport
+from train.pipeline.export_stage import reexport
 from train.pipeline.run import run
 
 TARGET, HEAD = "org/target", "org/head"

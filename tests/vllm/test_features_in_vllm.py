@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from train.data.loss_mask import TokenRow
 from train.data.packing import pack
 from train.features.cache import missing
 from train.features.row_features import RowFeatures
+from train.pipeline.data_stage import TargetHashes, TrainingData
 from train.pipeline.features_stage import features_of_states, fill, open_cache
 from train.pipeline.progress import Stages
 from train.trainer.trainer import Trainer
@@ -67,15 +69,11 @@ def test_training_from_either_is_the_same_training(saved, vllm_python, tmp_path,
         "mode": "cache", "encoding": "exact", "dir": str(tmp_path), "engine": "vllm", "vllm_options": ENGINE
     }  # fmt: skip
     recipe = type(recipe).model_validate(tree)
-    data = SimpleNamespace(
-        target=target,
-        tokenizer=SimpleNamespace(tokenizer=SimpleNamespace(get_vocab=dict), chat_template="{{ messages }}"),
-        weights_hash="w",
-        pad_token_id=0,
-    )
+    tokenizer: Any = SimpleNamespace(tokenizer=SimpleNamespace(get_vocab=dict))
+    data = TrainingData(rows, [], {}, tokenizer, TargetHashes("w", "c", "t"))
     stages = Stages(1, enabled=False)
-    fill(recipe, data, rows, open_cache(recipe, data, stages).scan(), stages)
-    cache = open_cache(recipe, data, stages).scan()
+    fill(recipe, target, rows, open_cache(recipe, target, data, stages).scan(), stages)
+    cache = open_cache(recipe, target, data, stages).scan()
     assert not missing(cache, rows) and cache.key.engine == "vllm"
     losses = []
     for source in (None, cache):

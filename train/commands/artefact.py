@@ -44,7 +44,7 @@ def export(
     """Write the best drafter of a run, finished or not, or any drafter once more, in a format that engines load."""
     from speculators.export import read_drafter_config, read_fields
     from speculators.export.convert import redress
-    from train.pipeline.reexport import DTYPES, reexport
+    from train.pipeline.export_stage import DTYPES, reexport
 
     console = Console()
     if dtype not in DTYPES:

@@ -32,7 +32,7 @@ def regenerate(
     from accelerate import Accelerator
 
     from inference.entrypoints.loading import load_tokenizer
-    from train.pipeline.data_stage import RunData
+    from train.pipeline.data_stage import DataStage
     from train.pipeline.progress import Stages
     from train.pipeline.run import load_target
     from train.recipe.load import load_recipe
@@ -49,7 +49,7 @@ def regenerate(
     for name, each in checked.training_stages():
         if target is None and (check_target or not each.regenerate.endpoints):
             target = load_target(checked, accelerator, ())
-        data = RunData(each, target, tokenizer, accelerator, stages, stage=name, part=mine, retry_failed=retry_failed)
+        data = DataStage(each, target, tokenizer, accelerator, stages, stage=name, part=mine, retry_failed=retry_failed)
         if each.regenerate.enabled:
             data.responses()
         data.held_out()

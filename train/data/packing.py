@@ -1,9 +1,8 @@
-"""Examples -> token rows -> packed rows -> batches, with an account of what was lost on the way.
+"""Examples -> token rows -> packed rows -> batches, with counts of what was lost on the way.
 
 Rows longer than `max_length` are cut, those left without a supervised token are dropped; both are counted.
 Packing joins documents into rows of at most `max_length` tokens with positions that restart and segment ids
 that keep attention apart; `Shuffled` is the order in which steps see them.
-Must not know: templates (`train.data.loss_mask`), sources (`train.data.sources`), models.
 """
 
 from __future__ import annotations
@@ -174,9 +173,7 @@ def tokenise(
 
 @dataclass(eq=False)
 class PackedRow:
-    """Several documents in one row of T tokens. `segment_ids` counts documents from 0; positions restart in
-    each.
-    """
+    """Several documents in one row of T tokens. `segment_ids` numbers them from 0; positions restart in each."""
 
     input_ids: np.ndarray  # int32 [T]
     position_ids: np.ndarray  # int32 [T]
@@ -189,23 +186,29 @@ class PackedRow:
     def __len__(self) -> int:
         return len(self.input_ids)
 
+    @classmethod
+    def of(cls, row: TokenRow) -> PackedRow:
+        """One document."""
+        positions = np.arange(len(row), dtype=np.int32)
+        return cls(row.input_ids, positions, np.zeros_like(positions), row.loss_mask, (row.workload,))
 
-def pack(rows: Sequence[TokenRow], max_length: int, *, packing: bool = True) -> list[PackedRow]:
-    """Put every row into exactly one packed row of at most `max_length` tokens; `packing=False`: one each.
+
+def pack(rows: Sequence[TokenRow | PackedRow], max_length: int, *, packing: bool = True) -> list[PackedRow]:
+    """Put every document into exactly one packed row of at most `max_length` tokens; `packing=False`: one each.
 
     Best fit, longest first: deterministic, and the order says nothing about content, so shuffle afterwards.
     """
-    for row in rows:
+    documents = [PackedRow.of(row) if isinstance(row, TokenRow) else row for row in rows]
+    for row in documents:
         if not 0 < len(row) <= max_length:
             raise DataError(f"a row of {len(row)} tokens does not fit max_length={max_length}; call fit_rows first")
     if not packing:
-        return [_join([row]) for row in rows]
-    return [_join([rows[i] for i in members]) for members in best_fit([len(row) for row in rows], max_length)]
+        return documents
+    return [_join([documents[i] for i in members]) for members in best_fit(list(map(len, documents)), max_length)]
 
 
 def best_fit(lengths: Sequence[int], max_length: int) -> list[list[int]]:
-    """Which of things of these lengths go together, at most `max_length` in all: the longest first, each where the
-    least room is left."""
+    """Bins of at most `max_length`, as indices into `lengths`: the longest first, each where the least room is left."""
     bins: list[list[int]] = []
     room: list[list[int]] = [[] for _ in range(max_length + 1)]  # room[r]: bins with r tokens left
     sizes: list[int] = []  # the r > 0 whose list is not empty, sorted
@@ -228,14 +231,21 @@ def best_fit(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     return bins
 
 
-def _join(rows: Sequence[TokenRow]) -> PackedRow:
-    lengths = [len(row) for row in rows]
+def _join(rows: Sequence[PackedRow]) -> PackedRow:
+    """One after the other. Segment ids, and the slots in paths and forks, move behind those of the rows before."""
+    starts = np.cumsum([0, *map(len, rows[:-1])]).tolist()
+
+    def joined(name: str, shifts: Sequence[int]) -> np.ndarray:
+        parts = [getattr(row, name) for row in rows]
+        return np.concatenate([np.where(part >= 0, part + by, -1) for part, by in zip(parts, shifts)]).astype(np.int32)
+
+    same = {n: np.concatenate([getattr(row, n) for row in rows]) for n in ("input_ids", "position_ids", "loss_mask")}
+    branches = {} if rows[0].paths is None else {name: joined(name, starts) for name in ("paths", "forks")}
     return PackedRow(
-        input_ids=np.concatenate([row.input_ids for row in rows]),
-        position_ids=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
-        segment_ids=np.repeat(np.arange(len(rows), dtype=np.int32), lengths),
-        loss_mask=np.concatenate([row.loss_mask for row in rows]),
-        workloads=tuple(row.workload for row in rows),
+        **same,
+        segment_ids=joined("segment_ids", range(len(rows))),
+        workloads=tuple(workload for row in rows for workload in row.workloads),
+        **branches,
     )
 
 

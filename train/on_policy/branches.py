@@ -23,7 +23,7 @@ from torch import Tensor
 
 from speculators.drafter import DraftStep, term_paths
 from train.data.loss_mask import TokenRow
-from train.data.packing import PackedRow, best_fit, pack
+from train.data.packing import PackedRow, pack
 from train.on_policy.rollout import Rollout
 
 WORKLOAD = "rollout"
@@ -33,13 +33,13 @@ def rollout_rows(
     rollouts: Sequence[Rollout], *, depths: int, max_length: int, packing: bool = True, branches: bool = True
 ) -> list[PackedRow]:
     """Rows of at most `max_length` tokens. `depths`: those that are trained; `branches`: what was rejected as well."""
-    if not branches:
-        texts = [TokenRow.from_response(each.prompt_ids, each.output_ids, WORKLOAD) for each in rollouts]
-        return pack(texts, max_length, packing=packing)
-    rows = [branching_row(each, depths, max_length) for each in rollouts]
-    if not packing:
-        return rows
-    return [_joined([rows[i] for i in members]) for members in best_fit([len(row) for row in rows], max_length)]
+    rows = [
+        branching_row(rollout, depths, max_length)
+        if branches
+        else TokenRow.from_response(rollout.prompt_ids, rollout.output_ids, WORKLOAD)
+        for rollout in rollouts
+    ]
+    return pack(rows, max_length, packing=packing)
 
 
 def branching_row(rollout: Rollout, depths: int, max_length: int) -> PackedRow:
@@ -52,12 +52,12 @@ def branching_row(rollout: Rollout, depths: int, max_length: int) -> PackedRow:
     N, positions = len(ids), list(range(len(ids)))
     mask = np.arange(N) >= len(rollout.prompt_ids)
     paths, forks = _ordinary_paths(mask, depths), [-1] * N
-    for each in rollout.rounds:
-        n = each.accepted
-        branch = each.drafts[:depths][n:-1]  # d_n onwards; nobody reads the last draft
-        if not branch or each.length + n + 1 > N or len(ids) + len(branch) > max_length:
+    for verified in rollout.rounds:
+        n = verified.accepted
+        branch = verified.drafts[:depths][n:-1]  # d_n onwards; nobody reads the last draft
+        if not branch or verified.length + n + 1 > N or len(ids) + len(branch) > max_length:
             continue
-        fork, slot = each.length - 1 + n, each.length - 2
+        fork, slot = verified.length - 1 + n, verified.length - 2
         paths[slot, n + 1 :] = -1
         paths[slot, n + 1 : n + 1 + len(branch)] = len(ids) + np.arange(len(branch))
         ids += branch
@@ -84,24 +84,6 @@ def _ordinary_paths(loss_mask: np.ndarray, depths: int) -> np.ndarray:
     return torch.stack(found, -1)[0].int().numpy()
 
 
-def _joined(rows: Sequence[PackedRow]) -> PackedRow:
-    """Rows of one text each, one after the other."""
-    starts = np.cumsum([0, *map(len, rows[:-1])]).tolist()
-
-    def together(name: str, shifts: Sequence[int]) -> np.ndarray:
-        parts = [getattr(row, name) for row in rows]
-        return np.concatenate([np.where(part >= 0, part + by, -1) for part, by in zip(parts, shifts)]).astype(np.int32)
-
-    same = {n: np.concatenate([getattr(row, n) for row in rows]) for n in ("input_ids", "position_ids", "loss_mask")}
-    return PackedRow(
-        **same,
-        segment_ids=together("segment_ids", range(len(rows))),
-        paths=together("paths", starts),
-        forks=together("forks", starts),
-        workloads=tuple(workload for row in rows for workload in row.workloads),
-    )
-
-
 def branch_weights(batch: Any, decay: float) -> Tensor | None:
     """[B, T]: decay**j of the j-th token of a branch, counted from 0, and 0 of every other token; None for rows
     without branches."""
@@ -114,15 +96,15 @@ def branch_weights(batch: Any, decay: float) -> Tensor | None:
 
 def count_suffix(batch: Any, depths: int, decay: float) -> Tensor:
     """[K + 1]: terms in suffixes of each depth of a batch, and Σ decay**j over all of them; before any unroll."""
-    weights, found = branch_weights(batch, decay), torch.zeros(depths + 1, device=batch.segment_ids.device)
+    weights, counts = branch_weights(batch, decay), torch.zeros(depths + 1, device=batch.segment_ids.device)
     if weights is None:
-        return found
+        return counts
     for depth in range(depths):
         valid, path = term_paths(batch, depth)
         terms = weights.gather(1, path)[valid]
-        found[depth] = (terms > 0).sum()
-        found[depths] += terms.sum()
-    return found
+        counts[depth] = (terms > 0).sum()
+        counts[depths] += terms.sum()
+    return counts
 
 
 def split(steps: Sequence[DraftStep], weights: Tensor | None) -> tuple[list[DraftStep], list[DraftStep]]:

@@ -1,7 +1,7 @@
-"""Texts that the drafter in training had a part in, and who writes them.
+"""Rollouts: texts that are written with the drafter in training, and the rounds they were written in.
 
-Real speculative decoding gives text of the target's own distribution and, beside it, what the drafter proposed in every
-round and where verification ended it. Knows no loss, no loop and no rows.
+Speculative decoding gives text of the target's own distribution and, beside it, the drafts of every round and where
+verification rejected one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from inference import LLM, SamplingParams
 from inference.metrics import SpecDecodeCounters
@@ -17,7 +17,7 @@ from inference.requests.request import Request
 from inference.spec_decode.proposal import Proposal
 from speculators.drafter import Drafter
 from speculators.target.frozen_target import FrozenTarget
-from train.recipe.data_sections import RegenerateSection
+from train.recipe.recipe import Recipe
 from train.regeneration.regenerate import temperatures_of
 
 
@@ -40,31 +40,20 @@ class Rollout:
 
     @classmethod
     def from_dict(cls, tree: dict[str, Any]) -> Rollout:
-        """Of what `asdict` made of one, after JSON."""
-        rounds = [Round(each["length"], tuple(each["drafts"]), each["accepted"]) for each in tree["rounds"]]
+        """The inverse of `asdict`, after JSON."""
+        rounds = [Round(r["length"], tuple(r["drafts"]), r["accepted"]) for r in tree["rounds"]]
         return cls(tuple(tree["prompt_ids"]), tuple(tree["output_ids"]), tuple(rounds))
 
     def counters(self) -> SpecDecodeCounters:
-        """Of its rounds, as the engine counts them: drafts after the end of the text were not accepted."""
-        found, end = SpecDecodeCounters(), len(self.prompt_ids) + len(self.output_ids)
-        for each in self.rounds:
-            found.add(len(each.drafts), min(each.accepted, end - each.length))
-        return found
-
-
-class Writer(Protocol):
-    """Writes texts to prompts; what it writes depends on the weights of `drafter`, prompts and seeds alone."""
-
-    def write(
-        self, drafter: Drafter, prompts: Sequence[Sequence[int]], seeds: Sequence[int], share: tuple[int, int] = (0, 1)
-    ) -> list[Rollout]:
-        """One text per prompt, in order. `drafter` is the one in training; it is left as it is. `share` (i, n): the
-        part of the i-th of n writers, every n-th text."""
-        ...
+        """Counts its rounds as the engine does: drafts after the end of the text were not accepted."""
+        counters, end = SpecDecodeCounters(), len(self.prompt_ids) + len(self.output_ids)
+        for verified in self.rounds:
+            counters.add(len(verified.drafts), min(verified.accepted, end - verified.length))
+        return counters
 
 
 class RoundLog:
-    """What `Engine.on_round` is told, kept by request."""
+    """An `Engine.on_round` callback that keeps the rounds of every request."""
 
     def __init__(self) -> None:
         self.rounds: dict[str, list[Round]] = defaultdict(list)
@@ -76,55 +65,46 @@ class RoundLog:
             self.rounds[request.request_id].append(logged)
 
 
-class LLMWriter:
-    """A frozen copy of the drafter, in the target's precision, drafts for the target or writes by itself.
+class RolloutWriter:
+    """A frozen copy of the drafter, in the target's precision, drafts for the target or writes by itself, as only a
+    draft model can."""
 
-    num_speculative_tokens: drafts per verification; None: the drafter writes by itself, as only a draft model can.
-    """
-
-    def __init__(
-        self,
-        target: FrozenTarget,
-        *,
-        num_speculative_tokens: int | None,
-        sampling: RegenerateSection,
-        max_new_tokens: int,
-        max_length: int,
-        batch_size: int,
-        tokenizer: Any = None,
-    ) -> None:
-        """`sampling`: temperatures, top_p and top_k; `max_length`: of prompt and text together; `tokenizer`: for the
-        tokens that end a text."""
-        self.target, self.tokenizer, self.num_speculative_tokens = target, tokenizer, num_speculative_tokens
-        self.sampling, self.max_new_tokens, self.max_length = sampling, max_new_tokens, max_length
-        self.batch_size = batch_size
+    def __init__(self, target: FrozenTarget, recipe: Recipe, tokenizer: Any = None) -> None:
+        """`tokenizer`: for the tokens that end a text."""
+        if recipe.on_policy is None:
+            raise ValueError("the recipe has no on_policy section")
+        self.target, self.tokenizer, self.recipe, self.section = target, tokenizer, recipe, recipe.on_policy
 
     def write(
-        self, drafter: Drafter, prompts: Sequence[Sequence[int]], seeds: Sequence[int], share: tuple[int, int] = (0, 1)
+        self, drafter: Drafter, prompts: Sequence[Sequence[int]], seeds: Sequence[int], part: tuple[int, int] = (0, 1)
     ) -> list[Rollout]:
-        """See `Writer.write`."""
+        """One text per prompt, in order; it depends on the drafter's weights, prompts and seeds alone.
+
+        `drafter` is the one in training; it is left as it is. `part` (i, n): every n-th text from the i-th on.
+        """
         log, copy = RoundLog(), drafter.snapshot(self.target.dtype)
-        alone = self.num_speculative_tokens is None
+        alone, sampling = self.recipe.drafter_writes(), self.recipe.regenerate
         writer = copy.writer if alone else self.target
         assert writer is not None, "the recipe lets a drafter write that cannot"
+        drafts = self.section.num_speculative_tokens or self.recipe.evaluation.num_speculative_tokens
         llm = LLM._assemble(
             writer,
             tokenizer=self.tokenizer,
             drafter=None if alone else copy,
-            num_speculative_tokens=self.num_speculative_tokens or 1,
-            max_num_seqs=self.batch_size,
-            max_num_batched_tokens=max(512, 32 * self.batch_size),
+            num_speculative_tokens=1 if alone else drafts,
+            max_num_seqs=sampling.batch_size,
+            max_num_batched_tokens=max(512, 32 * sampling.batch_size),
             on_round=None if alone else log,
         )
-        mine = slice(share[0], None, share[1])
-        temperatures = temperatures_of(self.sampling.temperatures, len(prompts))[mine]
+        mine = slice(part[0], None, part[1])
+        temperatures = temperatures_of(self.section.temperatures or sampling.temperatures, len(prompts))[mine]
         prompts, seeds = prompts[mine], seeds[mine]
         params = [
             SamplingParams(
                 temperature=temperature,
-                top_p=self.sampling.top_p,
-                top_k=self.sampling.top_k,
-                max_tokens=min(self.max_new_tokens, self.max_length - len(prompt)),
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_tokens=min(self.section.max_new_tokens, self.recipe.data.max_length - len(prompt)),
                 seed=seed,
             )
             for prompt, seed, temperature in zip(prompts, seeds, temperatures, strict=True)

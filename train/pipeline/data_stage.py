@@ -1,6 +1,6 @@
-"""What the stages of a run read: packed training rows, prompts, and held-out texts that the target wrote.
+"""The data of a stage of the training: packed rows, prompts, and held-out texts that the target wrote.
 
-Knows recipes, files and the target that writes, which need not be loaded where endpoints do; no drafter and no loop.
+The target need not be loaded where endpoints write its texts.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,9 @@ from inference.provenance import config_sha256, text_sha256, weights_sha256
 from speculators.errors import DataError
 from speculators.hub import cached_folder
 from speculators.target.frozen_target import FrozenTarget
+from train.data.loss_mask import ConversationTokenizer
 from train.data.packing import PackedRow, conversation_tokenizer, fit_rows, pack, prepare_rows
-from train.data.prepare import Prepared, askable, bad_rows, training_examples
+from train.data.prepare import askable, bad_rows, training_examples
 from train.data.sources import Example, load_sources
 from train.pipeline.progress import Stages
 from train.recipe.recipe import Recipe
@@ -29,8 +32,42 @@ from train.regeneration.regenerate import facts_of, regenerate, settings_hash
 from train.regeneration.store import Response, rows_of
 
 
-class RunData:
-    """Training rows, their prompts and held-out texts of a run."""
+@dataclass(frozen=True)
+class TargetHashes:
+    """sha256 of what the target's texts and features depend on."""
+
+    weights: str
+    config: str
+    template: str
+
+    @property
+    def combined(self) -> str:
+        return hashlib.sha256((self.weights + self.config + self.template).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The input of a stage of the training. `prompts`: of on-policy texts; `held_out`: texts by temperature."""
+
+    rows: list[PackedRow]
+    prompts: list[tuple[int, ...]]
+    held_out: dict[float, list[Response]]
+    tokenizer: ConversationTokenizer
+    hashes: TargetHashes
+
+
+def prepare_data(
+    recipe: Recipe, target: FrozenTarget, tokenizer: Any, accelerator: Accelerator, stages: Stages, stage: str = ""
+) -> TrainingData:
+    """The data of a stage of the training; the engine that writes its texts is gone afterwards."""
+    data = DataStage(recipe, target, tokenizer, accelerator, stages, stage=stage)
+    rows, held_out = data.training_rows(), data.held_out()
+    prompts = data.prompts() if recipe.on_policy else []
+    return TrainingData(rows, prompts, held_out, data.tokenizer, data.hashes)
+
+
+class DataStage:
+    """Makes training rows, their prompts and held-out texts of one stage of the training."""
 
     def __init__(
         self,
@@ -44,32 +81,23 @@ class RunData:
         part: tuple[int, int] = (0, 1),
         retry_failed: bool = False,
     ) -> None:
-        """`stage`: of the training, if it has several; names the lists of what is left out. `target`: None only where
-        endpoints write; `part` and `retry_failed` as in `regenerate`."""
-        self.recipe, self.target, self.tokenizer = recipe, target, conversation_tokenizer(recipe.data, tokenizer)
+        """`stage`: names the lists of what is left out, if the training has several. `target`: None only where
+        endpoints write. `part` and `retry_failed` as in `regenerate`."""
+        self.recipe, self.tokenizer = recipe, conversation_tokenizer(recipe.data, tokenizer)
         self.part, self.retry_failed = part, retry_failed
         self.accelerator, self.stages, self.stage = accelerator, stages, stage
         self.folder = Path(recipe.output_dir) if accelerator.is_main_process else None
         self.bad = bad_rows(recipe.data, self.folder, stage)
-        self._prepared: Prepared | None = None
-        self._askable: list[Example] | None = None
-        self.pad_token_id = tokenizer.pad_token_id or 0
         folder = cached_folder(recipe.target.model, recipe.target.revision)
-        self.weights_hash = weights_sha256(folder)
-        template = text_sha256(self.tokenizer.chat_template or tokenizer.chat_template or "")
-        self.target_hash = hashlib.sha256((self.weights_hash + config_sha256(folder) + template).encode()).hexdigest()
+        template = text_sha256(self.tokenizer.chat_template or tokenizer.chat_template)
+        self.hashes = TargetHashes(weights_sha256(folder), config_sha256(folder), template or str(text_sha256("")))
         self.responses_folder = Path(recipe.regenerate.cache_dir or Path(recipe.output_dir) / "responses")
-        self.record = Record(
-            recipe.target.model,
-            recipe.target.revision,
-            self.target_hash,
-            text_sha256(self.tokenizer.chat_template or tokenizer.chat_template),
-            recipe.data.chat_template_kwargs,
-        )
+        t = recipe.target
+        self.record = Record(t.model, t.revision, self.hashes.combined, template, recipe.data.chat_template_kwargs)
         batch = recipe.regenerate.batch_size
-        asked = target is not None and not waits_on_host(recipe, accelerator)
+        writes = target is not None and not waits_on_host(recipe, accelerator)
         limits = {"max_num_seqs": batch, "max_num_batched_tokens": max(512, 32 * batch)}
-        self.llm = LLM(target, tokenizer, **limits) if asked else None
+        self.llm = LLM(target, tokenizer, **limits) if writes else None
         self.facts = facts_of(recipe, tokenizer) if self.llm is None else None
 
     def training_rows(self) -> list[PackedRow]:
@@ -78,7 +106,7 @@ class RunData:
         if self.recipe.regenerate.enabled:
             rows, statistics = fit_rows(rows_of(self.responses()), data.max_length)
         else:
-            examples = self._examples()
+            examples = self._examples
             with self.stages.stage("tokenise", len(examples)) as advance:
                 rows, statistics = prepare_rows(
                     examples,
@@ -88,7 +116,7 @@ class RunData:
                     num_proc=data.num_proc,
                     progress=lambda done, total: advance(done),
                 )
-            self._account()
+            self._report_bad()
         if not rows:
             raise DataError("data.train: no row with a supervised token is left")
         packed = pack(rows, data.max_length, packing=data.packing)
@@ -96,37 +124,35 @@ class RunData:
         return packed
 
     def prompts(self) -> list[tuple[int, ...]]:
-        """What serving would send for the last response of every training example; those that leave no room for one
-        are left out. DataError if none is left."""
+        """The prompt that serving would send for the last response of every training example; those that leave no room
+        for a response are left out. DataError if none is left."""
         assert self.llm is not None, "texts are written on policy by a target that is loaded"
         room = min(self.recipe.data.max_length, self.llm.engine.max_model_len) - 2
-        found = [tuple(self.tokenizer.prompt_ids(example)) for example in self._asked()]
-        if not any(fits := [len(prompt) <= room for prompt in found]):
-            raise DataError(f"on_policy: all {len(found)} prompts are longer than {room} tokens; raise data.max_length")
-        return [prompt for prompt, kept in zip(found, fits) if kept]
+        prompts = [tuple(self.tokenizer.prompt_ids(example)) for example in self._prompted]
+        if not (fitting := [prompt for prompt in prompts if len(prompt) <= room]):
+            raise DataError(f"on_policy: all {len(prompts)} prompts exceed {room} tokens; raise data.max_length")
+        return fitting
 
     def responses(self) -> list[Response]:
-        """The target's own, to every training example that can be asked; DataError if too many cannot."""
-        asked = self._asked()
-        self._account()
-        return self._responses("regenerate", asked)
+        """The target's own responses to every training example that has a prompt; DataError if too many have none."""
+        examples = self._prompted
+        self._report_bad()
+        return self._responses("regenerate", examples)
 
+    @cached_property
     def _examples(self) -> list[Example]:
-        """Read once."""
-        if self._prepared is None:
-            self._prepared = training_examples(self.recipe, self.bad, self.folder, self.stage)
-            self._say(str(self._prepared))
-        return self._prepared.examples
+        prepared = training_examples(self.recipe, self.bad, self.folder, self.stage)
+        self._say(str(prepared))
+        return prepared.examples
 
-    def _asked(self) -> list[Example]:
-        """Those of which a prompt can be made; found once."""
-        if self._askable is None:
-            examples, self.bad.use = self._examples(), "train"
-            self._askable = askable(examples, self.tokenizer, self.bad)
-        return self._askable
+    @cached_property
+    def _prompted(self) -> list[Example]:
+        """The training examples of which a prompt can be made."""
+        examples, self.bad.use = self._examples, "train"
+        return askable(examples, self.tokenizer, self.bad)
 
-    def _account(self) -> None:
-        """Says which rows were bad; DataError if they are more than the recipe takes."""
+    def _report_bad(self) -> None:
+        """Says which rows were bad; DataError if they are more than the recipe allows."""
         self.bad.finish()
         self._say(str(self.bad))
 
@@ -135,15 +161,16 @@ class RunData:
             self.stages.say(f"      {escape(text)}")
 
     def held_out(self, prompts: int | None = None) -> dict[float, list[Response]]:
-        """Texts the target wrote at each evaluated temperature to validation prompts, as many as the recipe says (or
-        `prompts`), workloads in turn. They are sampled as the report samples: with the filters of `evaluation`, under
-        which drafts will be verified, and not those of `regenerate`."""
+        """Texts the target wrote at each evaluated temperature to `prompts` validation prompts (None: as many as the
+        recipe says), workloads in turn. They are sampled with the filters of `evaluation`, under which drafts are
+        verified, not with those of `regenerate`."""
         e = self.recipe.evaluation
         if not self.recipe.data.validation:
             return {}
-        found = load_sources(self.recipe.data.validation, bad=self.bad.begin("validation"))
-        examples = workloads_in_turn(askable(found, self.tokenizer, self.bad), prompts or self.recipe.held_out_prompts)
-        self._account()
+        examples = load_sources(self.recipe.data.validation, bad=self.bad.begin("validation"))
+        examples = askable(examples, self.tokenizer, self.bad)
+        examples = workloads_in_turn(examples, prompts or self.recipe.held_out_prompts)
+        self._report_bad()
         chosen = [(example, t) for t in e.temperatures for example in examples]
         responses = self._responses(
             "held-out responses",
@@ -166,7 +193,7 @@ class RunData:
                     examples,
                     self.tokenizer,
                     section,
-                    target_hash=self.target_hash,
+                    target_hash=self.hashes.combined,
                     folder=self.responses_folder,
                     max_length=self.recipe.data.max_length,
                     facts=self.facts,
@@ -178,15 +205,15 @@ class RunData:
                     record=self.record,
                 )
             if self.accelerator.is_main_process:
-                kept = self.responses_folder / f"{settings_hash(section, self.target_hash)}.json"
+                kept = self.responses_folder / f"{settings_hash(section, self.hashes.combined)}.json"
                 keep_summary(Path(self.recipe.output_dir), kept)
         self.accelerator.wait_for_everyone()
         return responses
 
 
 def waits_on_host(recipe: Recipe, accelerator: Accelerator) -> bool:
-    """Whether the target stays in the host's memory until it is shared out, and is never whole on a device: where it
-    is asked for nothing before, neither for texts nor for features that a start is fitted to."""
+    """True if the target stays in the host's memory until it is sharded, and is never whole on a device: it writes no
+    texts before, and no start is fitted to its features."""
     writes = bool(recipe.regenerate.enabled or recipe.data.validation) and not recipe.regenerate.endpoints
     fitted = getattr(recipe.drafter, "init", None) == "least_squares"
     return recipe.target.sharding == "fsdp" and accelerator.num_processes > 1 and not writes and not fitted
@@ -196,7 +223,7 @@ def workloads_in_turn(examples: Sequence[Example], count: int) -> list[Example]:
     """`count` examples in their order: the first of each workload, then the second of each, and so on."""
     seen: Counter[str] = Counter()
     turns = []
-    for place, example in enumerate(examples):
-        turns.append((seen[example.workload], place))
+    for index, example in enumerate(examples):
+        turns.append((seen[example.workload], index))
         seen[example.workload] += 1
-    return [examples[place] for place in sorted(place for _, place in sorted(turns)[:count])]
+    return [examples[index] for index in sorted(index for _, index in sorted(turns)[:count])]

@@ -1,29 +1,95 @@
-"""What a run leaves behind: its drafter in every format of the recipe.
+"""What a run leaves behind: its drafter in every format of the recipe, and the target if it was trained along.
 
 The first format is `<output_dir>/export`, the folder that is measured; any other is a folder of its own beside it,
 `export-<format>`. Not below it: an upload or a loader that takes every *.safetensors of a folder would find several
-drafters there. Must not know what a format says.
+drafters there.
 """
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
+from safetensors.torch import load_file
 
-from speculators.export import export_drafter
-from train.recipe.run_folder import EXPORT
+from speculators.drafter import Drafter
+from speculators.errors import CheckpointError, ConfigError
+from speculators.export import describe_target, export_drafter
+from speculators.precision import as_dtype
+from speculators.registry import family_class
+from train.data.packing import conversation_tokenizer
+from train.recipe.drafter_config import drafter_config
+from train.recipe.load import load_recipe
+from train.recipe.recipe import Recipe
+from train.recipe.run_folder import EXPORT, RECIPE, TARGET, checkpoints
+from train.regeneration.record import summary
+from train.regeneration.store import Response
+from train.trainer import checkpoint
+from train.trainer.joint_target import JointTarget
 
-if TYPE_CHECKING:
-    from speculators.drafter import Drafter
-    from train.recipe.recipe import Recipe
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def write_formats(recipe: Recipe, drafter: Drafter, *, dtype: torch.dtype, provenance: dict[str, Any]) -> Path:
-    """Writes every format; returns the folder of the first."""
-    out, names = Path(recipe.output_dir), recipe.export.formats
-    folders = [out / (f"{EXPORT}-{name}" if i else EXPORT) for i, name in enumerate(names)]
-    for name, folder in zip(names, folders, strict=True):
+@dataclass
+class Trained:
+    """The result of a training: the drafter (and the adapter of the target) with the weights of the last stage's best
+    held-out evaluation, its last ones without; the state, whose history is that of all stages; held-out texts."""
+
+    drafter: Drafter
+    state: checkpoint.TrainState
+    tokenizer: Any
+    held_out: dict[float, list[Response]]
+    joint: JointTarget | None = None
+
+
+def export(recipe: Recipe, trained: Trained) -> Path:
+    """Writes every format in the target checkpoint's dtype unless the recipe names one, and the target if it was
+    trained along; returns the folder of the first format."""
+    drafter, state, out = trained.drafter, trained.state, Path(recipe.output_dir)
+    dtype = drafter.target.checkpoint_dtype if recipe.export.dtype == "auto" else as_dtype(recipe.export.dtype)
+    template = conversation_tokenizer(recipe.data, trained.tokenizer).template_facts()
+    provenance = recipe.provenance(state.best_step or state.step) | template | summary(out)
+    if trained.joint is not None:
+        texts = [(r.prompt_ids, r.output_ids) for responses in trained.held_out.values() for r in responses]
+        before, after = trained.joint.held_out_loss(texts)
+        change = {"before": before, "after": after, "responses": len(texts)}
+        trained.joint.export(out / TARGET, trained.tokenizer, change)
+        provenance["target"] = describe_target(drafter.target) | {"name_or_path": str(out / TARGET)}
+    for i, name in enumerate(recipe.export.formats):
+        folder = out / (f"{EXPORT}-{name}" if i else EXPORT)
         export_drafter(drafter, folder, dtype=dtype, provenance=provenance, format=name)
-    return folders[0]
+    return out / EXPORT
+
+
+def reexport(run_dir: Path, out: Path, *, dtype: str = "auto", format: str = "vllm") -> tuple[Path, int]:
+    """Writes the run's best weights (the newest without held-out evaluation) to `out`; returns it and their step.
+
+    Of the target only config.json is read.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
+    if not (run_dir / RECIPE).is_file():
+        raise CheckpointError(f"{run_dir}: holds no {RECIPE}, so it is not a run's folder; give runs/<name>")
+    recipe = load_recipe(run_dir / RECIPE, [f"output_dir={run_dir}"])  # the folder may have been moved
+    root = checkpoints(recipe)
+    newest = checkpoint.latest(root)
+    if newest is None:
+        raise CheckpointError(f"{root}: no complete checkpoint; run the recipe first")
+    target = recipe.target.sketch()
+    config = drafter_config(recipe, target)
+    drafter = family_class(config.family)(config)
+    state = json.loads((newest / "state.json").read_text())
+    if (root / "best").is_dir():
+        step = int(state["best_step"])
+        checkpoint.load_best(root, drafter)
+    else:
+        step = int(state["step"])
+        drafter.load_state_dict(load_file(newest / "drafter.safetensors"), strict=True)
+    wanted = dtype if dtype != "auto" else recipe.export.dtype
+    exported = target.checkpoint_dtype if wanted == "auto" else as_dtype(wanted)
+    tokenizer = recipe.target.load_tokenizer()
+    facts = conversation_tokenizer(recipe.data, tokenizer).template_facts() | summary(run_dir)
+    provenance = recipe.provenance(step) | facts | {"target": describe_target(target)}
+    return export_drafter(drafter, out, dtype=exported, provenance=provenance, format=format), step

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from inference.console import size_text
-from inference.provenance import config_sha256, text_sha256
+from inference.provenance import text_sha256
 from inference.vllm_bridge.hidden_states import HiddenStates
 from speculators.errors import ConfigError
 from speculators.hub import cached_folder
@@ -29,7 +28,7 @@ from speculators.target.frozen_target import FrozenTarget
 from train.data.packing import PackedRow, best_fit
 from train.features.cache import SOURCE, CacheKey, FeatureCache, ShardWriter, missing, texts_of
 from train.features.row_features import RowFeatures
-from train.pipeline.data_stage import RunData
+from train.pipeline.data_stage import TrainingData
 from train.pipeline.progress import Stages
 from train.recipe.recipe import Recipe
 
@@ -40,22 +39,23 @@ SPARE = 1.02  # of the disk: names, headers, other writers
 
 
 def training_features(
-    recipe: Recipe, data: RunData, rows: Sequence[PackedRow], accelerator: Accelerator, stages: Stages
+    recipe: Recipe, target: FrozenTarget, data: TrainingData, accelerator: Accelerator, stages: Stages
 ) -> RowFeatures:
-    """The features of the rows, for the loop; with `mode: cache` from the disk, once all of them are there."""
+    """The features of the training rows, for the loop; with `mode: cache` from the disk, once all of them are there."""
     cache = None
     if recipe.features.mode == "cache":
         with accelerator.main_process_first():  # it may delete what is there
-            cache = open_cache(recipe, data, stages).scan()
+            cache = open_cache(recipe, target, data, stages).scan()
         accelerator.wait_for_everyone()
         writer = Writer((accelerator.process_index, accelerator.num_processes))
         if recipe.features.engine == "vllm":
             writer = vllm_writer(accelerator, recipe.features.vllm_options)
-        fill(recipe, data, rows, cache, stages, writer)
+        fill(recipe, target, data.rows, cache, stages, writer)
         accelerator.wait_for_everyone()
         cache.scan()
     keep_bytes = recipe.training.keep_features_gb * 2**30
-    return RowFeatures(data.target, rows, pad_token_id=data.pad_token_id, keep_bytes=keep_bytes, cache=cache)
+    pad = data.tokenizer.tokenizer.pad_token_id or 0
+    return RowFeatures(target, data.rows, pad_token_id=pad, keep_bytes=keep_bytes, cache=cache)
 
 
 @dataclass(frozen=True)
@@ -96,15 +96,15 @@ def _root(recipe: Recipe) -> Path:
     return Path(recipe.features.dir or Path(recipe.output_dir) / "features")
 
 
-def cache_key(recipe: Recipe, data: RunData) -> CacheKey:
-    section, target, tokenizer = recipe.features, data.target, data.tokenizer.tokenizer
+def cache_key(recipe: Recipe, target: FrozenTarget, data: TrainingData) -> CacheKey:
+    section, tokenizer = recipe.features, data.tokenizer.tokenizer
     words = getattr(tokenizer, "backend_tokenizer", None)
     return CacheKey(
         target=recipe.target.model,
-        weights=data.weights_hash,
-        config=config_sha256(cached_folder(recipe.target.model, recipe.target.revision)),
+        weights=data.hashes.weights,
+        config=data.hashes.config,
         tokenizer=str(text_sha256(words.to_str() if words else str(sorted(tokenizer.get_vocab().items())))),
-        template=str(text_sha256(data.tokenizer.chat_template or tokenizer.chat_template or "")),
+        template=data.hashes.template,
         hidden_size=target.hidden_size,
         taps=target.tap_layers,
         dtype=str(target.dtype).removeprefix("torch."),
@@ -114,11 +114,11 @@ def cache_key(recipe: Recipe, data: RunData) -> CacheKey:
     )
 
 
-def open_cache(recipe: Recipe, data: RunData, stages: Stages) -> FeatureCache:
+def open_cache(recipe: Recipe, target: FrozenTarget, data: TrainingData, stages: Stages) -> FeatureCache:
     """The recipe's cache. ConfigError if its folder has features of a target that has changed, unless the recipe says
     what shall become of them; whatever else lies there unused is said."""
     section = recipe.features
-    cache = FeatureCache(_root(recipe), cache_key(recipe, data))
+    cache = FeatureCache(_root(recipe), cache_key(recipe, target, data))
     outdated = cache.outdated()
     for path, key in outdated:
         changed = [name for name in SOURCE if name in cache.key.differences(key)]
@@ -140,7 +140,7 @@ def open_cache(recipe: Recipe, data: RunData, stages: Stages) -> FeatureCache:
 
 def fill(
     recipe: Recipe,
-    data: RunData,
+    target: FrozenTarget,
     rows: Sequence[PackedRow],
     cache: FeatureCache,
     stages: Stages,
@@ -163,12 +163,18 @@ def fill(
     number, of = who.part
     mine = [row for row in rows[number::of] if any(text in wanted for text, _ in texts_of(row))]
     texts = {text: wanted[text] for row in mine for text, _ in texts_of(row) if text in wanted}
-    with ExitStack() as stack:
-        advance = stack.enter_context(stages.stage("write features", sum(texts.values())))
-        writer = stack.enter_context(ShardWriter(cache, section.shard_mb * 1e6))
-        source = partial(_from_vllm, devices=who.devices) if section.engine == "vllm" else _from_target
+    features = (
+        _from_vllm(recipe, target, mine, set(texts), who.devices)
+        if section.engine == "vllm"
+        else _from_target(target, mine, set(texts))
+    )
+    with (
+        stages.stage("write features", sum(texts.values())) as advance,
+        ShardWriter(cache, section.shard_mb * 1e6) as writer,
+        closing(features),
+    ):
         done = 0
-        for text, taps, last_hidden in source(recipe, data, mine, set(texts), stack):
+        for text, taps, last_hidden in features:
             writer.add(text, taps, last_hidden)
             done += len(last_hidden)
             advance(done)
@@ -189,11 +195,9 @@ def refuse_small_disk(cache: FeatureCache, tokens: int) -> None:
         )
 
 
-def _from_target(
-    recipe: Recipe, data: RunData, rows: Sequence[PackedRow], wanted: set[bytes], stack: ExitStack
-) -> Iterator[Text]:
+def _from_target(target: FrozenTarget, rows: Sequence[PackedRow], wanted: set[bytes]) -> Generator[Text]:
     """Packed rows one by one, as kept features are made, so that a text is what it is in a run without a cache."""
-    features = RowFeatures(data.target, rows, pad_token_id=data.pad_token_id)
+    features = RowFeatures(target, rows)
     for index, row in enumerate(rows):
         taps, last_hidden = features.made(index)
         for text, place in texts_of(row):
@@ -203,35 +207,24 @@ def _from_target(
 
 
 def _from_vllm(
-    recipe: Recipe,
-    data: RunData,
-    rows: Sequence[PackedRow],
-    wanted: set[bytes],
-    stack: ExitStack,
-    devices: Sequence[int] | None,
-) -> Iterator[Text]:
-    """Every text a prompt of its own; the states before the final norm are normed here, as the target does it."""
-    target, texts = data.target, []
-    for row in rows:
-        for text, place in texts_of(row):
-            if text in wanted:
-                wanted.discard(text)
-                texts.append((text, row.input_ids[place].tolist()))
-    engine = stack.enter_context(
-        HiddenStates(
-            str(cached_folder(recipe.target.model, recipe.target.revision)),
-            [*(tap for tap in target.tap_layers if tap != target.num_layers), target.num_layers],
-            longest=max(len(ids) for _, ids in texts),
-            dtype=str(target.dtype).removeprefix("torch."),
-            options={"trust_remote_code": recipe.target.trust_remote_code, **recipe.features.vllm_options},
-            folder=_root(recipe),
-            devices=devices,
-        )
-    )
-    for members in best_fit([min(len(ids), TOGETHER) for _, ids in texts], TOGETHER):
-        some = [texts[i] for i in members]
-        for (text, _), states in zip(some, engine.of([ids for _, ids in some]), strict=True):
-            yield text, *features_of_states(target, states)
+    recipe: Recipe, target: FrozenTarget, rows: Sequence[PackedRow], wanted: set[bytes], devices: Sequence[int] | None
+) -> Generator[Text]:
+    """Every text is a prompt of its own; the states before the final norm are normed here, as the target does it."""
+    places = {text: (row, place) for row in rows for text, place in texts_of(row) if text in wanted}
+    texts = [(text, row.input_ids[place].tolist()) for text, (row, place) in places.items()]
+    with HiddenStates(
+        str(cached_folder(recipe.target.model, recipe.target.revision)),
+        [*(tap for tap in target.tap_layers if tap != target.num_layers), target.num_layers],
+        longest=max(len(ids) for _, ids in texts),
+        dtype=str(target.dtype).removeprefix("torch."),
+        options={"trust_remote_code": recipe.target.trust_remote_code, **recipe.features.vllm_options},
+        folder=_root(recipe),
+        devices=devices,
+    ) as engine:
+        for members in best_fit([min(len(ids), TOGETHER) for _, ids in texts], TOGETHER):
+            batch = [texts[i] for i in members]
+            for (text, _), states in zip(batch, engine.of([ids for _, ids in batch]), strict=True):
+                yield text, *features_of_states(target, states)
 
 
 def features_of_states(target: FrozenTarget, states: Tensor) -> tuple[Tensor | None, Tensor]:

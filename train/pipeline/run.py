@@ -1,39 +1,34 @@
 """One run from a recipe to a measured drafter: data -> regenerate -> train -> export -> acceptance.
 
-Every stage leaves its result below the run's folder and is passed over when it is there already, so running the same
-command again continues. Knows the order of the stages and nothing of how they work.
+Every stage leaves its result below the run's folder and is skipped when it is there already, so that running the same
+command again continues.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 
-from inference.entrypoints.loading import load_tokenizer
 from inference.evaluation.expected_acceptance import expected_acceptance
 from inference.spec_decode.replay import ReplayResult, standard_error
 from speculators.drafter import Drafter
 from speculators.errors import ConfigError
-from speculators.export import describe_target
 from speculators.export.upload import account
-from speculators.precision import as_dtype, autocast_dtype, free_memory, own_device
+from speculators.precision import autocast_dtype, free_memory, own_device
 from speculators.target.frozen_target import FrozenTarget
-from train.data.packing import conversation_tokenizer
 from train.on_policy.refresh import OnPolicy
-from train.on_policy.rollout import LLMWriter
 from train.pipeline import trackers
 from train.pipeline.acceptance_stage import require_engines
-from train.pipeline.data_stage import RunData, waits_on_host
+from train.pipeline.data_stage import prepare_data, waits_on_host
 from train.pipeline.drafter_stage import make_drafter, meet_tokenizers
-from train.pipeline.export_stage import write_formats
+from train.pipeline.export_stage import Trained, export
 from train.pipeline.features_stage import training_features
 from train.pipeline.progress import Stages
 from train.planner.devices import total_memory
@@ -41,8 +36,7 @@ from train.planner.plan import require_memory_to_measure
 from train.recipe.drafter_config import drafter_config, sketch_drafter
 from train.recipe.load import load_recipe
 from train.recipe.recipe import Recipe
-from train.recipe.run_folder import RECIPE, TARGET
-from train.regeneration.record import summary
+from train.recipe.run_folder import RECIPE, checkpoints
 from train.regeneration.store import Response
 from train.trainer import checkpoint
 from train.trainer.checkpoint import fingerprint
@@ -98,19 +92,14 @@ def run(
 
         code = accept(recipe, stages=stages, history=history)
         trackers.attach_report(recipe, accelerator, steps)
-        if recipe.export.push_to_hub:
-            _push(recipe, stages, code)
+        if recipe.export.push_to_hub and code:
+            stages.say(f"not pushed to {recipe.export.hub_model_id}: a gate is missed")
+        elif recipe.export.push_to_hub:
+            from train.pipeline.publish import push_run
+
+            stages.say(push_run(recipe, stages.say).describe(str(recipe.export.hub_model_id)))
     accelerator.end_training()
     return code
-
-
-def _push(recipe: Recipe, stages: Stages, code: int) -> None:
-    from train.pipeline.publish import push_run
-
-    if code:
-        stages.say(f"not pushed to {recipe.export.hub_model_id}: a gate is missed")
-    else:
-        stages.say(push_run(recipe, stages.say).describe(str(recipe.export.hub_model_id)))
 
 
 def make_accelerator(recipe: Recipe) -> Accelerator:
@@ -136,7 +125,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
 
 
 def load_target(recipe: Recipe, accelerator: Accelerator, tap_layers: Sequence[int]) -> FrozenTarget:
-    """On the device of this process, or for now in the host's memory if it is shared out before it is asked."""
+    """The target on the device of this process, or in the host's memory if it is sharded before its first forward."""
     t = recipe.target
     return FrozenTarget.from_pretrained(
         t.model,
@@ -153,120 +142,68 @@ def load_target(recipe: Recipe, accelerator: Accelerator, tap_layers: Sequence[i
 # ---------------------------------------------------------------- training
 
 
-def checkpoints(recipe: Recipe, stage: str | None = None) -> Path:
-    """The folder of a stage's checkpoints, by default of the last; without stages there is one."""
-    root = Path(recipe.output_dir) / "checkpoints"
-    names = [each.name for each in recipe.stages]
-    return root / (stage or names[-1]) if names else root
-
-
-@dataclass
-class Trained:
-    """What a training leaves: the drafter (and the adapter of the target) with the weights of the last stage's best
-    held-out evaluation, its last ones without; the state, whose history is that of all stages; held-out texts."""
-
-    drafter: Drafter
-    state: checkpoint.TrainState
-    tokenizer: Any
-    held_out: dict[float, list[Response]]
-    joint: JointTarget | None = None
-
-
 def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
     """Every stage of the training, one after the other."""
-    probe = load_target(recipe, accelerator, ())
+    config = drafter_config(recipe, recipe.target.sketch(accelerator.device))
+    sketch_drafter(recipe, config)  # what cannot be drafted is refused before anything is loaded
     if waits_on_host(recipe, accelerator):
         unasked = "; endpoints are not compared with it" if recipe.regenerate.endpoints else ""
         stages.say(f"      the target waits in the host's memory, and goes to the devices a layer at a time{unasked}")
-    config = drafter_config(recipe, probe)
-    sketch_drafter(recipe, config)  # what cannot be drafted is refused before anything is generated
-    target = FrozenTarget(probe.model, config.tap_layers)
-    probe.close()
-    tokenizer = load_tokenizer(
-        recipe.target.model, None, revision=recipe.target.revision, trust_remote_code=recipe.target.trust_remote_code
-    )
-    drafter, history, before = None, [], ""
+    target, tokenizer = load_target(recipe, accelerator, config.tap_layers), recipe.target.load_tokenizer()
+    drafter, history, previous = None, [], ""
     for name, part in recipe.training_stages():
-        data = RunData(part, target, tokenizer, accelerator, stages, stage=name)
-        rows, held_out = data.training_rows(), data.held_out()
-        prompts = data.prompts() if part.on_policy else []
-        del data.llm
-        features = training_features(part, data, rows, accelerator, stages)
+        data = prepare_data(part, target, tokenizer, accelerator, stages, name)
+        features = training_features(part, target, data, accelerator, stages)
         folder = checkpoints(recipe, name)
         if drafter is None:
             drafter = make_drafter(part, config, target, features, stages, folder)
             meet_tokenizers(recipe, drafter, tokenizer)
             share_out(accelerator, target, recipe.target.sharding)
-            trained = sum(p.numel() for p in drafter.trainable_parameters())
-            stages.say(
-                f"      {recipe.family}: {trained / 1e6:.2f} M trainable parameters on a target of "
-                f"{sum(p.numel() for p in target.parameters()) / 1e6:.1f} M"
-                + (f"; taps {list(config.tap_layers)}" if config.tap_layers else "")
-            )
-        before = fingerprint(part, data.target_hash, before)
-        joint = JointTarget(target, part.joint, part.training.seed) if part.joint else None
+            stages.say(_sizes(drafter, target))
+        previous = fingerprint(part, data.hashes.combined, previous)
         trainer = Trainer(
             part,
             target,
             drafter,
-            rows,
+            data.rows,
             accelerator=accelerator,
             folder=folder,
-            fingerprint=before,
-            evaluate=held_out_evaluation(part, target, held_out) if held_out else None,
+            fingerprint=previous,
+            evaluate=held_out_evaluation(part, target, data.held_out) if data.held_out else None,
             features=features,
-            joint=joint,
-            on_policy=_on_policy(part, target, tokenizer, prompts, accelerator, folder),
+            joint=JointTarget(target, part.joint, part.training.seed) if part.joint else None,
+            on_policy=OnPolicy(part, target, data.prompts, folder=folder, accelerator=accelerator, tokenizer=tokenizer)
+            if part.on_policy
+            else None,
         )
-        with stages.stage(f"train {recipe.family}{f': {name}' if name else ''}", 100) as advance:
-            state = trainer.run(lambda share, note, advance=advance: advance(round(100 * share, 1), note))
-        if state.best_value is not None:
-            checkpoint.load_best(folder, drafter, joint)
-            stages.say(f"      best of the held-out evaluations: {held_out_figure(state.history, state.best_step)}")
+        state = _train_stage(trainer, stages, f"train {recipe.family}{f': {name}' if name else ''}")
         history += state.history
-    return Trained(drafter, replace(state, history=history), tokenizer, held_out, joint)
+    return Trained(drafter, replace(state, history=history), tokenizer, data.held_out, trainer.joint)
 
 
-def _on_policy(
-    recipe: Recipe,
-    target: FrozenTarget,
-    tokenizer: Any,
-    prompts: Sequence[Sequence[int]],
-    accelerator: Accelerator,
-    folder: Path,
-) -> OnPolicy | None:
-    """The texts of a stage that has an `on_policy` section, and who writes them."""
-    section = recipe.on_policy
-    if section is None:
-        return None
-    drafts = section.num_speculative_tokens or recipe.evaluation.num_speculative_tokens
-    writer = LLMWriter(
-        target,
-        num_speculative_tokens=None if recipe.drafter_writes() else drafts,
-        sampling=recipe.regenerate.model_copy(
-            update={"temperatures": section.temperatures or recipe.regenerate.temperatures}
-        ),
-        max_new_tokens=section.max_new_tokens,
-        max_length=recipe.data.max_length,
-        batch_size=recipe.regenerate.batch_size,
-        tokenizer=tokenizer,
-    )
-    return OnPolicy(
-        recipe,
-        target,
-        writer,
-        prompts,
-        folder=folder,
-        process=accelerator.process_index,
-        processes=accelerator.num_processes,
-        pad_token_id=tokenizer.pad_token_id or 0,
+def _train_stage(trainer: Trainer, stages: Stages, title: str) -> checkpoint.TrainState:
+    """Trains, and leaves the weights of the best held-out evaluation in the drafter if there was one."""
+    with stages.stage(title, 100) as advance:
+        state = trainer.run(lambda done, note: advance(round(100 * done, 1), note))
+    if state.best_value is not None:
+        checkpoint.load_best(trainer.folder, trainer.drafter, trainer.joint)
+        stages.say(f"      best of the held-out evaluations: {held_out_figure(state.history, state.best_step)}")
+    return state
+
+
+def _sizes(drafter: Drafter, target: FrozenTarget) -> str:
+    trained, frozen = (sum(p.numel() for p in ps) for ps in (drafter.trainable_parameters(), target.parameters()))
+    taps = f"; taps {list(target.tap_layers)}" if target.tap_layers else ""
+    return (
+        f"      {drafter.config.family}: {trained / 1e6:.2f} M trainable parameters on a target of "
+        f"{frozen / 1e6:.1f} M{taps}"
     )
 
 
 def held_out_evaluation(recipe: Recipe, target: FrozenTarget, held_out: dict[float, list[Response]]):
     """Expected acceptance length (exact replay) on texts the target wrote, per temperature, and their mean, each with
-    its standard error. `held_out`: written with the filters of `evaluation` (`RunData.held_out`), under which they are
-    replayed, so that it is what the report's runtime will do."""
+    its standard error. `held_out` was written with the filters of `evaluation` and is replayed under them, as the
+    report's runtime does."""
     e = recipe.evaluation
 
     def evaluate(drafter: Drafter) -> dict[str, float]:
@@ -286,19 +223,3 @@ def held_out_evaluation(recipe: Recipe, target: FrozenTarget, held_out: dict[flo
         return {**figures, EXPECTED: mean, **errors, ERROR: standard_error(samples)}
 
     return evaluate
-
-
-def export(recipe: Recipe, trained: Trained) -> Path:
-    """`<output_dir>/export`, in the target checkpoint's dtype unless the recipe names one, further formats beside it;
-    the target too if it was trained along."""
-    drafter, state, out = trained.drafter, trained.state, Path(recipe.output_dir)
-    dtype = drafter.target.checkpoint_dtype if recipe.export.dtype == "auto" else as_dtype(recipe.export.dtype)
-    template = conversation_tokenizer(recipe.data, trained.tokenizer).template_facts()
-    provenance = recipe.provenance(state.best_step or state.step) | template | summary(out)
-    if trained.joint is not None:
-        texts = [(r.prompt_ids, r.output_ids) for responses in trained.held_out.values() for r in responses]
-        before, after = trained.joint.held_out_loss(texts)
-        change = {"before": before, "after": after, "responses": len(texts)}
-        trained.joint.export(out / TARGET, trained.tokenizer, change)
-        provenance["target"] = describe_target(drafter.target) | {"name_or_path": str(out / TARGET)}
-    return write_formats(recipe, drafter, dtype=dtype, provenance=provenance)

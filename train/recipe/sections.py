@@ -73,6 +73,12 @@ class TargetSection(Section):
             device=device,
         )
 
+    def load_tokenizer(self) -> Any:
+        """The target's tokenizer."""
+        from inference.entrypoints.loading import load_tokenizer  # imports torch and transformers
+
+        return load_tokenizer(self.model, None, revision=self.revision, trust_remote_code=self.trust_remote_code)
+
 
 BUDGETS = ("steps", "epochs", "max_minutes")  # of training; one of them at least
 WITHOUT_EFFECT = {  # keys of earlier versions that nothing read, and what to do instead

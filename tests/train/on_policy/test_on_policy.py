@@ -19,7 +19,6 @@ from speculators.target.frozen_target import FrozenTarget
 from tests.forked import Forked
 from tests.train.trainer.test_loop import assert_equal, make_rows, weights
 from train.on_policy.refresh import FOLDER, OnPolicy
-from train.on_policy.rollout import LLMWriter
 from train.recipe.drafter_config import sketch_drafter
 from train.recipe.recipe import recipe_class
 from train.trainer.trainer import Trainer
@@ -37,6 +36,8 @@ def make_recipe(family: str = "eagle3", on_policy: dict | None = None, **trainin
             "target": {"model": "tiny"},
             "data": {"train": [{"path": "chats.jsonl"}], "max_length": 64},
             "drafter": {"unroll_steps": 3, **shape},
+            "regenerate": {"batch_size": 3},
+            "evaluation": {"num_speculative_tokens": 3},
             "loss": {"forward_kl": 1.0},
             "training": {**defaults, **training},
             "on_policy": None
@@ -54,19 +55,9 @@ def make_trainer(make_model, folder: Path, recipe, accelerator: Accelerator | No
     drafter.attach(target).initialise_from(target, recipe.drafter)
     accelerator, on_policy = accelerator or Accelerator(cpu=True), None
     if recipe.on_policy is not None:
-        p = recipe.on_policy
-        writer = LLMWriter(
-            target,
-            num_speculative_tokens=3,
-            sampling=recipe.regenerate,
-            max_new_tokens=p.max_new_tokens,
-            max_length=recipe.data.max_length,
-            batch_size=3,
-        )
         ids = np.random.default_rng(1)
         prompts = [tuple(ids.integers(3, 100, int(ids.integers(1, 9))).tolist()) for _ in range(7)]
-        places = {"process": accelerator.process_index, "processes": accelerator.num_processes}
-        on_policy = OnPolicy(recipe, target, writer, prompts, folder=folder, **places)
+        on_policy = OnPolicy(recipe, target, prompts, folder=folder, accelerator=accelerator)
     return Trainer(
         recipe, target, drafter, make_rows(), accelerator=accelerator, folder=folder, fingerprint="a",
         on_policy=on_policy,
@@ -87,7 +78,7 @@ def test_killed_anywhere_ends_with_the_same_weights(tiny_model, tmp_path, stop_a
     with pytest.raises(RuntimeError, match="power cut"):
         broken.run(die)
     folder = tmp_path / "broken" / FOLDER
-    (folder / "step-00000000.4711.json").write_text("torn")
+    (folder / ".step-00000000.json.4711").write_text("torn")
     for path in folder.glob("step-????????.json"):
         if int(path.name[5:13]) >= stop_after // 2 * 2:  # what the run that goes on must not read
             path.write_text("{}")

@@ -11,8 +11,7 @@ from tests.inference.conftest import StubProposer
 from tests.train.trainer.test_loop import make_recipe, make_rows, make_trainer
 from train.data.packing import collate
 from train.on_policy.branches import branching_row, rollout_rows
-from train.on_policy.rollout import LLMWriter, Rollout, Round, RoundLog
-from train.recipe.data_sections import RegenerateSection
+from train.on_policy.rollout import Rollout, RolloutWriter, Round, RoundLog
 
 PROMPTS = [[3 + (i * i) % 90 for i in range(n)] for n in (9, 1, 12, 5)]
 DRAFTS, WRITTEN = 3, 21
@@ -35,9 +34,10 @@ def test_a_writer_logs_the_rounds_of_its_text(tiny_model, tmp_path, temperature)
     """Greedy text is the target's own; seeds decide everything; the drafter goes on training as it was."""
     trainer = make_trainer(tiny_model, tmp_path, make_recipe())
     drafter, before = trainer.drafter.train(), trainer.drafter.state_dict()
-    sampling = RegenerateSection.model_validate({"temperatures": temperature})
-    sizes = dict(num_speculative_tokens=DRAFTS, sampling=sampling, max_new_tokens=WRITTEN, max_length=25)
-    writer = LLMWriter(trainer.target, **sizes, batch_size=3)
+    sizes = {"num_speculative_tokens": DRAFTS, "max_new_tokens": WRITTEN, "temperatures": temperature}
+    data = {"train": [{"path": "chats.jsonl"}], "max_length": 25}
+    tree = trainer.recipe.model_dump(mode="json") | {"on_policy": sizes, "regenerate": {"batch_size": 3}, "data": data}
+    writer = RolloutWriter(trainer.target, type(trainer.recipe).model_validate(tree))
     found = [checked(each) for each in writer.write(drafter, PROMPTS, [7, 8, 9, 10])]
     assert found == writer.write(drafter, PROMPTS, [7, 8, 9, 10])
     assert [len(each.prompt_ids) + len(each.output_ids) <= 25 for each in found] == [True] * 4

@@ -16,7 +16,7 @@ from tests.conftest import make_tiny_model
 from tests.speculators.families.conftest import Case, make
 from train.data.sources import Example
 from train.pipeline import data_stage as run_data
-from train.pipeline.data_stage import RunData, workloads_in_turn
+from train.pipeline.data_stage import DataStage, workloads_in_turn
 from train.pipeline.run import held_out_evaluation
 from train.recipe.recipe import make_recipe
 from train.regeneration.store import Response
@@ -80,9 +80,9 @@ def test_held_out_texts_are_written_as_the_report_samples(monkeypatch) -> None:
 
     monkeypatch.setattr(run_data, "load_sources", lambda *_, **__: [example("w")] * 9)
     monkeypatch.setattr(run_data, "askable", lambda examples, *_: examples)
-    data: Any = RunData.__new__(RunData)
+    data: Any = DataStage.__new__(DataStage)
     data.recipe, data.tokenizer, data.bad = made, None, SimpleNamespace(begin=lambda name: None)
-    data._responses, data._account = responses, lambda: None
+    data._responses, data._report_bad = responses, lambda: None
     found, section = data.held_out(), asked["section"]
     assert (section.top_p, section.top_k, section.max_new_tokens) == (0.9, 20, 7)
     assert {t: len(texts) for t, texts in found.items()} == {0.0: 3, 0.7: 3}  # 5 texts, the same prompts at both
