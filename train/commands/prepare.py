@@ -1,11 +1,12 @@
 """`draftsmith prepare`: a recipe's data before anything is trained on it, as tables, bars and a sample with its mask.
 
-Must not know how examples are read or masks are found (`train.data.prepare`).
+Examples are read and tokenised as a run does it; torch is imported when the command runs.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,16 +17,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from speculators.errors import ConfigError
-from train.data.bad_rows import REASONS
+from speculators.errors import ConfigError, DataError
+from train.data.bad_rows import REASONS, BadRow
 
 if TYPE_CHECKING:
-    from train.commands.prepare_report import DataReport, Sample
+    from train.data.loss_mask import ConversationTokenizer, TokenRow
     from train.data.prepare import Prepared
+    from train.data.sources import Example
+    from train.recipe.recipe import Recipe
 
+BUCKETS = 8  # of a histogram of lengths
 BLOCKS = "▁▂▃▄▅▆▇█"
 ELIDED = 300  # characters shown at either end of a long stretch without supervision
-FIRST = 120  # characters of the first row left out for a reason
+FIRST = 120  # characters shown of the first row left out for a reason
 LEFT_OUT = {
     "duplicate": "asks what an earlier example asks",
     "near_duplicate": "asks nearly what an earlier example asks",
@@ -44,8 +48,6 @@ def prepare(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Read the data of a recipe as a run would: counts, lengths, what is left out and why, and a sample's mask."""
-    from inference.entrypoints.loading import load_tokenizer
-    from train.commands.prepare_report import report, show_sample
     from train.data.packing import conversation_tokenizer
     from train.data.prepare import bad_rows, training_examples, validation_examples
     from train.recipe.load import load_recipe
@@ -57,31 +59,117 @@ def prepare(
     bad = bad_rows(checked.data, folder, stage)
     with Console(stderr=True).status("reading and tokenising"):
         prepared = validation_examples(checked, bad) if validation else training_examples(checked, bad, folder)
-        t = checked.target
-        own = load_tokenizer(t.model, None, trust_remote_code=t.trust_remote_code, revision=t.revision)
-        tokenizer = conversation_tokenizer(checked.data, own)
-        found = report(checked, prepared, tokenizer)
+        tokenizer = conversation_tokenizer(checked.data, checked.target.load_tokenizer())
+        report = make_report(checked, prepared, tokenizer)
     if sample >= len(prepared.examples):
         raise ConfigError(f"--sample {sample}: there are {len(prepared.examples)} examples, numbered from 0")
     if as_json:
-        typer.echo(json.dumps(found.to_dict(), indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
     else:
-        shown = show_sample(prepared.examples[sample], tokenizer, regenerated=checked.regenerate.enabled)
-        _print(Console(), found, prepared, shown)
+        console = Console()
+        _print(console, report, regenerated=checked.regenerate.enabled)
+        _print_sample(console, prepared.examples[sample], tokenizer, regenerated=checked.regenerate.enabled)
     bad.finish()
 
 
-def _print(console: Console, found: DataReport, prepared: Prepared, sample: Sample) -> None:
-    console.print(_counts(found))
-    if found.regenerated:
+# ------------------------------------------------------------------ what is counted
+
+
+def make_report(recipe: Recipe, prepared: Prepared, tokenizer: ConversationTokenizer) -> dict[str, Any]:
+    """The report as JSON. Tokenises all examples as a run does it; bad ones go to `prepared.bad`. DataError if no row
+    is left.
+
+    Where the target rewrites the responses, those of the data are an indication only, and need not be there.
+    """
+    from train.data.packing import tokenise
+
+    data, regenerated, bad = recipe.data, recipe.regenerate.enabled, prepared.bad
+    uses = Counter(map(id, prepared.examples))
+    unique = list({id(example): example for example in prepared.examples}.values())
+    rows: dict[str, list[TokenRow]] = {}
+    examples, prompt_tokens = Counter[str](), Counter[str]()
+    for example, tokenised in zip(unique, tokenise(unique, tokenizer, data.max_length, data.num_proc)):
+        try:
+            if isinstance(tokenised, BadRow) and not regenerated:
+                raise tokenised
+            prompt = len(tokenizer.prompt_ids(example))
+        except BadRow as error:
+            bad.refuse(error)
+            continue
+        times = uses[id(example)]
+        examples[example.workload] += times
+        prompt_tokens[example.workload] += times * prompt
+        rows.setdefault(example.workload, []).extend([] if isinstance(tokenised, BadRow) else tokenised * times)
+    if not examples or not (regenerated or any(rows.values())):
+        raise DataError(f"no row is left: {bad}; the first is {bad.first()}")
+    everything = [row for workload in rows.values() for row in workload]
+    overall = _lengths(everything, data.max_length, examples.total(), prompt_tokens.total())
+    choices = Counter(item.why for item in prepared.left_out)
+    first = {item.why: f"{item.origin}: like {item.like}" for item in reversed(prepared.left_out)}
+    left_out = [(why, count, bad.first(why)) for why, count in bad.by_reason().items()]
+    left_out += [(why, count, first[why]) for why, count in choices.items()]
+    if overall["dropped_cut"]:
+        left_out.append((f"no response within {data.max_length} tokens", overall["dropped_cut"], ""))
+    lists = [(bad.path, bad.count()), (prepared.listed_in, len(prepared.left_out))]
+    return {
+        "use": bad.use,
+        "max_length": data.max_length,
+        "responses": "to be rewritten by the target" if regenerated else "those of the data",
+        "all": overall,
+        "workloads": {
+            name: _lengths(own, data.max_length, examples[name], prompt_tokens[name]) for name, own in rows.items()
+        },
+        "left_out": [{"why": why, "count": count, "first": example} for why, count, example in left_out],
+        "lists": [str(path) for path, count in lists if path and count],
+        **tokenizer.template_facts(),
+    }
+
+
+def _lengths(rows: list[TokenRow], max_length: int, examples: int, prompt_tokens: int) -> dict[str, Any]:
+    """Counts, quantiles and a histogram of the rows' tokens, as they are trained on."""
+    import numpy as np
+
+    from train.data.packing import fit_rows
+
+    kept, statistics = fit_rows(rows, max_length)
+    statistics.examples = examples
+    lengths = np.array([len(row) for row in kept], int)
+    edges = np.unique(np.linspace(0, max_length, BUCKETS + 1).round().astype(int)).tolist()
+    buckets = np.bincount(np.searchsorted(edges[1:], lengths), minlength=len(edges) - 1).tolist()  # (low, high]
+    names = {"min": 0, "median": 50, "p90": 90, "p99": 99, "max": 100}
+    quantiles = np.percentile(lengths, list(names.values()), method="inverted_cdf").tolist() if kept else []
+    return {
+        "examples": examples,
+        "prompt_tokens": prompt_tokens,
+        **statistics.to_dict(),
+        "lengths": dict(zip(names, map(int, quantiles))),
+        "histogram": [
+            {"from": low + 1, "to": high, "rows": count} for low, high, count in zip(edges, edges[1:], buckets)
+        ],
+    }
+
+
+# ------------------------------------------------------------------ how it is shown
+
+
+def _print(console: Console, report: dict[str, Any], *, regenerated: bool) -> None:
+    console.print(_counts(report))
+    if regenerated:
         console.print("Responses are those of the data; the run replaces them by the target's own.\n", style="dim")
-    _print_lengths(console, found)
-    if reasons := _left_out(found):
-        console.print(reasons)
-        for path in found.lists:
-            console.print(f"{path} lists them.", style="dim", highlight=False, soft_wrap=True)
-        console.print()
-    _print_sample(console, sample)
+    if report["all"]["rows"]:
+        _print_lengths(console, report["all"])
+    if not report["left_out"]:
+        return
+    table = _table("Left out", "why", "rows", "the first", right=("rows",))
+    for item in report["left_out"]:
+        why, first = item["why"], item["first"]
+        words = REASONS.get(why) or LEFT_OUT.get(why) or why
+        shown = first if len(first) <= FIRST else first[: FIRST - 3] + "..."
+        table.add_row(Text(words), f"{item['count']:,}", Text(shown, style="dim"))
+    console.print(table)
+    for path in report["lists"]:
+        console.print(f"{path} lists them.", style="dim", highlight=False, soft_wrap=True)
+    console.print()
 
 
 def _table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
@@ -91,63 +179,64 @@ def _table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
     return table
 
 
-def _counts(found: DataReport) -> Table:
+def _counts(report: dict[str, Any]) -> Table:
+    """A line per workload, and one for all of them if there are several."""
     numbers = ("examples", "prompt", "rows", "tokens", "superv.", "cut")
-    table = _table("", "workload", *numbers, f"1 … {found.max_length}", right=numbers)
-    groups = found.workloads
-    for each in [*groups, found.all] if len(groups) > 1 else groups:
-        cells = [each.name, f"{each.examples:,}", f"{each.mean_prompt:.0f}"]
-        if each.rows:
-            share = f"{each.supervised / each.tokens:.0%}"
-            cells += [f"{each.rows:,}", f"{each.tokens:,}", share, f"{each.truncated:,}", _sparks(each.histogram)]
+    table = _table("", "workload", *numbers, f"1 … {report['max_length']}", right=numbers)
+    groups = list(report["workloads"].items())
+    for name, counts in [*groups, ("all", report["all"])] if len(groups) > 1 else groups:
+        cells = [name, f"{counts['examples']:,}", f"{counts['prompt_tokens'] / max(counts['examples'], 1):.0f}"]
+        if counts["rows"]:
+            cells += [f"{counts['rows']:,}", f"{counts['tokens']:,}", f"{counts['supervised_share']:.0%}"]
+            cells += [f"{counts['truncated']:,}", _sparkline([bucket["rows"] for bucket in counts["histogram"]])]
         else:
             cells += ["to be written", "-", "-", "-", "-"]
-        table.add_row(*map(Text, cells), style="bold" if each is found.all else "")
+        table.add_row(*map(Text, cells), style="bold" if counts is report["all"] else "")
     return table
 
 
-def _sparks(counts: list[int]) -> str:
-    """One character per bucket, as high as its share of the fullest; a space for an empty one."""
+def _sparkline(counts: list[int]) -> str:
+    """One character per bucket, its height relative to the fullest; a space for an empty one."""
     top = max(counts)
     return "".join(BLOCKS[round((len(BLOCKS) - 1) * n / top)] if n else " " for n in counts)
 
 
-def _print_lengths(console: Console, found: DataReport) -> None:
-    """How many rows are how long, over all workloads."""
-    counts, edges = found.all.histogram, found.edges
-    if not found.all.rows:
-        return
-    console.print(Text("Tokens per row", style="bold"), Text(found.all.quantiles_text(), style="dim"))
+def _print_lengths(console: Console, counts: dict[str, Any]) -> None:
+    quantiles = ", ".join(f"{name} {value:,}" for name, value in counts["lengths"].items())
+    console.print(Text("Tokens per row", style="bold"), Text(quantiles, style="dim"))
     grid = Table.grid(padding=(0, 1))
     grid.add_column(justify="right", style="dim")
     grid.add_column(width=max(min(console.width - 30, 60), 10))
     grid.add_column(justify="right")
-    for low, high, count in zip(edges, edges[1:], counts):
-        grid.add_row(f"{low + 1:,} – {high:,}", Bar(max(counts), 0, count, color="cyan"), f"{count:,}")
+    top = max(bucket["rows"] for bucket in counts["histogram"])
+    for bucket in counts["histogram"]:
+        bar = Bar(top, 0, bucket["rows"], color="cyan")
+        grid.add_row(f"{bucket['from']:,} – {bucket['to']:,}", bar, f"{bucket['rows']:,}")
     console.print(grid)
     console.print()
 
 
-def _left_out(found: DataReport) -> Table | None:
-    table = _table("Left out", "why", "rows", "the first", right=("rows",))
-    for why, count, first in found.left_out:
-        words = REASONS.get(why) or LEFT_OUT.get(why) or why
-        told = first if len(first) <= FIRST else first[: FIRST - 3] + "..."
-        table.add_row(Text(words), f"{count:,}", Text(told, style="dim"))
-    return table if found.left_out else None
+def _print_sample(console: Console, example: Example, tokenizer: ConversationTokenizer, *, regenerated: bool) -> None:
+    """The rows of an example, supervised text green and the rest dim; the prompt alone if its response is missing."""
+    import numpy as np
 
-
-def _print_sample(console: Console, sample: Sample) -> None:
-    """Green what is supervised, dim what is not."""
-    console.print(Text(f"{sample.origin}, {sample.workload}", style="bold"))
-    for row in sample.rows:
+    try:
+        rows = [(row.input_ids, row.loss_mask) for row in tokenizer.rows(example)]
+    except BadRow:
+        if not regenerated:
+            raise
+        ids = np.asarray(tokenizer.prompt_ids(example))
+        rows = [(ids, np.zeros(len(ids), dtype=bool))]
+    console.print(Text(f"{example.origin}, {example.workload}", style="bold"))
+    for ids, mask in rows:
         text = Text()
-        for words, supervised in row.parts:
+        for part in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(mask)) + 1):
+            words, supervised = str(tokenizer.tokenizer.decode(ids[part], skip_special_tokens=False)), mask[part[0]]
             if not supervised and len(words) > 2 * ELIDED:
                 words = f"{words[:ELIDED]} […] {words[-ELIDED:]}"
             text.append(_visible(words), style="green" if supervised else "dim")
         console.print(text)
-        console.print(f"{row.supervised} of {row.tokens} tokens are supervised (green)", style="dim", highlight=False)
+        console.print(f"{mask.sum()} of {len(ids)} tokens are supervised (green)", style="dim", highlight=False)
 
 
 def _visible(words: str) -> str:
