@@ -52,10 +52,6 @@ class BadRow(DataError):
     def __str__(self) -> str:
         return f"{self.origin}: {self.what}"
 
-    def at(self, origin: str) -> BadRow:
-        """The same, elsewhere."""
-        return BadRow(origin, self.reason, self.what)
-
 
 class BadRows:
     """What was left out, row by row: written to `path` (JSON lines) as it comes, counted by reason.

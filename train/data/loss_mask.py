@@ -35,7 +35,7 @@ from transformers import PreTrainedTokenizerBase
 from inference.provenance import text_sha256
 from speculators.errors import DataError
 from train.data.bad_rows import BadRow
-from train.data.sources import REASONING_FIELDS, Example, Message
+from train.data.sources import REASONING_FIELDS, Example, Message, says_something, thought_of
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -167,7 +167,7 @@ class ConversationTokenizer:
     def _turn(self, example: Example, messages: list[Message], index: int, head_text: str, tail_text: str) -> Turn:
         """Turn `index`; `head_text`: all before it with the generation prompt, `tail_text`: all up to its end."""
         refusal = partial(_refusal, example, messages, index)
-        if not (messages[index]["content"].strip() or messages[index].get("tool_calls") or _thought(messages[index])):
+        if not says_something(messages[index]):
             raise refusal(
                 "empty_turn", "it is empty, so there is nothing to learn; turn regenerate on to have it written"
             )
@@ -271,7 +271,7 @@ class ConversationTokenizer:
         messages = []
         for message in example.messages:
             rest = {key: value for key, value in message.items() if key not in REASONING_FIELDS}
-            thought = _thought(message)
+            thought = thought_of(message)
             if thought is not None and self.reasoning == "keep":
                 rest |= dict.fromkeys(REASONING_FIELDS, thought)
             messages.append(rest)
@@ -322,10 +322,6 @@ class ConversationTokenizer:
 def _common(a: Sequence[Any], b: Sequence[Any]) -> int:
     """Length of the longest common prefix."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _thought(message: Message) -> str | None:
-    return next((message[name] for name in REASONING_FIELDS if message.get(name)), None)
 
 
 def _not_shown(message: Message, text: str) -> str | None:

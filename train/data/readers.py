@@ -1,15 +1,16 @@
-"""Rows as they lie in files and data sets, each with its place; what cannot be read comes as a BadRow in its turn.
+"""Reads rows from files and data sets, each with its place; a row that cannot be read is a BadRow in its turn.
 
-JSON is read a line at a time and strictly, so that a damaged line says where it is and harms no other. Must not know:
-what a row means (`train.data.sources`).
+JSON is read strictly and a line at a time, so that a damaged line is named and harms no other. The `datasets` library
+reads the hub and its own folders, and tells splits and slices.
 """
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator
-from itertools import islice
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,34 +20,34 @@ from train.recipe.data_sections import Source
 
 Row = tuple[str, Any]  # where it is, and the row or a BadRow
 LINES, LISTS, TABLES = ".jsonl", ".json", ".parquet"
-PACKED = (".gz", ".bz2", ".zst")
+COMPRESSED = (".gz", ".bz2", ".zst")
 BOM = b"\xef\xbb\xbf"
 
 
 def rows_of(source: Source, *, seed: int = 0) -> Iterator[Row]:
     """The rows of a source with a path or a name, in order. Raises DataError where there is nothing to read."""
-    if source.path is None:
-        yield from _hub_rows(source, seed)
+    path = None if source.path is None else Path(source.path)
+    if path is None or any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
+        yield from _dataset_rows(source, seed)
         return
-    path = Path(source.path)
     if not path.exists():
         hint = f"a relative path starts at the working directory, {Path.cwd().name}/"
         if not kind_of(path):
             hint = "for a dataset on the hub write name: instead of path:"
         raise DataError(f"{path}: no such file or directory; {hint}")
-    if any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
-        yield from _saved_rows(source)
-        return
     for part in (source.split or "train").split("+"):
         files = _shards(path, part.partition("[")[0]) if path.is_dir() else [_known(path, part)]
-        rows = (row for file in files for row in _file_rows(file))
-        yield from _sliced(rows, part) if "[" in part else rows
+        rows: Iterable[Row] = (row for file in files for row in _file_rows(file))
+        if "[" in part:  # all are counted first
+            counted = list(rows)
+            rows = (counted[i] for i in _slice(part, len(counted)))
+        yield from rows
 
 
 def kind_of(path: Path) -> str | None:
     """The kind of file by its name, compressed or not; None if it is none that is read here."""
-    name = path.stem if path.suffix in PACKED else path.name
-    return suffix if (suffix := Path(name).suffix) in (LINES, LISTS, TABLES) else None
+    suffix = Path(path.stem if path.suffix in COMPRESSED else path.name).suffix
+    return suffix if suffix in (LINES, LISTS, TABLES) else None
 
 
 def _known(path: Path, split: str) -> Path:
@@ -90,16 +91,15 @@ def _torn(place: str, why: str) -> Row:
     return place, BadRow(place, "torn_file", f"{why}; nothing after it can be read")
 
 
-def _sliced(rows: Iterator[Row], split: str) -> list[Row]:
-    """The rows of a slice such as train[:10%]; all are counted first."""
+def _slice(split: str, count: int) -> range:
+    """The rows of a slice such as train[:10%], of `count`."""
     from datasets import ReadInstruction
 
-    found = list(rows)
     try:
-        (part,) = ReadInstruction.from_spec(split).to_absolute({split.partition("[")[0]: len(found)})
+        (part,) = ReadInstruction.from_spec(split).to_absolute({split.partition("[")[0]: count})
     except (ValueError, AssertionError) as error:
         raise DataError(f"split {split!r}: {error}") from None
-    return found[part.from_ : part.to]
+    return range(part.from_, part.to)
 
 
 # --------------------------------------------------------------------------------------------- JSON
@@ -116,11 +116,9 @@ def _lines(path: Path) -> Iterator[Row]:
     """A row per line that is not blank; lines count from 1, as editors do."""
     with _opened(path) as file:
         for number, line in enumerate(file, 1):
-            if number == 1:
-                line = line.removeprefix(BOM)
+            line = line.removeprefix(BOM) if number == 1 else line
             if line.strip():
-                place = f"{path}:{number}"
-                yield place, _or_bad(place, lambda line=line: decode(line))
+                yield f"{path}:{number}", _decoded(line, f"{path}:{number}")
 
 
 def _list(path: Path) -> Iterator[Row]:
@@ -129,7 +127,7 @@ def _list(path: Path) -> Iterator[Row]:
         data = file.read().removeprefix(BOM).strip()
     if data.startswith(b"["):
         yield from _items(path, data)
-    elif data.startswith(b"{") and (b"\n" not in data or isinstance(_or_bad("", lambda: decode(data)), BadRow)):
+    elif data.startswith(b"{") and (b"\n" not in data or isinstance(_decoded(data, ""), BadRow)):
         yield from _lines(path)
     else:
         quoted = data[:60].decode("utf-8", "replace")
@@ -143,7 +141,7 @@ def _items(path: Path, data: bytes) -> Iterator[Row]:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         text, torn = data[: error.start].decode("utf-8"), "what follows is not UTF-8 text"
-    position, number = _after(text, 1, " \t\r\n"), 0
+    position, number = _SPACE.match(text, 1).end(), 0
     while not text.startswith("]", position):
         place = f"{path}[{number}]"
         if position >= len(text):
@@ -152,53 +150,41 @@ def _items(path: Path, data: bytes) -> Iterator[Row]:
         try:
             row, position = _DECODER.raw_decode(text, position)
         except (ValueError, RecursionError, BadRow) as error:
-            bad = error if isinstance(error, BadRow) else _why(error)
             line = text.count("\n", 0, getattr(error, "pos", position)) + 1
-            yield _torn(place, f"line {line}: {bad.what}")
+            yield _torn(place, f"line {line}: {_why(error, place).what}")
             return
         yield place, row
-        position, number = _after(text, position, " \t\r\n,"), number + 1
+        position, number = _SEPARATOR.match(text, position).end(), number + 1
     if text[position + 1 :]:
         yield _torn(f"{path}[{number}]", "text after the end of the list")
 
 
-def _after(text: str, position: int, skipped: str) -> int:
-    while position < len(text) and text[position] in skipped:
-        position += 1
-    return position
-
-
-def decode(line: bytes) -> Any:
-    """One line as JSON: UTF-8, no NaN, no key twice. Raises BadRow without a place."""
+def _decoded(line: bytes, place: str) -> Any:
+    """One line as JSON (UTF-8, no NaN, no key twice), or the BadRow that says why it is none."""
     try:
         return _DECODER.decode(line.decode("utf-8").strip())
-    except UnicodeDecodeError as error:
-        raise BadRow("", "not_utf8", f"not UTF-8 text (byte {error.start + 1}): {error.reason}") from None
-    except (ValueError, RecursionError) as error:
-        raise _why(error) from None
+    except (ValueError, RecursionError, BadRow) as error:
+        return _why(error, place)
 
 
-def _why(error: Exception) -> BadRow:
-    if isinstance(error, RecursionError):
-        return BadRow("", "too_deep", "nested too deeply to be read")
-    if isinstance(error, json.JSONDecodeError):
-        return BadRow("", "not_json", f"not JSON (column {error.colno}): {error.msg}")
-    return BadRow("", "not_json", f"not JSON: {error}")
-
-
-def _or_bad(place: str, read: Callable[[], Any]) -> Any:
-    try:
-        return read()
-    except BadRow as error:
-        return error.at(place)
+def _why(error: Exception, place: str) -> BadRow:
+    match error:
+        case BadRow():
+            return BadRow(place, error.reason, error.what)
+        case UnicodeDecodeError():
+            return BadRow(place, "not_utf8", f"not UTF-8 text (byte {error.start + 1}): {error.reason}")
+        case RecursionError():
+            return BadRow(place, "too_deep", "nested too deeply to be read")
+        case json.JSONDecodeError():
+            return BadRow(place, "not_json", f"not JSON (column {error.colno}): {error.msg}")
+    return BadRow(place, "not_json", f"not JSON: {error}")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise BadRow("", "duplicate_key", f"the key {twice!r} is given twice, and it is not clear which counts")
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise BadRow("", "duplicate_key", f"the key {name!r} is given twice, and it is not clear which counts")
     return made
 
 
@@ -207,78 +193,61 @@ def _no_constant(name: str) -> Any:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_constant)
+_SPACE, _SEPARATOR = re.compile(r"[ \t\r\n]*"), re.compile(r"[ \t\r\n,]*")
 
 
 # --------------------------------------------------------------------------------------------- tables
 
 
 def _table(path: Path) -> Iterator[Row]:
-    """Parquet, a few hundred rows at a time; texts are checked row by row where a batch has one that is not UTF-8."""
+    """Parquet, a few hundred rows at a time; row by row where a batch has text that is not UTF-8."""
     from pyarrow import parquet
 
     number = 0
     with parquet.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=512):
-            for at, row in enumerate(_rows_of_batch(path, batch, number)):
-                yield f"{path} #{number + at}", row
-            number += batch.num_rows
-
-
-def _rows_of_batch(path: Path, batch: Any, number: int) -> list[Any]:
-    try:
-        return batch.to_pylist()
-    except UnicodeDecodeError:
-        rows: list[Any] = []
-        for i in range(batch.num_rows):
             try:
-                rows += batch.slice(i, 1).to_pylist()
-            except UnicodeDecodeError as error:
-                what = f"not UTF-8 text (byte {error.start + 1}): {error.reason}"
-                rows.append(BadRow(f"{path} #{number + i}", "not_utf8", what))
-        return rows
+                rows = batch.to_pylist()
+            except UnicodeDecodeError:
+                rows = [_table_row(batch.slice(i, 1), f"{path} #{number + i}") for i in range(batch.num_rows)]
+            for row in rows:
+                yield f"{path} #{number}", row
+                number += 1
 
 
-def _saved_rows(source: Source) -> Iterator[Row]:
-    """A directory that `save_to_disk` wrote."""
+def _table_row(batch: Any, place: str) -> Any:
+    try:
+        return batch.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return _why(error, place)
+
+
+def _dataset_rows(source: Source, seed: int) -> Iterator[Row]:
+    """The rows of a data set on the hub, or of a directory that `save_to_disk` wrote.
+
+    The library raises whatever its many back ends raise.
+    """
+    split, number = source.split or "train", 0
+    try:
+        table = _dataset(source, split, seed)
+    except Exception as error:
+        raise DataError(f"{source.label}: split {split!r} cannot be loaded: {error}") from error
+    try:
+        for row in table:
+            yield f"{source.label} {split} #{number}", row
+            number += 1
+    except Exception as error:
+        raise DataError(f"{source.label}: split {split!r} breaks off after {number} rows: {error}") from error
+
+
+def _dataset(source: Source, split: str, seed: int) -> Iterable[Any]:
     import datasets
 
-    def load(split: str) -> Any:
-        name, bracket, _ = split.partition("[")
-        table = datasets.load_from_disk(source.path)
-        table = table[name] if isinstance(table, datasets.DatasetDict) else table
-        if not bracket:
-            return table
-        (part,) = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(table)})
-        return table.select(range(part.from_, part.to))
-
-    yield from _numbered(source, load)
-
-
-def _hub_rows(source: Source, seed: int) -> Iterator[Row]:
-    import datasets
-
-    def load(split: str) -> Any:
+    if source.path is None:
         table = datasets.load_dataset(
             source.name, source.config, split=split, revision=source.revision, streaming=source.streaming
         )
         return table.shuffle(seed=seed, buffer_size=source.shuffle_buffer) if source.shuffle_buffer else table
-
-    yield from _numbered(source, load)
-
-
-def _numbered(source: Source, load: Callable[[str], Any]) -> Iterator[Row]:
-    """The rows of a table of the `datasets` library, which raises whatever its many back ends raise."""
-    split, number = source.split or "train", 0
-    try:
-        rows = iter(load(split))
-    except Exception as error:
-        raise DataError(f"{source.label}: split {split!r} cannot be loaded: {error}") from error
-    while True:
-        try:
-            some = list(islice(rows, 1))
-        except Exception as error:
-            raise DataError(f"{source.label}: split {split!r} breaks off after {number} rows: {error}") from error
-        if not some:
-            return
-        yield f"{source.label} {split} #{number}", some[0]
-        number += 1
+    table = datasets.load_from_disk(source.path)
+    table = table[split.partition("[")[0]] if isinstance(table, datasets.DatasetDict) else table
+    return table.select(_slice(split, len(table))) if "[" in split else table

@@ -1,8 +1,7 @@
-"""Where examples come from: files, the hub, the interpreter's own library; every kind ends as the same `Example`.
+"""Examples from files, the hub or the interpreter's own library, mixed as the recipe says.
 
-Also the one place that knows how other people write conversations down (OpenAI messages, ShareGPT, prompt and
-completion, columns of any name). Must not know: tokenizers, templates, masks, how files are read
-(`train.data.readers`).
+A row may be written as OpenAI messages, ShareGPT turns, a prompt and its completion, or in columns of any name; every
+kind ends as the same `Example`. `train.data.readers` reads the files.
 """
 
 from __future__ import annotations
@@ -99,29 +98,22 @@ def load_source(source: Source, *, seed: int = 0, bad: BadRows | None = None) ->
     A damaged row goes to `bad`; without one it raises.
     """
     source = source.resolved()
-    rows, default = _stdlib_rows(source) or (rows_of(source, seed=seed), Path(source.path or source.name or "").stem)
+    rows, default = rows_of(source, seed=seed), Path(source.path or source.name or "").stem
+    if (s := source.stdlib) is not None:
+        excerpts = completions(s.split, s.count, s.seed, s.prompt_chars)
+        rows, default = ((f"stdlib {s.split} #{i}", row) for i, row in enumerate(excerpts)), "code"
+    names = {"workload": source.workload, "default_workload": default, "field": source.field}
     for origin, row in rows:
         if bad is not None:
             bad.read += 1
         try:
             if isinstance(row, BadRow):
                 raise row
-            yield parse_row(
-                row, origin=origin, workload=source.workload, default_workload=default,
-                field=source.field, columns=source.columns,
-            )  # fmt: skip
+            yield parse_row(row, origin=origin, columns=source.columns, **names)
         except BadRow as error:
             if bad is None:
                 raise
             bad.refuse(error)
-
-
-def _stdlib_rows(source: Source) -> tuple[Iterator[tuple[str, Any]], str] | None:
-    """The rows of the standard library, and their workload; None for other sources."""
-    if (s := source.stdlib) is None:
-        return None
-    rows = completions(s.split, s.count, s.seed, s.prompt_chars)
-    return ((f"stdlib {s.split} #{i}", row) for i, row in enumerate(rows)), "code"
 
 
 def parse_row(
@@ -136,183 +128,179 @@ def parse_row(
     """One row of a file or dataset as an Example; keys with null values (columns filled up by Arrow) count
     as absent. Raises BadRow for a damaged one.
 
-    `workload` overrides the row's own `workload` column, which overrides `default_workload`; `columns` says what
-    holds what where the columns have other names than `field` knows.
+    `workload` overrides the row's own `workload` column, which overrides `default_workload`; `columns` names the
+    columns where they have other names than `field` knows.
     """
     try:
-        return _Reader(origin).example(row, workload or None, default_workload, field, columns)
+        return _example(row, origin, workload or None, default_workload, field, columns)
     except RecursionError:
         raise BadRow(origin, "too_deep", "nested too deeply to be read") from None
+    except BadRow as error:
+        raise BadRow(origin, error.reason, error.what) from None
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Reads the row at `origin`."""
+# --------------------------------------------------------------------------------------------- one row
 
-    origin: str
 
-    def bad(self, reason: str, what: str) -> BadRow:
-        return BadRow(self.origin, reason, what)
+def _bad(reason: str, what: str) -> BadRow:
+    return BadRow("", reason, what)  # `parse_row` adds the place
 
-    def example(
-        self, row: Any, workload: str | None, default_workload: str, field: str, columns: Columns | None
-    ) -> Example:
-        if not isinstance(row, Mapping):
-            what = f"expected a mapping with messages, conversations or prompt, got {_quote(row)}"
-            raise self.bad("wrong_type", what)
-        row = {str(key): value for key, value in row.items() if value is not None}
-        if columns is not None:
-            row, field = self.renamed(row, columns)
-        label = workload or self.text(row.get("workload", default_workload), "workload as text") or default_workload
-        keys = {"messages": "messages", "conversations": "conversations", "completion": "prompt"}
-        kind = field if field != "auto" else next((k for k, key in keys.items() if key in row), None)
-        if kind is None or keys[kind] not in row:
-            wanted = "messages, conversations or prompt" if kind is None else keys[kind]
-            there = ", ".join(map(_quote_name, row)) or "none"
-            raise self.bad(
-                "missing_column",
-                f"the row has no {wanted}; its keys are {there} (data.*.columns gives columns other names)",
-            )
-        if kind == "completion":
-            prompt, completion = row["prompt"], row.get("completion", "")
-            if not (isinstance(prompt, str) and isinstance(completion, str) and prompt):
-                what = f"expected prompt and completion as text, got {_quote([prompt, completion])}"
-                raise self.bad("empty_turn" if prompt == "" else "wrong_type", what)
-            wanted = "prompt and completion as text"
-            return Example(
-                label, self.origin, prompt=self.text(prompt, wanted), completion=self.text(completion, wanted)
-            )
-        messages = self.messages(row[kind], kind)
-        system = self.text(row.get("system", ""), "system as text")
-        if messages[0]["role"] != "system" and system:
-            messages = [{"role": "system", "content": system}, *messages]
-        return Example(label, self.origin, messages=tuple(messages), tools=self.tools(row.get("tools")))
 
-    def renamed(self, row: Mapping[str, Any], columns: Columns) -> tuple[dict[str, Any], str]:
-        """The row under the names that are read here, and which of them."""
-        named = {ours: row[theirs] for ours, theirs in columns.model_dump().items() if theirs in row}
-        whole = next(name for name in ("messages", "user", "prompt") if getattr(columns, name) is not None)
-        if whole not in named:
-            raise self.bad(
-                "missing_column",
-                f"the row has no column {getattr(columns, whole)!r}, which columns.{whole} names; it has "
-                f"{', '.join(map(_quote_name, row)) or 'none'}",
-            )
-        named = {name: row[name] for name in ("tools", "workload") if name in row} | named
-        if whole == "prompt":
-            return named, "completion"
-        if whole == "messages":
-            return named, "messages"
-        asked = self.text(named["user"], f"text in column {columns.user}")
-        if more := self.text(named.get("input", ""), f"text in column {columns.input}").strip():
-            asked = f"{asked}\n\n{more}"
-        turns = [{"role": "user", "content": asked}]
-        if "assistant" in named:
-            turns.append({"role": "assistant", "content": named["assistant"]})
-            if thought := named.get("reasoning"):
-                turns[-1]["reasoning_content"] = thought
-        return {**named, "messages": turns}, "messages"
+def _example(
+    row: Any, origin: str, workload: str | None, default_workload: str, field: str, columns: Columns | None
+) -> Example:
+    if not isinstance(row, Mapping):
+        raise _bad("wrong_type", f"expected a mapping with messages, conversations or prompt, got {_quote(row)}")
+    row = {str(key): value for key, value in row.items() if value is not None}
+    if columns is not None:
+        row, field = _renamed(row, columns)
+    label = workload or _text(row.get("workload", default_workload), "workload as text") or default_workload
+    keys = {"messages": "messages", "conversations": "conversations", "completion": "prompt"}
+    kind = field if field != "auto" else next((k for k, key in keys.items() if key in row), None)
+    if kind is None or keys[kind] not in row:
+        wanted = "messages, conversations or prompt" if kind is None else keys[kind]
+        what = f"the row has no {wanted}; its keys are {_names(row)} (data.*.columns gives columns other names)"
+        raise _bad("missing_column", what)
+    if kind == "completion":
+        prompt, completion = row["prompt"], row.get("completion", "")
+        if not (isinstance(prompt, str) and isinstance(completion, str) and prompt):
+            what = f"expected prompt and completion as text, got {_quote([prompt, completion])}"
+            raise _bad("empty_turn" if prompt == "" else "wrong_type", what)
+        wanted = "prompt and completion as text"
+        return Example(label, origin, prompt=_text(prompt, wanted), completion=_text(completion, wanted))
+    messages = _messages(row[kind], kind)
+    system = _text(row.get("system", ""), "system as text")
+    if messages[0]["role"] != "system" and system:
+        messages = [{"role": "system", "content": system}, *messages]
+    return Example(label, origin, messages=tuple(messages), tools=_tools(row.get("tools")))
 
-    def messages(self, turns: Any, kind: str) -> list[Message]:
-        if not isinstance(turns, list) or not turns:
-            reason = "empty_turn" if turns == [] else "wrong_type"
-            raise self.bad(reason, f"expected {kind} to be a non-empty list of turns, got {_quote(turns)}")
-        messages = [self.message(turn, f"turn {i} of {len(turns)}") for i, turn in enumerate(turns, 1)]
-        if all(message["role"] == "system" for message in messages):
-            raise self.bad("no_conversation", f"none of its {len(turns)} turns is the user's or the assistant's")
-        for i, message in enumerate(messages, 1):
-            last_answer = i == len(messages) and message["role"] == "assistant"  # may be still to be written
-            if message["role"] in ("user", "assistant") and not last_answer and not _says_something(message):
-                what = f"turn {i} of {len(turns)} ({message['role']}) is empty, so that what follows answers nothing"
-                raise self.bad("empty_turn", what)
-        return messages
 
-    def message(self, turn: Any, where: str) -> Message:
-        if not isinstance(turn, Mapping):
-            raise self.bad("wrong_type", f"{where}: expected a mapping, got {_quote(turn)}")
-        turn = self.clean(turn, where)
-        speaker, text = ("from", "value") if "from" in turn and "role" not in turn else ("role", "content")
-        role = _ROLES.get(turn[speaker]) if isinstance(turn.get(speaker), str) else None
-        if role is None:
-            known = ", ".join(_ROLES)
-            what = f"{where}: unknown {speaker} {_quote(turn.get(speaker))}; expected one of {known}"
-            raise self.bad("unknown_role", what)
-        calls = turn.get("tool_calls") or []
-        if not isinstance(calls, list):
-            raise self.bad("bad_tool_call", f"{where}: expected tool_calls to be a list, got {_quote(calls)}")
-        content = turn.get(text, "" if calls else None)
-        if _is_text_parts(content):
-            content = "\n".join(part["text"] for part in content)  # as servers hand them to templates
-        if not isinstance(content, str):
-            raise self.bad("wrong_type", f"{where} ({role}): expected text in '{text}', got {_quote(content)}")
-        rest = {k: v for k, v in turn.items() if k not in (speaker, text, "tool_calls")}
-        for name in REASONING_FIELDS:
-            if not isinstance(rest.get(name, ""), str):
-                raise self.bad("wrong_type", f"{where} ({role}): expected text in '{name}', got {_quote(rest[name])}")
-        message = {**rest, "role": role, "content": content}
-        return message | ({"tool_calls": [self.tool_call(call, where) for call in calls]} if calls else {})
+def _renamed(row: Mapping[str, Any], columns: Columns) -> tuple[dict[str, Any], str]:
+    """The row under the names that `field` knows, and the field."""
+    named = {ours: row[theirs] for ours, theirs in columns.model_dump().items() if theirs in row}
+    layout = next(name for name in ("messages", "user", "prompt") if getattr(columns, name) is not None)
+    if layout not in named:
+        column = getattr(columns, layout)
+        what = f"the row has no column {column!r}, which columns.{layout} names; it has {_names(row)}"
+        raise _bad("missing_column", what)
+    named = {name: row[name] for name in ("tools", "workload") if name in row} | named
+    if layout == "prompt":
+        return named, "completion"
+    if layout == "messages":
+        return named, "messages"
+    question = _text(named["user"], f"text in column {columns.user}")
+    if more := _text(named.get("input", ""), f"text in column {columns.input}").strip():
+        question = f"{question}\n\n{more}"
+    turns = [{"role": "user", "content": question}]
+    if "assistant" in named:
+        turns.append({"role": "assistant", "content": named["assistant"]})
+        if named.get("reasoning"):
+            turns[-1]["reasoning_content"] = named["reasoning"]
+    return {**named, "messages": turns}, "messages"
 
-    def tool_call(self, call: Any, where: str) -> dict[str, Any]:
-        """A tool call with its arguments as a mapping: OpenAI sends them as JSON text, templates want the
-        mapping.
-        """
-        function = call.get("function", call) if isinstance(call, Mapping) else {}
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise self.bad("bad_tool_call", f"{where}: expected a tool call with a function name, got {_quote(call)}")
-        arguments = function.get("arguments", {})
-        if isinstance(arguments, str):
-            arguments = self.from_json(arguments, f"{where}: the arguments of {function['name']} are")
-        if not isinstance(arguments, Mapping):
-            what = f"{where}: expected the arguments of {function['name']} to be a mapping, got {_quote(arguments)}"
-            raise self.bad("bad_tool_call", what)
-        called = {**function, "arguments": arguments}
-        return {**call, "function": called} if "function" in call else {"type": "function", "function": called}
 
-    def tools(self, tools: Any) -> tuple[dict[str, Any], ...]:
-        if isinstance(tools, str):  # datasets whose columns cannot hold free-form schemas carry them as JSON text
-            tools = self.from_json(tools or "[]", "tools are")
-        tools = self.clean(tools, "tools")
-        if not isinstance(tools or [], list) or not all(isinstance(tool, dict) for tool in tools or []):
-            raise self.bad("bad_tool_call", f"expected tools to be a list of JSON schemas, got {_quote(tools)}")
-        return tuple(tools or ())
+def _messages(turns: Any, kind: str) -> list[Message]:
+    if not isinstance(turns, list) or not turns:
+        reason = "empty_turn" if turns == [] else "wrong_type"
+        raise _bad(reason, f"expected {kind} to be a non-empty list of turns, got {_quote(turns)}")
+    messages = [_message(turn, f"turn {i} of {len(turns)}") for i, turn in enumerate(turns, 1)]
+    if all(message["role"] == "system" for message in messages):
+        raise _bad("no_conversation", f"none of its {len(turns)} turns is the user's or the assistant's")
+    for i, message in enumerate(messages, 1):
+        last_answer = i == len(messages) and message["role"] == "assistant"  # may be still to be written
+        if message["role"] in ("user", "assistant") and not last_answer and not says_something(message):
+            what = f"turn {i} of {len(turns)} ({message['role']}) is empty, so that what follows answers nothing"
+            raise _bad("empty_turn", what)
+    return messages
 
-    def from_json(self, text: str, what: str) -> Any:
-        try:
-            return self.clean(json.loads(text), what)
-        except ValueError as error:
-            raise self.bad("bad_tool_call", f"{what} not JSON: {error}") from None
 
-    def text(self, value: Any, wanted: str) -> str:
+def _message(turn: Any, where: str) -> Message:
+    if not isinstance(turn, Mapping):
+        raise _bad("wrong_type", f"{where}: expected a mapping, got {_quote(turn)}")
+    turn = _clean(turn, where)
+    speaker, text = ("from", "value") if "from" in turn and "role" not in turn else ("role", "content")
+    role = _ROLES.get(turn[speaker]) if isinstance(turn.get(speaker), str) else None
+    if role is None:
+        what = f"{where}: unknown {speaker} {_quote(turn.get(speaker))}; expected one of {', '.join(_ROLES)}"
+        raise _bad("unknown_role", what)
+    calls = turn.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise _bad("bad_tool_call", f"{where}: expected tool_calls to be a list, got {_quote(calls)}")
+    content = turn.get(text, "" if calls else None)
+    if isinstance(content, list) and all(map(_is_text_part, content)):
+        content = "\n".join(part["text"] for part in content)  # as servers hand them to templates
+    rest = {k: v for k, v in turn.items() if k not in (speaker, text, "tool_calls")}
+    for name, value in {text: content, **{name: rest.get(name, "") for name in REASONING_FIELDS}}.items():
         if not isinstance(value, str):
-            raise self.bad("wrong_type", f"expected {wanted}, got {_quote(value)}")
-        return self.clean(value, wanted)
+            raise _bad("wrong_type", f"{where} ({role}): expected text in '{name}', got {_quote(value)}")
+    message = {**rest, "role": role, "content": content}
+    return message | ({"tool_calls": [_tool_call(call, where) for call in calls]} if calls else {})
 
-    def clean(self, value: Any, where: str) -> Any:
-        """`value` without null entries; BadRow if there is text in it that no tokenizer takes."""
-        if isinstance(value, str):
-            if not value.isascii() and (half := _SURROGATE.search(value)):
-                what = f"{where}: {half.group()!r} at character {half.start() + 1} is half of a surrogate pair"
-                raise self.bad("lone_surrogate", what)
-            return value
-        if isinstance(value, Mapping):
-            return {self.clean(str(k), where): self.clean(v, where) for k, v in value.items() if v is not None}
-        return [self.clean(item, where) for item in value] if isinstance(value, list | tuple) else value
+
+def _is_text_part(part: Any) -> bool:
+    """True for one of OpenAI's text parts; only text is trained on."""
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    """A tool call with its arguments as a mapping: OpenAI sends them as JSON text, templates want the mapping."""
+    function = call.get("function", call) if isinstance(call, Mapping) else {}
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise _bad("bad_tool_call", f"{where}: expected a tool call with a function name, got {_quote(call)}")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = _from_json(arguments, f"{where}: the arguments of {function['name']} are")
+    if not isinstance(arguments, Mapping):
+        what = f"{where}: expected the arguments of {function['name']} to be a mapping, got {_quote(arguments)}"
+        raise _bad("bad_tool_call", what)
+    called = {**function, "arguments": arguments}
+    return {**call, "function": called} if "function" in call else {"type": "function", "function": called}
+
+
+def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
+    if isinstance(tools, str):  # datasets whose columns cannot hold free-form schemas carry them as JSON text
+        tools = _from_json(tools or "[]", "tools are")
+    tools = _clean(tools, "tools")
+    if not isinstance(tools or [], list) or not all(isinstance(tool, dict) for tool in tools or []):
+        raise _bad("bad_tool_call", f"expected tools to be a list of JSON schemas, got {_quote(tools)}")
+    return tuple(tools or ())
+
+
+def _from_json(text: str, what: str) -> Any:
+    try:
+        return _clean(json.loads(text), what)
+    except ValueError as error:
+        raise _bad("bad_tool_call", f"{what} not JSON: {error}") from None
+
+
+def _text(value: Any, wanted: str) -> str:
+    if not isinstance(value, str):
+        raise _bad("wrong_type", f"expected {wanted}, got {_quote(value)}")
+    return _clean(value, wanted)
+
+
+def _clean(value: Any, where: str) -> Any:
+    """`value` without null entries; BadRow if there is text in it that no tokenizer takes."""
+    if isinstance(value, str):
+        if not value.isascii() and (half := _SURROGATE.search(value)):
+            what = f"{where}: {half.group()!r} at character {half.start() + 1} is half of a surrogate pair"
+            raise _bad("lone_surrogate", what)
+        return value
+    if isinstance(value, Mapping):
+        return {_clean(str(k), where): _clean(v, where) for k, v in value.items() if v is not None}
+    return [_clean(item, where) for item in value] if isinstance(value, list | tuple) else value
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def _is_text_parts(content: Any) -> bool:
-    """Whether it is a list of OpenAI's text parts; only text is trained on."""
-    return isinstance(content, list) and all(
-        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        for part in content
-    )
+def thought_of(message: Message) -> str | None:
+    """The reasoning of a message under any of its names."""
+    return next((message[name] for name in REASONING_FIELDS if message.get(name)), None)
 
 
-def _says_something(message: Message) -> bool:
-    thought = any(message.get(name) for name in REASONING_FIELDS)
-    return bool(message["content"].strip() or message.get("tool_calls") or thought)
+def says_something(message: Message) -> bool:
+    return bool(message["content"].strip() or message.get("tool_calls") or thought_of(message))
 
 
 def _quote(value: Any) -> str:
@@ -320,6 +308,7 @@ def _quote(value: Any) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def _quote_name(name: str) -> str:
-    name = name.encode("utf-8", "backslashreplace").decode()
-    return name if len(name) <= 40 else name[:37] + "..."
+def _names(row: Mapping[str, Any]) -> str:
+    """The keys of a row, long ones cut."""
+    names = (name.encode("utf-8", "backslashreplace").decode() for name in row)
+    return ", ".join(name if len(name) <= 40 else name[:37] + "..." for name in names) or "none"
