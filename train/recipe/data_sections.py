@@ -1,7 +1,4 @@
-"""The sections of a recipe that say what text is trained on: sources, rows, and regenerated responses.
-
-Must not know how sources are read (`train.data.sources`) nor how turns are masked.
-"""
+"""The sections of a recipe about text: sources, rows, and regenerated responses."""
 
 from __future__ import annotations
 
@@ -93,7 +90,7 @@ class StdlibSource(Section):
 
 
 class Columns(Section):
-    """Which columns of a data set hold what; one of messages, user, prompt says what a row is."""
+    """The columns of a data set; exactly one of messages, user and prompt decides what a row is."""
 
     messages: Text | None = Field(None, description="all turns, as {role, content} or {from, value}")
     user: Text | None = Field(None, description="the only message of the user, such as instruction or question")
@@ -127,9 +124,7 @@ class Source(Section):
     """One source of examples: exactly one of path, name, preset, stdlib (a preset may have a path beside it)."""
 
     path: Text | None = Field(
-        None,
-        description="a .jsonl, .json or .parquet file (.gz, .bz2, .zst as well), a directory of them, or one that the "
-        "datasets library saved",
+        None, description="a .jsonl, .json or .parquet file (or .gz, .bz2, .zst), a folder of them, or a saved dataset"
     )
     name: Text | None = Field(None, description="a dataset id on the Hugging Face hub")
     preset: Text | None = Field(
@@ -138,34 +133,25 @@ class Source(Section):
     stdlib: StdlibSource | None = Field(None, description="the interpreter's standard library as code completion")
     config: Text | None = Field(None, description="configuration of a hub dataset; null: its default")
     revision: Text | None = Field(None, description="revision of a hub dataset; null: the default branch")
-    split: Text | None = Field(
-        None, description="split of a dataset, slices such as train[:1%] included; null: train, or the preset's"
-    )
-    streaming: bool = Field(
-        False, description="read a hub dataset as it is downloaded, which stops after `limit` examples; needs one"
-    )
+    split: Text | None = Field(None, description="split or slice, such as train[:1%]; null: train, or the preset's")
+    streaming: bool = Field(False, description="read a hub dataset as it is downloaded, up to `limit` examples")
     shuffle_buffer: PositiveInt | None = Field(
-        None,
-        description="with streaming: draw from a buffer of so many rows, seeded by data.shuffle_seed; null: in order",
+        None, description="with streaming: rows of the buffer that is drawn from; null: in order"
     )
     field: Literal["auto", "messages", "conversations", "completion"] = Field(
         "auto",
-        description="where the text is: OpenAI messages, ShareGPT conversations, or prompt + completion; "
-        "auto: whichever key the row has",
+        description="messages: OpenAI's, conversations: ShareGPT's, completion: with prompt; auto: what the row has",
     )
     columns: Columns | None = Field(None, description="columns of other names; null: those of `field`, or the preset's")
     workload: Text | None = Field(
-        None, description="label in reports; null: the row's own `workload`, else the file, dataset or preset name"
+        None, description="label in reports; null: the row's `workload`, else the file, dataset or preset name"
     )
-    weight: float = Field(
-        1.0, gt=0, description="times each example is used per epoch; the fractional part is a seeded sample"
-    )
+    weight: float = Field(1.0, gt=0, description="uses of each example per epoch; a fraction is a seeded sample")
     share: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="this source's fraction of all examples, instead of a weight: the sources of a list have all of "
-        "them shares that add up to 1, and the mixture is the largest that repeats no example",
+        description="fraction of all examples, instead of a weight; the mixture is the largest that repeats none",
     )
     limit: PositiveInt | None = Field(None, description="use at most this many examples; null: all")
 
@@ -215,11 +201,11 @@ class Source(Section):
 
     @property
     def label(self) -> str:
-        """What error messages and progress bars call this source."""
+        """The name of this source in error messages and progress bars."""
         return self.path or self.name or self.preset or "stdlib"
 
     def resolved(self) -> Source:
-        """The same without a preset: what it stands for is written out."""
+        """The source with its preset written out."""
         if self.preset is None:
             return self
         known = PRESETS[self.preset]
@@ -250,49 +236,40 @@ class DataSection(Section):
     train: Sources = Field(min_length=1, description="sources of the examples to train on")
     validation: Sources = Field([], description="held-out sources for evaluation during training; empty: none is made")
     max_length: Annotated[int, Field(ge=8)] = Field(
-        2048, description="tokens of one packed row; longer conversations are cut and counted"
+        2048, description="tokens of a packed row; longer conversations are cut and counted"
     )
     packing: bool = Field(True, description="several documents per row, attention kept apart by segment ids")
     shuffle_seed: Count = Field(0, description="seed of the order of examples and of fractional source weights")
     num_proc: PositiveInt = Field(1, description="processes that render and tokenise; one suffices below 100k examples")
     chat_template: Text | None = Field(
-        None,
-        description="file with a Jinja chat template that replaces the tokenizer's; it must be the one serving uses",
+        None, description="file with a Jinja template in place of the tokenizer's; serving must use the same"
     )
     chat_template_kwargs: dict[str, Any] = Field(
-        {}, description="variables handed to the template, such as enable_thinking: false"
+        {}, description="variables of the template, such as enable_thinking: false"
     )
     reasoning: Literal["keep", "drop"] = Field(
-        "keep", description="what to do with reasoning fields of a turn; keep fails where the template would lose them"
+        "keep", description="reasoning fields of a turn; keep fails where the template would lose them"
     )
     on_bad_row: Literal["error", "drop"] = Field(
         "error",
-        description="a conversation whose mask cannot be proved: stop, or drop and report it. Damaged rows (not JSON, "
-        "no role, an empty turn) are always left out and reported",
+        description="for a conversation whose mask cannot be proved; damaged rows are always left out and listed",
     )
     max_bad_rows: Count | None = Field(
-        None, description="stop once more rows of a list of sources than this are bad; null: never; 0: at the first"
+        None, description="stop once more rows of a list of sources are bad; null: never"
     )
-    max_bad_share: Share | None = Field(
-        None, description="stop if more than this fraction of the rows read is bad; null: never"
-    )
+    max_bad_share: Share | None = Field(None, description="stop if a larger fraction of the rows is bad; null: never")
     fan_out: bool = Field(
-        False,
-        description="one example per assistant turn, so that each is written anew by the target; off: the last only. "
-        "Without regeneration every turn is learnt anyway",
+        False, description="one example per assistant turn, each written anew by the target; off: the last turn only"
     )
     deduplicate: Literal["off", "exact", "near"] = Field(
         "exact",
-        description="use the first of examples with the same prompt (case and spaces apart; without regeneration the "
-        "same responses too), before weights; near: alike prompts as well, by MinHash",
+        description="exact: leave out repeated prompts (without regeneration: prompts and responses); near: by MinHash",
     )
     near_duplicate_similarity: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.8, description="with near: Jaccard similarity of the prompts' runs of five words that makes them alike"
+        0.8, description="with near: Jaccard similarity of five-word runs from which on prompts are alike"
     )
     decontaminate: Literal["off", "exact", "ngram"] = Field(
-        "exact",
-        description="leave out training examples with a prompt of evaluation.prompts or data.validation; ngram: also "
-        "those whose user turns share a run of decontaminate_ngram words with one",
+        "exact", description="leave out examples with a prompt of the evaluation; ngram: or a run of its words"
     )
     decontaminate_ngram: PositiveInt = Field(13, description="with ngram: words of a run")
 
@@ -332,9 +309,7 @@ class EndpointSection(Section):
     """One server that writes responses, compatible with OpenAI's."""
 
     url: str = Field(pattern=r"^https?://[^\s/]+(/\S*)?$", description="its address, such as http://host:8000/v1")
-    model: Text | None = Field(
-        None, description="the name it serves the target under; null: target.model, or the only one it has"
-    )
+    model: Text | None = Field(None, description="name it serves the target under; null: target.model, or its only one")
     api_key_env: Text | None = Field(None, description="environment variable that holds its key; null: it asks none")
     max_concurrency: PositiveInt = Field(64, description="requests under way at a time; a server's max_num_seqs fits")
 
@@ -347,57 +322,49 @@ class EndpointSection(Section):
 class RegenerateSection(Section):
     """Responses rewritten by the target itself: without it a head learns another model's habits."""
 
-    # Who writes and how patiently, not what is written: a run may be continued with other values.
+    # These keys change who writes and when it gives up, not the text: a run may be continued with other values.
     operational: ClassVar[frozenset[str]] = frozenset(
         {"endpoints", "max_failures", "max_attempts", "request_timeout_s", "patience_s", "min_agreement"}
     )
-    # Left out of a run's fingerprint at their defaults: so runs are those of before these keys.
+    # These keys are left out of a run's fingerprint at their defaults, so that runs from before them continue.
     later: ClassVar[tuple[str, ...]] = ("turns", "exchange", "unproved_tokens")
 
     enabled: bool = Field(True, description="replace every response by the target's own; off: train on the data as is")
     temperatures: Shares = Field(
         [TemperatureShare(temperature=1.0, share=1.0)],
         min_length=1,
-        description="[1.0], a list sharing equally, or a mapping temperature: fraction; use those of serving",
+        description="[1.0], a list in equal parts, or {temperature: fraction}; use those of serving",
     )
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus of the sampling; 1: off")
     top_k: Count = Field(0, description="most likely tokens kept; 0: off")
     max_new_tokens: PositiveInt = Field(512, description="longest response")
     batch_size: PositiveInt = Field(32, description="conversations decoded together")
     seed: Count = Field(0, description="seed of the sampling")
-    cache_dir: Text | None = Field(
-        None, description="where responses are kept by content; null: <output_dir>/responses"
-    )
+    cache_dir: Text | None = Field(None, description="where responses are kept; null: <output_dir>/responses")
     turns: Literal["last", "all"] = Field(
         "last",
-        description="last: the last response of a conversation, after the data's own earlier ones; all: every "
-        "response, each after those written before it",
+        description="last: the last response, after the data's own earlier ones; all: each, after those written before",
     )
     endpoints: list[EndpointSection] = Field(
-        [], description="servers that write the responses, each a URL or a mapping; empty: this process does"
+        [], description="servers that write the responses, each a URL or a mapping; empty: this process"
     )
     exchange: Literal["tokens", "text"] = Field(
-        "tokens",
-        description="with endpoints: tokens are sent and returned as ids; text, for servers that cannot, goes through "
-        "their own chat template and is tokenised again",
+        "tokens", description="with endpoints: token ids; text, for servers that take none, is tokenised again"
     )
     unproved_tokens: Literal["drop", "keep"] = Field(
         "drop",
-        description="with exchange: text, what to do with a response whose tokens may be others than those written; "
-        "either way they are counted",
+        description="with exchange: text, responses whose tokens may differ from those written; they are counted",
     )
     max_failures: Share = Field(
-        0.0, description="share of the responses that may fail for good; beyond it the run stops, and keeps what it has"
+        0.0, description="fraction of the responses that may fail for good; beyond it the run stops"
     )
     max_attempts: PositiveInt = Field(8, description="times a request is sent before it has failed")
     request_timeout_s: float = Field(600.0, gt=0, description="seconds for one response")
     patience_s: float = Field(
-        1800.0, gt=0, description="seconds without any endpoint that answers, after which the run stops"
+        1800.0, gt=0, description="seconds without an answer from any endpoint before the run stops"
     )
     min_agreement: Share = Field(
-        0.9,
-        description="share of greedy tokens in which an endpoint must agree with the target, or with another endpoint "
-        "where the target is not loaded",
+        0.9, description="fraction of greedy tokens in which endpoints must agree with the target or each other"
     )
 
     def not_in_fingerprint(self) -> set[str]:

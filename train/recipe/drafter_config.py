@@ -1,7 +1,4 @@
-"""The drafter a recipe asks for: its config for a target, and what the recipe may not ask of it.
-
-Knows recipes, targets and families in general, and no particular one. Loads no weight.
-"""
+"""The drafter of a recipe: its config for a target, and the limits that the recipe must respect."""
 
 from __future__ import annotations
 

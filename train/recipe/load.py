@@ -1,6 +1,6 @@
-"""A recipe read from its YAML file, with overrides of the command line put into it.
+"""Reads a recipe from its YAML file, with the overrides of the command line.
 
-YAML 1.2 as recipes mean it: duplicate keys refused, errors with file and line, `1e-4` a number, `no` a word.
+The YAML is version 1.2: `1e-4` is a number and `no` a word. Duplicate keys are refused; errors name file and line.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The recipe: one YAML file that says everything about a run, checked before anything is loaded.
+"""The recipe: one YAML file that describes a run, checked before anything is loaded.
 
-`Recipe` holds what its sections must agree on; the sections themselves are in `train.recipe.sections` and its
-neighbours. `train.recipe.load` reads one from a file. Must not know: models, data, devices.
+`Recipe` checks that its sections agree; the sections themselves are in `train.recipe.sections` and
+`train.recipe.data_sections`. `train.recipe.load` reads one from a file.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from train.recipe.sections import (
     FeaturesSection,
     Gate,
     JointSection,
+    LossTerms,
     OnPolicySection,
     Stage,
     TargetSection,
@@ -56,7 +57,7 @@ class Recipe(Section):
         FeaturesSection(),
         description="the target's features of training rows: made as they are needed, or kept on disk",
     )
-    loss: dict[str, Any] = Field(
+    loss: LossTerms = Field(
         {"forward_kl": 1.0},
         description="divergences by name, each a weight or {weight: ..., option: ...}; KL converges "
         "fastest from scratch",
@@ -110,11 +111,6 @@ class Recipe(Section):
         if name not in FAMILIES:
             raise ValueError(f"expected one of {', '.join(FAMILIES)}, got '{name}'")
         return name
-
-    @field_validator("loss")
-    @classmethod
-    def _weights_are_floats(cls, loss: dict[str, Any]) -> dict[str, Any]:
-        return {name: float(term) if type(term) is int else term for name, term in loss.items()}
 
     @field_validator("trackers", mode="before")
     @classmethod
@@ -202,7 +198,7 @@ class Recipe(Section):
         return self
 
     def drafter_writes(self) -> bool:
-        """Whether the texts of `on_policy` are the drafter's own, rather than the target's."""
+        """True if the drafter writes the texts of `on_policy`, False if the target does."""
         chosen = self.on_policy.written_by if self.on_policy is not None else "target"
         return self._can_write() if chosen is None else chosen == "drafter"
 
@@ -242,7 +238,7 @@ class Recipe(Section):
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def provenance(self, step: int) -> dict[str, Any]:
-        """What an export says of its run, how many tokens per round it was measured with among it."""
+        """The run of an export, and the number of tokens per round that it is measured with."""
         return {
             "recipe": self.name,
             "recipe_hash": self.recipe_hash(),
@@ -264,7 +260,7 @@ def recipe_class(family: str = DEFAULT_FAMILY) -> type[Recipe]:
 
 
 def make_recipe(tree: Mapping[str, Any]) -> Recipe:
-    """The recipe a mapping stands for. Raises pydantic's ValidationError."""
+    """The recipe of a mapping. Raises pydantic's ValidationError."""
     return recipe_class(family_of(tree)).model_validate(tree)
 
 
@@ -281,9 +277,9 @@ def describe_schema(family: str = DEFAULT_FAMILY) -> list[SchemaRow]:
     """
     if family not in FAMILIES:
         raise ConfigError(f"unknown family {family!r}; expected one of {', '.join(FAMILIES)}")
-    found = schema_of(recipe_class(family)).rows()
+    rows = schema_of(recipe_class(family)).rows()
     own = {".".join(keys): value for keys, value in _leaves(family_class(family).defaults)} | {"family": family}
-    return [row._replace(default=str(own[row.name])) if row.name in own else row for row in found]
+    return [row._replace(default=str(own[row.name])) if row.name in own else row for row in rows]
 
 
 def _leaves(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -1,8 +1,6 @@
-"""The sections of a recipe: every key a user can write, what it means, and why its default is what it is.
+"""The sections of a recipe: every key a user can write, its meaning and its default.
 
-Only shapes and values live here: those about text are in `train.recipe.data_sections`, those of a drafter in its
-family's file. Reading files, overrides and error texts are in `train.recipe.recipe`. This module opens no file and
-loads no model.
+The sections about text are in `train.recipe.data_sections`, the keys of a drafter in its family's file.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from speculators.errors import ConfigError
 from speculators.hub import is_repository_id, split_revision
@@ -27,27 +25,19 @@ if TYPE_CHECKING:
 class TargetSection(Section):
     """The frozen model whose distribution is preserved."""
 
-    model: Text = Field(
-        description="directory or Hugging Face id of the target; a relative path starts at the working directory, and "
-        "org/name@revision is revision as well"
-    )
+    model: Text = Field(description="folder or Hugging Face id of the target; org/name@revision gives the revision too")
     dtype: Dtype = Field(
-        "auto",
-        description="precision the target runs in; auto: the one its config names, which is what serving uses, but "
-        "float32 for bfloat16 on a CPU without instructions for it",
+        "auto", description="auto: as its config says, but float32 for bfloat16 on a CPU without instructions for it"
     )
     revision: Text | None = Field(None, description="branch, tag or commit on the hub; null: the default branch")
-    trust_remote_code: bool = Field(
-        False, description="run Python code shipped with the checkpoint; off, because it can do anything"
-    )
+    trust_remote_code: bool = Field(False, description="run Python code of the checkpoint, which can do anything")
     attn_implementation: Literal["sdpa", "eager"] = Field(
-        "sdpa", description="attention kernel of the target; packed rows need one that takes a mask"
+        "sdpa", description="attention kernel; packed rows need one that takes a mask"
     )
 
     sharding: Literal["none", "fsdp"] = Field(
         "none",
-        description="how several processes hold the target while a head is trained: none, each all of it; fsdp, each a "
-        "part of every layer, gathered while the layer computes",
+        description="none: every process holds all of it; fsdp: a part of every layer, gathered while it computes",
     )
 
     @model_validator(mode="before")
@@ -92,24 +82,18 @@ class TrainingSection(Section):
 
     steps: PositiveInt | None = Field(None, description="optimiser steps; instead of epochs")
     epochs: float | None = Field(
-        None,
-        gt=0,
-        description="passes over the data; 2 if no budget is given, because heads overfit small data after a few",
+        None, gt=0, description="passes over the data; 2 if no budget is given: heads overfit small data after a few"
     )
-    max_minutes: float | None = Field(
-        None, gt=0, description="stop after this many minutes of training, whatever comes first"
-    )
+    max_minutes: float | None = Field(None, gt=0, description="stop after this many minutes of training")
     batch_size: PositiveInt = Field(8, description="packed rows of data.max_length tokens per process and micro-step")
     gradient_accumulation_steps: PositiveInt = Field(
-        1, description="micro-steps per optimiser step; the loss is normalised over all their valid tokens"
+        1, description="micro-steps per step; the loss is a mean over all their valid tokens"
     )
     global_batch_size: PositiveInt | None = Field(
-        None,
-        description="rows per optimiser step over all processes, whatever their number: micro-steps follow from it, of "
-        "batch_size rows or fewer; null: batch_size x processes x gradient_accumulation_steps",
+        None, description="rows per step over all processes; null: batch_size x processes x gradient_accumulation_steps"
     )
     optimizer: Literal["adamw", "muon"] = Field(
-        "adamw", description="muon: Muon for the matrices of the layers and AdamW for the rest; fewer steps, as a rule"
+        "adamw", description="muon: for the layers' matrices, AdamW for the rest; mostly fewer steps"
     )
     learning_rate: float = Field(1e-4, gt=0, le=1, description="AdamW's peak learning rate; 1e-4 is EAGLE-3's")
     muon_learning_rate: float = Field(0.02, gt=0, le=1, description="Muon's peak learning rate; same schedule")
@@ -121,29 +105,23 @@ class TrainingSection(Section):
     lr_schedule: Literal["cosine", "constant"] = Field("cosine", description="after the warm-up; cosine ends at zero")
     max_grad_norm: float = Field(0.5, gt=0, description="gradient clipping; 0.5 in every EAGLE paper")
     mixed_precision: Literal["auto", "bf16", "no"] = Field(
-        "auto",
-        description="autocast of the head, whose master weights stay fp32; auto: bf16, but none on a CPU without "
-        "instructions for it",
+        "auto", description="autocast of the head; its weights are fp32; auto: bf16 where the device computes in it"
     )
     seed: Count = Field(0, description="seed of initialisation and sampling order")
     eval_every: PositiveInt | None = Field(None, description="steps between held-out evaluations; null: ten a run")
     eval_texts: PositiveInt = Field(
-        128,
-        description="held-out texts that an evaluation reads and best/ is chosen on, shared by evaluation.temperatures "
-        "and by the workloads of data.validation; fewer if it holds fewer. The standard error falls with their root",
+        128, description="held-out texts of an evaluation, over all temperatures and workloads; best/ is chosen on them"
     )
     save_every: PositiveInt | None = Field(None, description="steps between checkpoints; null: with every evaluation")
     keep_last: PositiveInt = Field(1, description="checkpoints kept beside the best one")
     loss_chunk_size: PositiveInt | None = Field(
-        None, description="tokens whose logits exist at once; null: chosen from the vocabulary to stay near 64 MB"
+        None, description="tokens whose logits exist at once; null: about 64 MB"
     )
     keep_features_gb: float = Field(
-        0.0,
-        ge=0,
-        description="memory for the target's features of training rows, so that further epochs need no target; 0: none",
+        0.0, ge=0, description="memory for features of training rows, which later epochs then read; 0: none"
     )
     activation_checkpointing: bool = Field(
-        False, description="compute each depth again in the backward pass instead of keeping it; for long rows"
+        False, description="compute each depth again in the backward pass; for long rows"
     )
 
     @model_validator(mode="before")
@@ -155,7 +133,7 @@ class TrainingSection(Section):
         for key, advice in WITHOUT_EFFECT.items():
             if value.get(key):
                 raise ValueError(f"training.{key}: no longer a key, and never had an effect; {advice}")
-        return {key: each for key, each in value.items() if key not in WITHOUT_EFFECT}
+        return {name: given for name, given in value.items() if name not in WITHOUT_EFFECT}
 
     @model_validator(mode="before")
     @classmethod
@@ -185,19 +163,26 @@ class JointSection(Section):
     alpha: PositiveInt = Field(32, description="scale of the LoRA: alpha / r")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout of the LoRA's inputs")
     target_modules: list[Text] | Literal["all-linear"] = Field(
-        "all-linear", description="names of the linear layers that get one, as peft takes them"
+        "all-linear", description="names of its linear layers, as peft takes them"
     )
     base_loss_weight: float = Field(1.0, gt=0, description="weight of the target's own cross-entropy on the data")
     heads_loss_weight: float = Field(0.2, gt=0, description="weight of the heads' loss at its highest; Medusa-2's 0.2")
     heads_schedule: Literal["sine", "constant"] = Field(
-        "sine", description="how that weight grows over the run: a quarter of a sine from zero, or at once"
+        "sine", description="growth of that weight: a quarter of a sine, or at once"
     )
     head_lr_multiplier: float = Field(
-        4.0, gt=0, description="training.learning_rate is the heads'; the LoRA's is smaller by this factor"
+        4.0, gt=0, description="training.learning_rate (the heads') divided by the LoRA's"
     )
     export: Literal["merged", "adapter"] = Field(
-        "merged", description="what is written of the target: all of it with the LoRA merged, or the adapter alone"
+        "merged", description="write the target with the LoRA merged, or the adapter alone"
     )
+
+
+def _float_weights(loss: dict[str, Any]) -> dict[str, Any]:
+    return {name: float(term) if type(term) is int else term for name, term in loss.items()}
+
+
+LossTerms = Annotated[dict[str, Any], AfterValidator(_float_weights)]  # divergences and their weights or options
 
 
 class ShareSchedule(Section):
@@ -212,47 +197,36 @@ class ShareSchedule(Section):
 
 
 class OnPolicySection(Section):
-    """Texts that the drafter in training had a part in, in place of part of the data."""
+    """Rollouts with the drafter in training, in place of part of the data."""
 
     share: ShareSchedule = Field(
         ShareSchedule(start=1.0, end=1.0),
-        description="probability that a micro-step learns from rollouts instead of data: a number, or {start: 0.0, "
-        "end: 1.0} for a straight line over the stage; 0 is training as without this section",
+        description="probability that a micro-step learns from rollouts: a number, or {start: 0.0, end: 1.0}",
     )
     written_by: Literal["target", "drafter"] | None = Field(
         None,
-        description="target: by speculative decoding with the drafter in training, so that the text is the target's "
-        "and the rejected drafts are known; drafter: by a draft model alone (DistillSpec's on-policy data); null: "
-        "drafter for a draft model, target for heads, which cannot write",
+        description="target: speculative decoding; drafter: a draft model alone; null: drafter if it can",
     )
     temperatures: Shares | None = Field(
         None,
         min_length=1,
-        description="of the texts, written as in regenerate; null: those of regenerate, which are serving's, and "
-        "whose top_p and top_k hold here too",
+        description="as in regenerate; null: those of regenerate, whose top_p and top_k hold here too",
     )
     max_new_tokens: PositiveInt = Field(256, description="longest response of a rollout, within data.max_length")
     prompts: PositiveInt = Field(
-        64, description="texts written at a refresh, by all processes together; prompts are those of data.train"
+        64, description="texts per refresh, over all processes; prompts are those of data.train"
     )
-    refresh_every: PositiveInt = Field(
-        50, description="steps after which texts are written anew by the drafter as it is then, if a step needs any"
-    )
-    num_speculative_tokens: PositiveInt | None = Field(
-        None, description="tokens drafted per verification of a rollout; null: the evaluation's"
-    )
-    suffix_loss: dict[str, Any] = Field(
+    refresh_every: PositiveInt = Field(50, description="steps after which texts are written anew, if a step needs any")
+    num_speculative_tokens: PositiveInt | None = Field(None, description="drafts per verification; null: evaluation's")
+    suffix_loss: LossTerms = Field(
         {"reverse_kl": 1.0},
-        description="divergences, as in loss, of what was drafted after a rejected token; none that reads the data's "
-        "token, as there is none",
+        description="divergences, as in loss, of drafts after a rejected token; none on the data's token",
     )
     suffix_weight: float = Field(
-        0.1,
-        ge=0,
-        description="weight of that loss beside the recipe's own, most of the gradient at 0.5; 0 leaves it out",
+        0.1, ge=0, description="weight of that loss; most of the gradient at 0.5, 0 leaves it out"
     )
     suffix_decay: float = Field(
-        0.8, gt=0, le=1, description="weight of the j-th depth that follows a rejected token is suffix_decay**j"
+        0.8, gt=0, le=1, description="weight of the j-th depth after a rejected token: suffix_decay**j"
     )
 
     @field_validator("share", mode="before")
@@ -263,11 +237,6 @@ class OnPolicySection(Section):
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             raise ValueError(f"expected a number from 0 to 1, or {{start: ..., end: ...}} of such, got {value!r}")
         return {"start": float(value), "end": float(value)}
-
-    @field_validator("suffix_loss")
-    @classmethod
-    def _weights_are_floats(cls, loss: dict[str, Any]) -> dict[str, Any]:
-        return {name: float(term) if type(term) is int else term for name, term in loss.items()}
 
     @model_validator(mode="after")
     def _suffix_has_no_data(self) -> OnPolicySection:
@@ -293,28 +262,26 @@ class Stage(Section):
     loss: dict[str, Any] | None = Field(None, description="the stage's loss; null: the recipe's")
     training: dict[str, Any] = Field({}, description="keys of training that differ")
     on_policy: dict[str, Any] | None = Field(
-        None, description="keys of on_policy that differ, {} for its defaults; null: as the recipe has it"
+        None, description="keys of on_policy that differ, {} for defaults; null: as before"
     )
 
 
 class ExportSection(Section):
-    """What the run leaves behind for an engine to load."""
+    """The drafter's formats, and its upload."""
 
     formats: list[Literal["vllm", "speculators", "sglang", "transformers"]] = Field(
         ["vllm"],
         min_length=1,
-        description="formats to write (docs/formats.md): the first to `export`, others to `export-<format>` beside it",
+        description="(docs/formats.md) the first is written to `export`, others to `export-<format>` beside it",
     )
     dtype: Dtype = Field("auto", description="precision of the exported weights; auto: the target checkpoint's")
-    push_to_hub: bool = Field(
-        False, description="upload once the gates are passed, card included; a repository id is hub_model_id as well"
-    )
+    push_to_hub: bool = Field(False, description="upload once the gates are passed; org/name sets hub_model_id as well")
     hub_model_id: Text | None = Field(None, description="org/name of the repository to upload to")
     hub_private_repo: bool = Field(True, description="make that repository private, if it is not there yet")
     hub_revision: Text | None = Field(None, description="branch to upload to; null: the default branch")
     hub_license: Text | None = Field(None, description="license the card states, such as apache-2.0; null: none")
     hub_base_model: Text | None = Field(
-        None, description="the target's id on the card; null: target.model, if that is an id"
+        None, description="the target's id on the card; null: target.model, if it is one"
     )
 
     @model_validator(mode="before")
@@ -349,27 +316,20 @@ class VllmSection(Section):
     """How vLLM is run for the acceptance report."""
 
     temperatures: list[Annotated[float, Field(ge=0)]] | None = Field(
-        None, min_length=1, description="those of evaluation.temperatures to measure it at; null: all of them"
+        None, min_length=1, description="those of evaluation.temperatures to measure at; null: all"
     )
-    options: dict[str, Any] = Field(
-        {}, description="options of its LLM, such as gpu_memory_utilization or tensor_parallel_size"
-    )
-    speculative_config: dict[str, Any] = Field(
-        {}, description="options of its speculative_config, such as draft_tensor_parallel_size"
-    )
+    options: dict[str, Any] = Field({}, description="options of its LLM, such as tensor_parallel_size")
+    speculative_config: dict[str, Any] = Field({}, description="options such as draft_tensor_parallel_size")
 
 
 class EvaluationSection(Section):
     """The acceptance report: the exported head, measured in the runtime."""
 
-    prompts: Sources = Field(
-        [], description="sources of the prompts, grouped by their workload label; empty: data.validation"
-    )
+    prompts: Sources = Field([], description="sources of the prompts, grouped by workload; empty: data.validation")
     engines: list[Literal["draftsmith", "vllm"]] = Field(
         ["draftsmith"],
         min_length=1,
-        description="engines to measure in, this runtime among them; vllm is run by the interpreter that the "
-        "environment variable DRAFTSMITH_VLLM_PYTHON names, and passed over where there is none and no gate needs it",
+        description="vllm needs DRAFTSMITH_VLLM_PYTHON, and is skipped without it unless a gate needs it",
     )
     vllm: VllmSection = Field(VllmSection(), description="how vLLM is run, if it is")
     temperatures: list[Annotated[float, Field(ge=0)]] = Field(
@@ -379,10 +339,8 @@ class EvaluationSection(Section):
     top_k: Count = Field(0, description="most likely tokens kept in the sampled runs; 0: off")
     num_speculative_tokens: PositiveInt = Field(4, description="tokens drafted per verification")
     max_tokens: PositiveInt = Field(128, description="longest response")
-    timed_prompts: PositiveInt = Field(
-        3, description="prompts of one timed pass, fresh ones in every repeat while there are any"
-    )
-    repeats: Count = Field(3, description="interleaved repetitions of every timing, for medians; 0: nothing is timed")
+    timed_prompts: PositiveInt = Field(3, description="prompts of a timed pass, fresh ones in every repeat if possible")
+    repeats: Count = Field(3, description="interleaved repetitions of timings, for medians; 0: none is taken")
     prompts_per_workload: PositiveInt = Field(16, description="prompts taken of each workload")
     batch_size: PositiveInt = Field(1, description="requests in flight; one shows latency, more show throughput")
     seed: Count = Field(0, description="seed of the sampled runs and of the choice of prompts")
@@ -466,19 +424,16 @@ class FeaturesSection(Section):
     """The target's features of training rows. Only `mode: cache` reads the keys below `overlap`."""
 
     mode: Literal["online", "cache"] = Field(
-        "online", description="online: made when a step needs them, nothing on disk; cache: written once, then read"
+        "online", description="online: computed when a step needs them; cache: written to disk once, then read"
     )
     overlap: bool = Field(
-        True,
-        description="on a GPU the target's forward of the coming micro-step runs beside the drafter's work on this "
-        "one, for the memory of one more batch of features; not with a target that is sharded or trained along "
-        "(joint), nor with on_policy",
+        True, description="on a GPU the target runs ahead beside the drafter; not if sharded, joint or on_policy"
     )
     encoding: EncodingName = Field(
         "bf16", description="how taps are written, exact: in the target's dtype; docs/features.md has sizes and losses"
     )
     last_hidden_encoding: EncodingName | None = Field(
-        None, description="how the last hidden state is written, from which p is computed; null: as the taps"
+        None, description="how the last hidden state is written; null: as the taps"
     )
     dir: Text | None = Field(
         None, description="folder of the cache, which recipes may share; null: `features` in the run's folder"
@@ -486,13 +441,10 @@ class FeaturesSection(Section):
     shard_mb: PositiveInt = Field(256, description="size of one file; what a killed process loses at most")
     on_change: Literal["error", "rebuild", "keep"] = Field(
         "error",
-        description="if the folder has features of a target, tokenizer or template of the same name that has changed: "
-        "stop, delete them, or leave them there unused",
+        description="features of another target, tokenizer or template of the same name: stop, delete or ignore them",
     )
     engine: Literal["draftsmith", "vllm"] = Field(
-        "draftsmith",
-        description="who computes them; vllm: its hidden-state extraction, run by the interpreter that the environment "
-        "variable DRAFTSMITH_VLLM_PYTHON names, for targets that need tensor parallelism",
+        "draftsmith", description="vllm: its hidden-state extraction, for targets that need tensor parallelism"
     )
     vllm_options: dict[str, Any] = Field({}, description="options of vLLM's LLM, such as tensor_parallel_size")
 

@@ -250,7 +250,7 @@ MALFORMED = {
     "got 0.9",
     "regenerate: {top_p: 0}": AT + "regenerate.top_p: expected a number > 0 and <= 1, got 0",
     "regenerate: {enabled: yes}": AT + "regenerate.enabled: expected true or false, got 'yes'",
-    "target: {}": AT + "target.model: required, but missing: directory or Hugging Face id of the target; ...",
+    "target: {}": AT + "target.model: required, but missing: folder or Hugging Face id of the target; ...",
     "target: {model: ''}": AT + "target.model: expected a string, got ''",
     "target: some/target": AT + "target: expected a mapping, got 'some/target'",
     "export: {formats: [gguf]}": AT + "export.formats.0: expected one of vllm, speculators, sglang, transformers, "
