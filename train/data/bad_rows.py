@@ -1,9 +1,8 @@
-"""Rows that cannot be used: each is named with its place and its reason, and the others go on.
+"""Rows that cannot be used: each is listed with its place and its reason, and the others go on.
 
-Two kinds are told apart. A *damaged* row is wrong in itself (not JSON, no role, an empty turn): it is left out and
+There are two kinds. A *damaged* row is wrong in itself (not JSON, no role, an empty turn): it is left out and
 reported, and a run stops only at the bounds its recipe sets. A mask that cannot be *proved* is more often the fault of
 a template or tokenizer than of one row: it stops the run unless the recipe says to drop such rows.
-Must not know: how rows are read, or how masks are found.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class BadRow(DataError):
     """One row that cannot be used: `origin` its place (`chats.jsonl:12`), `reason` one of REASONS, `what` in words."""
 
     def __init__(self, origin: str, reason: str, what: str) -> None:
-        super().__init__(origin, reason, what)  # what pickle hands to the copy
+        super().__init__(origin, reason, what)  # the arguments of the copy that pickle makes
         self.origin, self.reason, self.what = origin, reason, what
 
     def __str__(self) -> str:
@@ -54,7 +53,7 @@ class BadRow(DataError):
 
 
 class BadRows:
-    """What was left out, row by row: written to `path` (JSON lines) as it comes, counted by reason.
+    """The rows that were left out: written to `path` (JSON lines) as they come, and counted by reason.
 
     `refuse` raises instead where the recipe says so: for an unproved mask if `on_bad_row` is "error", and for any row
     once more than `max_rows` are bad; `finish` where more than the share `max_share` of the rows read is.
@@ -76,7 +75,7 @@ class BadRows:
             path.unlink(missing_ok=True)
 
     def begin(self, use: str) -> BadRows:
-        """From now on the rows are those of `use` ("train", "validation"), with counts and bounds of their own."""
+        """Begins the rows of `use` ("train", "validation"), which have counts and bounds of their own."""
         self.use, self.read = use, 0
         return self
 
@@ -118,8 +117,8 @@ class BadRows:
 
     def first(self, reason: str | None = None) -> str:
         """The first bad row (of one reason) as text; empty if there is none."""
-        found = (e for e in self.entries if e["use"] == self.use and reason in (None, e["reason"]))
-        return next((f"{e['origin']}: {e['what']}" for e in found), "")
+        matching = (e for e in self.entries if e["use"] == self.use and reason in (None, e["reason"]))
+        return next((f"{e['origin']}: {e['what']}" for e in matching), "")
 
     def __str__(self) -> str:
         """One line, empty if nothing was left out."""
@@ -135,5 +134,5 @@ class BadRows:
 
 
 def _printable(text: str) -> str:
-    """`text` without what no file or terminal can take."""
+    """`text` without lone surrogates, which no file takes."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

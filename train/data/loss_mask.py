@@ -1,22 +1,19 @@
-"""Which tokens of a conversation the assistant wrote: the loss mask, found with its chat template.
+"""The loss mask of a conversation: the tokens that the assistant wrote, found with the chat template.
 
-A mask is either proved or refused (`BadRow`). Two ways to prove it, per assistant turn, each time on the conversation
-that ends with that turn, as serving would see it:
+A mask is either proved or refused (`BadRow`). It is proved for each assistant turn on the conversation that ends with
+that turn, as serving would see it, in one of two ways:
 
-1. the template marks the assistant's text itself (`{% generation %}`), and the tokenizer reports those
-   tokens;
-2. otherwise: the tokens of the prompt (everything before the turn, plus the generation prompt) must be a
-   true prefix of the tokens including the turn; the difference is the response.
+1. the template marks the assistant's text itself (`{% generation %}`), and the tokenizer reports those tokens;
+2. otherwise the tokens of the prompt (everything before the turn, plus the generation prompt) must be a true prefix of
+   the tokens including the turn; the difference is the response.
 
-Supervised are the response's tokens *and the end-of-turn token* (the special token that closes it), since
-the target must emit that too; template text after it (a newline) is not. A template without such a token
-supervises the whole turn. Template languages whose turns end with the next turn's header teach no end.
+The response's tokens are supervised *and the end-of-turn token* (the special token that closes it), since the target
+must emit that too; template text after it (a newline) is not. A template without such a token supervises the whole
+turn. Template languages whose turns end with the next turn's header teach no end.
 
-Templates that rewrite history (dropping `<think>` of earlier turns, moving the system prompt to the last
-user turn) make an earlier turn look unlike what the target saw when it wrote it. Such a conversation is
-fanned out: as few rows as give every assistant turn once, each in the context it was written in.
-
-Must not know: where examples come from, how rows are packed, what a loss is.
+Templates that rewrite history (dropping `<think>` of earlier turns, moving the system prompt to the last user turn)
+render an earlier turn differently from the text that the target saw when it wrote it. Such a conversation becomes
+several rows: as few as give every assistant turn once, each in the context it was written in.
 """
 
 from __future__ import annotations
@@ -37,6 +34,9 @@ from speculators.errors import DataError
 from train.data.bad_rows import BadRow
 from train.data.sources import REASONING_FIELDS, Example, Message, says_something, thought_of
 
+_TEMPLATE_ERRORS = (
+    TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError
+)  # fmt: skip
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -70,7 +70,7 @@ class TokenRow:
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """One assistant turn: the tokens up to its end, and which of them it wrote."""
+    """One assistant turn: the tokens up to its end, and the mask of those that it wrote."""
 
     ids: list[int]
     mask: np.ndarray  # bool [len(ids)]
@@ -108,17 +108,14 @@ class ConversationTokenizer:
         self.reasoning = reasoning
 
     def template_facts(self) -> dict[str, Any]:
-        """Which template text is rendered with, and its variables: what serving has to do the same."""
+        """The hash of the template and its variables, which serving has to use too."""
         template = self.chat_template or self.tokenizer.chat_template
         text = template if isinstance(template, str | None) else json.dumps(template, sort_keys=True)
         return {"chat_template_sha256": text_sha256(text), "chat_template_kwargs": self.template_kwargs}
 
     def prompt_ids(self, example: Example) -> list[int]:
-        """What serving would send for the last response of `example`.
-
-        Its text prompt, or the conversation before its last assistant turn (all of it if the user spoke last)
-        with the generation prompt.
-        """
+        """The prompt that serving would send for the last response of `example`: its text prompt, or the conversation
+        before its last assistant turn (all of it if the user spoke last) with the generation prompt."""
         if example.prompt is not None:
             return self.tokenizer(example.prompt, verbose=False)["input_ids"]
         messages = self._messages(example)
@@ -147,9 +144,9 @@ class ConversationTokenizer:
     def _turns(
         self, example: Example, messages: list[Message], spoken: list[int], max_length: int | None
     ) -> list[Turn]:
-        """The assistant turns at the places `spoken`, but for those that begin behind `max_length` tokens.
+        """The assistant turns at the places `spoken`, without those that begin behind `max_length` tokens.
 
-        They do where the text before them begins with that of an earlier turn, up to the special token that ends it
+        A turn does so if the text before it begins with that of an earlier turn, up to the special token that ends it
         (no merge crosses one), and that is longer already.
         """
         turns, full = [], None
@@ -288,15 +285,7 @@ class ConversationTokenizer:
                 tokenize=False,
                 **self.template_kwargs,
             )
-        except (
-            TemplateError,
-            TypeError,
-            ValueError,
-            LookupError,
-            AttributeError,
-            ArithmeticError,
-            RecursionError,
-        ) as error:
+        except _TEMPLATE_ERRORS as error:
             if self.tokenizer.chat_template is None and self.chat_template is None:
                 raise DataError("the tokenizer has no chat template; give one with data.chat_template") from None
             why = f"the chat template refuses it: {error}"
@@ -325,12 +314,12 @@ def _common(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 
 def _not_shown(message: Message, text: str) -> str | None:
-    """What of a turn its rendering lacks, if anything; whitespace, often trimmed, is not compared."""
-    said = {name: message[name] for name in REASONING_FIELDS if message.get(name)} | {"text": message["content"]}
+    """The first part of a turn that its rendering lacks; whitespace, often trimmed, is not compared."""
+    parts = {name: message[name] for name in REASONING_FIELDS if message.get(name)} | {"text": message["content"]}
     for call in message.get("tool_calls", ()):
-        said[f"tool call {call['function']['name']}"] = call["function"]["name"]
+        parts[f"tool call {call['function']['name']}"] = call["function"]["name"]
     shown = "".join(text.split())
-    return next((what for what, words in said.items() if "".join(str(words).split()) not in shown), None)
+    return next((name for name, words in parts.items() if "".join(str(words).split()) not in shown), None)
 
 
 def _refusal(example: Example, messages: list[Message], index: int, reason: str, what: str) -> BadRow:

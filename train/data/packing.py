@@ -31,7 +31,7 @@ Progress = Callable[[int, int], None]  # done, total
 
 @dataclass
 class RowStatistics:
-    """What became of the examples. All counts; `tokens` and `supervised` are after cutting."""
+    """Counts of examples and rows; `tokens` and `supervised` are after cutting."""
 
     examples: int = 0
     rows: int = 0
@@ -40,29 +40,20 @@ class RowStatistics:
     truncated: int = 0  # rows cut at max_length and kept
     dropped_cut: int = 0  # rows whose supervised tokens all lay beyond max_length
     dropped_bad: int = 0  # examples that are damaged, or whose mask cannot be proved (data.on_bad_row: drop)
-    fanned_out: int = 0  # rows added because the template rewrites history
-    first_bad: str = ""  # the first error among dropped_bad
     rows_by_workload: Counter[str] = field(default_factory=Counter)
 
     @property
     def supervised_share(self) -> float:
-        """Part of the tokens that carry loss."""
+        """Fraction of the tokens that have a loss."""
         return self.supervised / self.tokens if self.tokens else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for reports."""
-        return {
-            **asdict(self),
-            "rows_by_workload": dict(self.rows_by_workload),
-            "supervised_share": self.supervised_share,
-        }
+        shares = {"rows_by_workload": dict(self.rows_by_workload), "supervised_share": self.supervised_share}
+        return asdict(self) | shares
 
     def __str__(self) -> str:
-        losses = {
-            "cut": self.truncated,
-            "dropped after cutting": self.dropped_cut,
-            "bad": self.dropped_bad,
-        }
+        losses = {"cut": self.truncated, "dropped after cutting": self.dropped_cut, "bad": self.dropped_bad}
         lost = "".join(f", {count} {what}" for what, count in losses.items() if count)
         return f"{self.rows} rows, {self.tokens} tokens, {self.supervised_share:.0%} supervised{lost}"
 
@@ -74,12 +65,8 @@ def conversation_tokenizer(section: DataSection, tokenizer: PreTrainedTokenizerB
         if not Path(section.chat_template).is_file():
             raise DataError(f"data.chat_template: no such file: {section.chat_template}")
         template = Path(section.chat_template).read_text(encoding="utf-8")
-    return ConversationTokenizer(
-        tokenizer,
-        chat_template=template,
-        template_kwargs=section.chat_template_kwargs,
-        reasoning=section.reasoning,
-    )
+    kwargs = section.chat_template_kwargs
+    return ConversationTokenizer(tokenizer, chat_template=template, template_kwargs=kwargs, reasoning=section.reasoning)
 
 
 def prepare_rows(
@@ -91,31 +78,29 @@ def prepare_rows(
     num_proc: int = 1,
     progress: Progress | None = None,
 ) -> tuple[list[TokenRow], RowStatistics]:
-    """Token rows of at most `max_length` tokens, in the order of `examples`, and what was lost on the way.
+    """Token rows of at most `max_length` tokens, in the order of `examples`, and counts of what was lost.
 
     An example without a row goes to `bad`, which may raise; without `bad` it raises BadRow, quoting the turn. Always
     raises DataError if no row is left.
     """
-    found: list[TokenRow] = []
-    dropped, first_bad, fanned_out = 0, "", 0
+    tokenised: list[TokenRow] = []
+    dropped: list[BadRow] = []
     for done, rows in enumerate(tokenise(examples, tokenizer, max_length, num_proc), 1):
         if isinstance(rows, BadRow):
             if bad is None:
                 raise rows
             bad.refuse(rows)
-            dropped, first_bad = dropped + 1, first_bad or str(rows)
+            dropped.append(rows)
         else:
-            fanned_out += len(rows) - 1
-            found += rows
+            tokenised += rows
         if progress is not None:
             progress(done, len(examples))
-    kept, statistics = fit_rows(found, max_length)
-    statistics.examples, statistics.dropped_bad, statistics.first_bad = len(examples), dropped, first_bad
-    statistics.fanned_out = fanned_out
+    kept, statistics = fit_rows(tokenised, max_length)
+    statistics.examples, statistics.dropped_bad = len(examples), len(dropped)
     if not kept:
-        first = f" (the first: {first_bad})" if dropped else ""
+        first = f" (the first: {dropped[0]})" if dropped else ""
         raise DataError(
-            f"no row is left of {len(examples)} examples: {dropped} are damaged or have no provable mask{first}, "
+            f"no row is left of {len(examples)} examples: {len(dropped)} are damaged or have no provable mask{first}, "
             f"{statistics.dropped_cut} have no response within max_length={max_length}"
         )
     return kept, statistics
@@ -159,7 +144,7 @@ def _rows_or_error(example: Example, given: tuple[ConversationTokenizer, int] | 
 def tokenise(
     examples: Sequence[Example], tokenizer: ConversationTokenizer, max_length: int, num_proc: int = 1
 ) -> Iterator[list[TokenRow] | BadRow]:
-    """The rows of each example in its turn, not yet cut, or why there are none."""
+    """The rows of each example in order, not yet cut, or the BadRow that says why there are none."""
     if num_proc == 1:
         yield from (_rows_or_error(example, (tokenizer, max_length)) for example in examples)
         return

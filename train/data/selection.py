@@ -1,7 +1,6 @@
-"""Which examples are trained on: one per turn where wanted, none twice, none that the evaluation asks.
+"""Selects the examples that are trained on: one per turn where wanted, none twice, none with an evaluation prompt.
 
-Pure functions over lists of examples, one list per source; what is left out is named with its reason. Must not know:
-files, tokenizers, recipes.
+Pure functions over lists of examples, one list per source; examples that are left out are listed with the reason.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ def fan_out(example: Example) -> list[Example]:
 def deduplicate(
     lists: Sequence[Sequence[Example]], *, responses: bool, similarity: float | None = None
 ) -> tuple[Lists, list[LeftOut]]:
-    """The first of examples that ask the same, over all lists; `responses`: that are answered the same as well.
+    """The first of examples with the same prompt, over all lists; `responses`: and the same response.
 
-    The same: equal once case, spaces and compatibility forms of characters are set aside. With `similarity`: also those
-    whose runs of five words have a Jaccard similarity of that much, by MinHash.
+    Texts are the same if they are equal apart from case, spaces and compatibility forms of characters. With
+    `similarity` also if their runs of five words have at least that Jaccard similarity, by MinHash.
     """
     first: dict[bytes, str] = {}
     near = _Near(similarity) if similarity is not None else None
@@ -73,10 +72,10 @@ def deduplicate(
 def decontaminate(
     lists: Sequence[Sequence[Example]], held_out: Iterable[Example], *, ngram: int | None = None
 ) -> tuple[Lists, list[LeftOut]]:
-    """The examples that do not ask what one of `held_out` asks.
+    """The examples whose prompt is not in `held_out`.
 
-    They do if the whole prompts are the same, as in `deduplicate`; with `ngram` also if a turn of the user's (or a tool
-    result, or a text to go on with) has a run of so many words in common with one there. System prompts do not count.
+    It is if the whole prompts are the same, as in `deduplicate`; with `ngram` also if a user turn (or a tool result, or
+    a text to continue) has a run of so many words in common with one there. System prompts do not count.
     """
     prompts: dict[bytes, str] = {}
     runs: dict[bytes, str] = {}
@@ -98,11 +97,11 @@ def decontaminate(
     return [[example for example in some if clean(example)] for some in lists], left_out
 
 
-# --------------------------------------------------------------------------------------------- what examples say
+# --------------------------------------------------------------------------------------------- texts
 
 
 def _said(example: Example, responses: bool) -> Iterator[tuple[str, str]]:
-    """(role, normalised text) of all that comes before the last response, and with `responses` of all."""
+    """(role, normalised text) of everything before the last response; with `responses` of everything."""
     if example.prompt is not None:
         yield "prompt", _normalised(example.prompt)
         if responses:
@@ -128,11 +127,11 @@ def _normalised(text: str) -> str:
 
 
 def _runs(example: Example, ngram: int | None) -> Iterator[str]:
-    """Every run of `ngram` words in what the user said."""
+    """Every run of `ngram` words of the user's turns."""
     if ngram is None:
         return
-    asked = [m["content"] for m in example.messages if m["role"] in ("user", "tool")]
-    for text in [example.prompt] if example.prompt is not None else asked:
+    turns = [m["content"] for m in example.messages if m["role"] in ("user", "tool")]
+    for text in [example.prompt] if example.prompt is not None else turns:
         words = _WORD.findall(_normalised(text))
         for start in range(len(words) - ngram + 1):
             yield " ".join(words[start : start + ngram])
@@ -147,7 +146,7 @@ def _digest_text(text: str) -> bytes:
 
 
 class _Near:
-    """Texts seen so far, found again by likeness."""
+    """An index of the texts so far, for near duplicates (MinHash and LSH)."""
 
     def __init__(self, similarity: float) -> None:
         try:
@@ -165,9 +164,9 @@ class _Near:
         runs = {" ".join(words[i : i + SHINGLE]) for i in range(max(len(words) - SHINGLE + 1, 1))}
         made = self.new()
         made.update_batch([run.encode() for run in sorted(runs)])
-        found = {key: made.jaccard(self.known[key]) for key in self.index.query(made)}
-        if found and max(found.values()) >= self.similarity:
-            return max(sorted(found), key=found.__getitem__)
+        similar = {key: made.jaccard(self.known[key]) for key in self.index.query(made)}
+        if similar and max(similar.values()) >= self.similarity:
+            return max(sorted(similar), key=similar.__getitem__)
         key = f"{origin} {len(self.known)}" if origin in self.known else origin
         self.known[key] = made
         self.index.insert(key, made)

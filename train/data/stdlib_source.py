@@ -1,7 +1,6 @@
-"""Python's standard library as text: the code-completion workload of the quickstart.
+"""The source files of the running interpreter's standard library as a code-completion workload.
 
-The text is the running interpreter's own source files, which every machine with Python has; the project stores none of
-it. Files are split by a hash of their relative path, so that no file is in two splits.
+Files are split by a hash of their relative path, so that no file is in two splits.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 from ruamel.yaml import YAML
-from ruamel.yaml.constructor import ConstructorError, SafeConstructor
+from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from speculators.errors import ConfigError
@@ -76,15 +76,6 @@ def _set(tree: Any, location: Location, value: Any, override: str) -> Location:
 
 class _Constructor(SafeConstructor):
     """Builds plain data; a date is a string, as any other name."""
-
-    def check_mapping_key(self, node: Any, key_node: Any, mapping: Any, key: Any, value: Any) -> bool:
-        if isinstance(key, tuple):
-            raise ConstructorError(None, None, "a list cannot be a key", key_node.start_mark)
-        if key in mapping:
-            first = next(other.start_mark.line + 1 for other, _ in node.value if other.value == key_node.value)
-            problem = f"duplicate key '{key}' (first on line {first}); keep one of them"
-            raise ConstructorError(None, None, problem, key_node.start_mark)
-        return True
 
 
 _Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)

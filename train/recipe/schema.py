@@ -139,7 +139,7 @@ def _message(item: ErrorDetails, schema: Schema) -> str:
     node = schema.at(location)
     if kind == "missing":
         return f"required, but missing: {node['description']}" if node else "required, but missing"
-    return f"expected {describe(node) if node else item['msg']}, got {_short(item['input'])}"
+    return f"{f'expected {describe(node)}' if node else item['msg']}, got {_short(item['input'])}"
 
 
 def _suggestion(location: Location, schema: Schema) -> str:
