@@ -29,6 +29,7 @@ MAX_MESSAGE = 500  # characters of a server's own words in an error
 REJECTED = (400, 413, 414, 422)  # statuses that blame the request
 
 Answer = TypeVar("Answer")
+_jitter = random.Random(0)
 
 
 class RequestFailed(DraftsmithError):
@@ -47,7 +48,7 @@ class RequestFailed(DraftsmithError):
 
 def pause_before_retry(attempt: int) -> float:
     """Seconds to wait after failed attempt 1, 2, …: exponential backoff with jitter."""
-    return min(FIRST_PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
+    return min(FIRST_PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S) * _jitter.uniform(0.5, 1.0)
 
 
 async def with_retries(call: Callable[[], Awaitable[Answer]], attempts: int) -> Answer:

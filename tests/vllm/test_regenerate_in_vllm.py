@@ -11,7 +11,7 @@ from inference import LLM
 from train.data.loss_mask import ConversationTokenizer
 from train.data.sources import Example
 from train.recipe.data_sections import RegenerateSection
-from train.regeneration.endpoint_client import EndpointError
+from train.regeneration.endpoint import EndpointError
 from train.regeneration.record import Record
 from train.regeneration.regenerate import regenerate, target_facts
 

@@ -1,7 +1,7 @@
-"""Conversations whose responses are written anew, one turn after another: what is asked next, and what became of it.
+"""Conversations whose responses are written anew, turn by turn.
 
-`regenerate.turns: last` asks for the last response of each; `all` for every one, each prompt holding those written
-before it, as a chat with the target would have gone. Knows the chat template through the tokenizer; not who writes.
+`regenerate.turns: last` asks for the last response of each; `all` for every one, where each prompt holds the responses
+written before it, as a chat with the target would.
 """
 
 from __future__ import annotations
@@ -21,35 +21,37 @@ from train.regeneration.store import Response, digest
 
 @dataclass(frozen=True)
 class Ask:
-    """One response to be written. `example` is that of the conversation so far, which ends where it is to come."""
+    """One response to be written. `example`: the conversation up to the response."""
 
     key: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     example: Example
     number: int  # of the conversation
-    turn: int  # of its written turns, from 0
+    turn: int  # among the written turns of the conversation, from 0
 
 
 @dataclass
 class Account:
-    """What became of every response that was wanted; `settled` holds when a run has ended.
+    """The fate of every wanted response. wanted = written + reused + failed + left out when a run has ended.
 
     wanted     turns to be written, over all conversations
-    reused     found among those kept, or asked for already under the same key
-    written    by this run
-    failed     by reason: asked for, and not to be had
+    reused     stored before, or asked for already under the same key
+    written    by this run; `tokens` of them
+    failed     by reason: asked for without success
     left_out   by reason: never asked for
+    retries    by reason
+    unproved   with exchange: text, responses whose tokens may be others than those written
     """
 
     wanted: int = 0
     reused: int = 0
     written: int = 0
-    tokens: int = 0  # of `written`
+    tokens: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     left_out: Counter[str] = field(default_factory=Counter)
-    retries: Counter[str] = field(default_factory=Counter)  # by reason
-    unproved: int = 0  # with exchange: text, responses whose tokens may be others than those written
+    retries: Counter[str] = field(default_factory=Counter)
+    unproved: int = 0
 
     @property
     def done(self) -> int:
@@ -57,25 +59,36 @@ class Account:
 
     @property
     def total(self) -> int:
-        """That will be done, as far as is known."""
+        """Responses that will be done, as far as is known."""
         return self.wanted - self.left_out.total()
 
-    @property
-    def settled(self) -> bool:
-        return self.done == self.total
-
     def to_dict(self) -> dict[str, Any]:
-        plain = {name: getattr(self, name) for name in ("wanted", "reused", "written", "tokens", "unproved")}
-        counted = {name: dict(sorted(getattr(self, name).items())) for name in ("failed", "left_out", "retries")}
-        return plain | counted
+        numbers = {name: getattr(self, name) for name in ("wanted", "reused", "written", "tokens", "unproved")}
+        by_reason = {name: dict(sorted(getattr(self, name).items())) for name in ("failed", "left_out", "retries")}
+        return numbers | by_reason
 
     def __str__(self) -> str:
         parts = [f"{self.wanted} responses wanted: {self.written} written, {self.reused} reused"]
         for word, counts in (("failed", self.failed), ("left out", self.left_out)):
             if counts:
-                told = ", ".join(f"{reason}: {number}" for reason, number in counts.most_common())
-                parts.append(f"{counts.total()} {word} ({told})")
+                reasons = ", ".join(f"{reason}: {number}" for reason, number in counts.most_common())
+                parts.append(f"{counts.total()} {word} ({reasons})")
         return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class ConversationRules:
+    """What the conversations of a run have in common.
+
+    room   longest prompt that leaves a response, in tokens
+    end    tokens that end a response
+    """
+
+    section: RegenerateSection
+    tokenizer: ConversationTokenizer
+    account: Account
+    room: int
+    end: frozenset[int]
 
 
 TOO_LONG = "the prompt leaves no room in data.max_length"
@@ -84,92 +97,73 @@ AFTER_FAILED = "a turn before it failed"
 
 
 class Conversation:
-    """One example; `ask()` until it is None, each time followed by `tell` or `fail`.
+    """One example. `ask()` until it is None; every time `add_response` or `fail` follows."""
 
-    room: longest prompt that leaves a response, in tokens; end: tokens that end a response.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        example: Example,
-        temperature: float,
-        tokenizer: ConversationTokenizer,
-        section: RegenerateSection,
-        *,
-        room: int,
-        end: frozenset[int],
-        account: Account,
-    ) -> None:
-        self.number, self.example, self.temperature = number, example, temperature
+    def __init__(self, number: int, example: Example, temperature: float, rules: ConversationRules) -> None:
+        self.number, self.example, self.temperature, self._rules = number, example, temperature, rules
         self.responses: list[Response] = []
-        self._tokenizer, self._section, self._room, self._end = tokenizer, section, room, end
-        self._account, self._messages = account, list(example.messages)
-        self._turns, self._next = _written_turns(example, section.turns), 0
+        self._messages = list(example.messages)
+        self._turns, self._next = _written_turns(example, rules.section.turns), 0
         self._pending: Ask | None = None
-        self.first: Ask | None = None  # of what was asked
-        account.wanted += len(self._turns)
+        self.first: Ask | None = None
+        rules.account.wanted += len(self._turns)
 
     def ask(self) -> Ask | None:
-        """The response that is wanted next; the same one until it is told."""
+        """The next response to be written; the same one until it is added or has failed."""
         if self._pending is None and self._next < len(self._turns):
-            so_far = self.example
+            so_far, section = self.example, self._rules.section
             if so_far.prompt is None:
                 so_far = replace(so_far, messages=tuple(self._messages[: self._turns[self._next]]))
-            prompt = tuple(self._tokenizer.prompt_ids(so_far))
-            if len(prompt) > self._room:
-                self._leave(TOO_LONG)
+            prompt = tuple(self._rules.tokenizer.prompt_ids(so_far))
+            if len(prompt) > self._rules.room:
+                self._leave_out(TOO_LONG)
                 return None
-            params = self._params(len(prompt))
-            limit = [params.max_tokens] if params.max_tokens != self._section.max_new_tokens else []
+            turn = f"/{self._next}" if self._next else ""
+            params = SamplingParams(
+                temperature=self.temperature,
+                top_p=section.top_p,
+                top_k=section.top_k,
+                max_tokens=min(section.max_new_tokens, self._rules.room + 2 - len(prompt)),
+                seed=_seed(f"{section.seed}/{self.number}{turn}"),
+            )
+            limit = [params.max_tokens] if params.max_tokens != section.max_new_tokens else []
             # Equal prompts get different samples, and the same greedy response.
-            place = [list(prompt), self.temperature, self.number if self.temperature else 0, *limit]
-            self._pending = Ask(digest(place, 24), prompt, params, so_far, self.number, self._next)
+            identity = [list(prompt), self.temperature, self.number if self.temperature else 0, *limit]
+            self._pending = Ask(digest(identity, 24), prompt, params, so_far, self.number, self._next)
             self.first = self.first or self._pending
         return self._pending
 
-    def tell(self, token_ids: Sequence[int]) -> None:
-        """What was written."""
-        asked = self._taken()
+    def add_response(self, token_ids: Sequence[int]) -> None:
+        asked = self._take_pending()
         if token_ids:
             self.responses.append(
                 Response(self.example.workload, asked.prompt_ids, tuple(token_ids), self.temperature, self.number)
             )
         if self._next == len(self._turns):
             return
-        if not token_ids or token_ids[-1] not in self._end:
-            self._leave(AFTER_CUT)
+        if not token_ids or token_ids[-1] not in self._rules.end:
+            self._leave_out(AFTER_CUT)
             return
-        text = self._tokenizer.tokenizer.decode(
+        text = self._rules.tokenizer.tokenizer.decode(
             list(token_ids[:-1]), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         self._messages[self._turns[asked.turn]] = {"role": "assistant", "content": text}
 
     def fail(self) -> None:
-        """It is not to be had; what would have come after it is not asked for."""
-        self._taken()
-        self._leave(AFTER_FAILED)
+        """The response failed for good. Later turns of the conversation are left out."""
+        self._take_pending()
+        self._leave_out(AFTER_FAILED)
 
-    def _taken(self) -> Ask:
+    def _take_pending(self) -> Ask:
         asked = self._pending
-        assert asked is not None, "told before it was asked"
+        assert asked is not None, "no response was asked for"
         self._pending, self._next = None, self._next + 1
         return asked
 
-    def _leave(self, reason: str) -> None:
+    def _leave_out(self, reason: str) -> None:
         if rest := len(self._turns) - self._next:
-            self._account.left_out[reason] += rest
+            self._rules.account.left_out[reason] += rest
         self._next = len(self._turns)
-
-    def _params(self, prompt: int) -> SamplingParams:
-        section, turn = self._section, f"/{self._next}" if self._next else ""
-        return SamplingParams(
-            temperature=self.temperature,
-            top_p=section.top_p,
-            top_k=section.top_k,
-            max_tokens=min(section.max_new_tokens, self._room + 2 - prompt),
-            seed=_seed(f"{section.seed}/{self.number}{turn}"),
-        )
 
 
 def _seed(text: str) -> int:
@@ -177,9 +171,9 @@ def _seed(text: str) -> int:
 
 
 def _written_turns(example: Example, which: str) -> list[int]:
-    """Places of the messages that are written anew; behind them all, where the user spoke last.
+    """Indices of the messages that are written anew; the number of messages where the user spoke last.
 
-    What calls a tool stays as it is where something follows: the tool's answer in the data is to that call.
+    Calls of tools stay where another message follows: the tool's answer in the data belongs to that call.
     """
     if example.prompt is not None:
         return [0]

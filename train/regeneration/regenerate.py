@@ -1,11 +1,10 @@
-"""Responses written by the target itself, so that a head learns what it will be asked to predict.
+"""Responses written by the target itself, so that a head learns the text that it will be asked to predict.
 
-Every conversation becomes a prompt, or several one after another (`train.regeneration.conversations`), and the target
-continues each at the recipe's sampling settings: here, batch by batch, or at endpoints, many at a time
-(`train.regeneration.endpoint_writer`). What is written is kept by content (`train.regeneration.store`), so a killed run
-continues where it was and a changed target, template or setting starts afresh. Written here, a chunk of responses
-counts only whole: the batches after a kill are those there would have been, and so are the responses, also where low
-precision makes a token depend on its batch. Knows nothing of drafters, losses or packing.
+Every conversation becomes one prompt or several (conversations.py), and the target continues each with the recipe's
+sampling settings: in this process, batch by batch, or at endpoints, many at a time (endpoint_writer.py). Responses are
+stored by content (store.py), so a killed run continues, and a changed target, template or setting starts afresh. In
+this process a chunk of responses counts only whole. A continued run therefore has the batches of an uninterrupted one,
+and the same responses, also where low precision makes a token depend on its batch.
 """
 
 from __future__ import annotations
@@ -22,9 +21,10 @@ from train.data.loss_mask import ConversationTokenizer
 from train.data.sources import Example
 from train.recipe.data_sections import RegenerateSection, TemperatureShare
 from train.recipe.recipe import Recipe
-from train.regeneration.conversations import Account, Conversation
-from train.regeneration.endpoint_client import TargetFacts
-from train.regeneration.endpoint_writer import FailureList, write_there
+from train.regeneration.conversations import Account, Ask, Conversation, ConversationRules
+from train.regeneration.endpoint import TargetFacts
+from train.regeneration.endpoint_writer import write_at_endpoints
+from train.regeneration.job import Job
 from train.regeneration.record import Record
 from train.regeneration.store import Response, ResponseStore, digest, part_suffix
 
@@ -34,19 +34,19 @@ Say = Callable[[str], None]
 
 def temperatures_of(shares: Sequence[TemperatureShare], count: int) -> list[float]:
     """The temperature of each of `count` examples: the shares of the recipe, spread evenly and in a fixed order."""
-    spent = [0.0] * len(shares)
+    counts = [0.0] * len(shares)
     chosen = []
     for i in range(count):
-        behind = [entry.share * (i + 1) - done for entry, done in zip(shares, spent)]
+        behind = [entry.share * (i + 1) - number for entry, number in zip(shares, counts)]
         index = max(range(len(behind)), key=behind.__getitem__)
-        spent[index] += 1
+        counts[index] += 1
         chosen.append(shares[index].temperature)
     return chosen
 
 
 def settings_hash(section: RegenerateSection, target_hash: str) -> str:
-    """What every response depends on beside its prompt: the target's weights and the sampling settings, and that its
-    tokens are those of a text, where they are."""
+    """Hash of everything that a response depends on beside its prompt: the target, the sampling settings, and whether
+    it was exchanged as text."""
     settings = {"target": target_hash, **section.model_dump(include={"top_p", "top_k", "max_new_tokens", "seed"})}
     if section.endpoints and section.exchange == "text":
         settings["text"] = section.unproved_tokens
@@ -54,7 +54,7 @@ def settings_hash(section: RegenerateSection, target_hash: str) -> str:
 
 
 def target_facts(llm: LLM, name: str, template_kwargs: dict[str, Any] | None = None) -> TargetFacts:
-    """Of a target that is loaded."""
+    """The facts of a loaded target."""
     return TargetFacts(
         name=name,
         max_model_len=llm.engine.max_model_len,
@@ -66,7 +66,7 @@ def target_facts(llm: LLM, name: str, template_kwargs: dict[str, Any] | None = N
 
 
 def facts_of(recipe: Recipe, tokenizer: Any) -> TargetFacts:
-    """Of the recipe's target from its config alone."""
+    """The facts of the recipe's target, from its config alone."""
     t = recipe.target
     sketch, source = t.sketch(), {"revision": t.revision, "trust_remote_code": t.trust_remote_code}
     return TargetFacts(
@@ -102,8 +102,8 @@ def regenerate(
     facts          of the target, needed without `llm`
     temperatures   one per example, in place of the recipe's shares
     part           (i, n): only every n-th conversation from the i-th on, for several processes that share the work
-    retry_failed   ask again for what an earlier run went without (`max_failures`)
-    record         keeps what was written by whom and how
+    retry_failed   ask again for responses that an earlier run went without (`max_failures`)
+    record         describes the target in the file of the account
 
     A prompt that leaves no room in `max_length` is left out; DataError if none is left, or if more responses fail than
     `max_failures` allows. EndpointError: the endpoints are not there, or serve something else.
@@ -114,78 +114,66 @@ def regenerate(
         raise ConfigError("regenerate: without a target that is loaded, its facts are needed")
     temperatures = temperatures if temperatures is not None else temperatures_of(section.temperatures, len(examples))
     facts = replace(facts, max_model_len=min(max_length, facts.max_model_len))
-    room, account = facts.max_model_len - 2, Account()
+    account = Account()
+    rules = ConversationRules(section, tokenizer, account, room=facts.max_model_len - 2, end=frozenset(facts.end))
     conversations = [
-        Conversation(i, example, temperature, tokenizer, section, room=room, end=frozenset(facts.end), account=account)
+        Conversation(i, example, temperature, rules)
         for i, (example, temperature) in enumerate(zip(examples, temperatures, strict=True))
         if i % part[1] == part[0]
     ]
-    name = settings_hash(section, target_hash)
-    store, suffix = ResponseStore(folder, name, part), part_suffix(part)
-    failures = FailureList(folder / f"{name}{suffix}.failures.jsonl", retry=retry_failed)
+    name, suffix = settings_hash(section, target_hash), part_suffix(part)
 
-    def tell(note: str = "") -> None:
+    def report(note: str = "") -> None:
         if progress is not None:
             progress(account.done, account.total, note)
 
+    job = Job(
+        conversations, ResponseStore(folder, name, part), account, section,
+        folder / f"{name}{suffix}.failures.jsonl", retry_failed, report,
+    )  # fmt: skip
     writer: dict[str, Any] = {}
     try:
         if section.endpoints:
-            writer = {"endpoints": write_there(conversations, store, account, section, facts, llm, failures, tell, say)}
+            writer = {"endpoints": write_at_endpoints(job, facts, llm, say)}
         else:
             if llm is None:
                 raise ConfigError("regenerate.endpoints: empty, and the target is not loaded; name the servers")
             writer = {"here": str(llm.engine.target.dtype).removeprefix("torch.")}
-            _write_here(llm, conversations, store, account, section, failures, tell)
-        assert account.settled, f"responses unaccounted for: {account}"
+            _write_here(llm, job)
+        assert account.done == account.total, f"responses unaccounted for: {account}"
         if conversations and account.total == 0:
             raise DataError(
-                f"regenerate: all {len(conversations)} prompts are longer than {room} tokens; raise data.max_length"
+                f"regenerate: all {len(conversations)} prompts are longer than {rules.room} tokens; raise "
+                "data.max_length"
             )
-        failures.judge(account, section, store)
+        job.finish()
     finally:
-        store.close()
+        job.store.close()
         if record is not None:
             record.write(folder / f"{name}{suffix}.json", section, account, writer)
     return [response for conversation in conversations for response in conversation.responses]
 
 
-def _write_here(
-    llm: LLM,
-    conversations: Sequence[Conversation],
-    store: ResponseStore,
-    account: Account,
-    section: RegenerateSection,
-    failures: FailureList,
-    tell: Callable[[], None],
-) -> None:
-    """The first turn of all of them, then the second, …: batches are the same whatever was written before."""
-    pending = list(conversations)
-    while True:
-        asked = []
-        for conversation in pending:
-            if (ask := conversation.ask()) is None:
-                continue
-            if ask.key not in store.known and (reason := failures.earlier(ask.key, section, store)) is not None:
-                account.failed[reason] += 1
-                conversation.fail()
-                continue
-            asked.append((conversation, ask))
-        if not asked:
-            return
-        missing = list({ask.key: ask for _, ask in asked if ask.key not in store.known}.values())
-        account.reused += len(asked) - len(missing)
-        tell()
-        missing.sort(key=lambda ask: len(ask.prompt_ids))  # like lengths together: little padding
-        for start in range(0, len(missing), 8 * section.batch_size):
-            chunk = missing[start : start + 8 * section.batch_size]
+def _write_here(llm: LLM, job: Job) -> None:
+    """Writes the first turn of all conversations, then the second, and so on."""
+    section, account = job.section, job.account
+    while asked := [(c, ask) for c in job.conversations if (ask := c.ask()) is not None]:
+        missing: dict[str, list[tuple[Conversation, Ask]]] = {}
+        for conversation, ask in asked:
+            if not job.settle_known(conversation, ask):
+                missing.setdefault(ask.key, []).append((conversation, ask))
+        account.reused += sum(len(same) - 1 for same in missing.values())
+        job.report("")
+        # similar lengths together: little padding
+        asks = sorted((same[0][1] for same in missing.values()), key=lambda ask: len(ask.prompt_ids))
+        for start in range(0, len(asks), 8 * section.batch_size):
+            chunk = asks[start : start + 8 * section.batch_size]
             prompts = [{"prompt_token_ids": list(ask.prompt_ids)} for ask in chunk]
             outputs = llm.generate(prompts, [ask.params for ask in chunk], use_tqdm=False)
-            written = [list(output.outputs[0].token_ids) for output in outputs]
-            store.add_chunk({ask.key: ids for ask, ids in zip(chunk, written, strict=True)})
+            token_ids = [list(output.outputs[0].token_ids) for output in outputs]
+            job.store.add_chunk({ask.key: ids for ask, ids in zip(chunk, token_ids, strict=True)})
             account.written += len(chunk)
-            account.tokens += sum(map(len, written))
-            tell()
-        for conversation, ask in asked:
-            conversation.tell(store.known[ask.key])
-        pending = [conversation for conversation, _ in asked]
+            account.tokens += sum(map(len, token_ids))
+            job.report("")
+        for conversation, ask in (pair for same in missing.values() for pair in same):
+            conversation.add_response(job.store.known[ask.key])

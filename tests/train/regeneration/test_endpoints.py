@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from inference import LLM
+from inference import LLM, http_client
 from speculators.errors import DataError
 from tests.faulty_proxy import FaultyProxy
 from train.data.loss_mask import ConversationTokenizer
 from train.data.sources import Example
 from train.recipe.data_sections import RegenerateSection
-from train.regeneration import endpoint_check, endpoint_pool
-from train.regeneration.endpoint_client import EndpointError
+from train.regeneration import endpoint, endpoint_pool
+from train.regeneration.endpoint import EndpointError
 from train.regeneration.record import Record
 from train.regeneration.regenerate import regenerate, target_facts
 from train.regeneration.store import ResponseStore
@@ -220,8 +220,8 @@ def test_calls_of_tools_stay_as_they_are(write):
 @pytest.mark.slow
 def test_a_fifth_fails_and_the_server_is_restarted_twice(write, server, here, tmp_path, monkeypatch):
     """Complete, none twice, none lost, and not a token other than in process."""
-    monkeypatch.setattr(endpoint_pool, "FIRST_PAUSE_S", 0.02)
-    monkeypatch.setattr(endpoint_pool, "LONGEST_PAUSE_S", 0.2)
+    monkeypatch.setattr(http_client, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(http_client, "LONGEST_PAUSE_S", 0.2)
     ours = write("here", [*PROMPTS, *CHATS], turns="all")
     proxy = FaultyProxy(server, 0.2)
     lines = lambda: sum(path.read_bytes().count(b"\n") for path in (tmp_path / "there").glob("*.0*.jsonl"))
@@ -251,13 +251,13 @@ def test_a_fifth_fails_and_the_server_is_restarted_twice(write, server, here, tm
 
 
 def test_load_goes_where_there_is_room_and_away_from_what_is_broken(write, server, monkeypatch, tmp_path):
-    monkeypatch.setattr(endpoint_pool, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(http_client, "FIRST_PAUSE_S", 0.02)
     good, broken = FaultyProxy(server, 0.0), FaultyProxy(server, 0.0)
     forward, written = broken._forward, []
 
     def breaks(path, body):
         """After four responses, examination apart."""
-        written.extend([1] if json.loads(body or b"{}").get("max_tokens", 0) > endpoint_check.PROBE_TOKENS else [])
+        written.extend([1] if json.loads(body or b"{}").get("max_tokens", 0) > endpoint.PROBE_TOKENS else [])
         return (500, b"broken") if len(written) > 4 else forward(path, body)
 
     broken._forward = breaks
@@ -272,7 +272,7 @@ def test_load_goes_where_there_is_room_and_away_from_what_is_broken(write, serve
 
 
 def test_an_endpoint_that_is_not_there_yet_is_waited_for(write, server, tmp_path, monkeypatch):
-    monkeypatch.setattr(endpoint_pool, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(http_client, "FIRST_PAUSE_S", 0.02)
     late = FaultyProxy(server, 0.0)
     late.kill()
     said = []
@@ -290,7 +290,7 @@ def test_an_endpoint_that_is_not_there_yet_is_waited_for(write, server, tmp_path
 
 
 def test_patience_ends(write, server, monkeypatch, tmp_path):
-    monkeypatch.setattr(endpoint_pool, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(http_client, "FIRST_PAUSE_S", 0.02)
     proxy = FaultyProxy(server, 0.0)
     fate = proxy._fate
     proxy._fate = lambda path: "no_answer" if proxy.seen["ok"] > 30 else fate(path)
@@ -349,9 +349,9 @@ def test_every_failure_is_accounted_for(write, server, tmp_path):
 
 
 def test_it_stops_early_where_there_is_no_hope(write, server, monkeypatch):
-    from train.regeneration import endpoint_writer
+    from train.regeneration import job
 
-    monkeypatch.setattr(endpoint_writer, "SURPLUS", 5)
+    monkeypatch.setattr(job, "SURPLUS", 5)
     proxy = FaultyProxy(server, 0.0)
     refusing(proxy, "number 5")
     with pytest.raises(DataError, match=r"failed \(http_400"):
