@@ -15,32 +15,18 @@ from inference.bench.figures import LATENCIES
 
 MAX_ERRORS = 5  # different ones that are shown
 
-TOTALS = (
-    ("successful requests", "completed", "d"),
-    ("failed requests", "failed", "d"),
-    ("concurrency, limit", "max_concurrency", "d"),
-    ("concurrency, highest", "max_concurrent_requests", "d"),
-    ("requests/s offered", "request_rate", ".2f"),
-    ("seconds", "duration", ".2f"),
-    ("input tokens", "total_input_tokens", ",d"),
-    ("output tokens", "total_output_tokens", ",d"),
-    ("requests/s", "request_throughput", ".2f"),
-    ("output tokens/s", "output_throughput", ".2f"),
-    ("output tokens/s, busiest second", "max_output_tokens_per_s", ".2f"),
-    ("tokens/s, input and output", "total_token_throughput", ".2f"),
-)
-DRAFTING = (
-    ("acceptance length", "spec_decode_acceptance_length", ".2f"),
-    ("drafted tokens accepted, %", "spec_decode_acceptance_rate", ".1f"),
-    ("verified proposals", "spec_decode_num_drafts", ",d"),
-    ("drafted tokens", "spec_decode_draft_tokens", ",d"),
-    ("accepted tokens", "spec_decode_accepted_tokens", ",d"),
-)
+TOTALS = (  # fields of a result
+    "completed", "failed", "max_concurrency", "max_concurrent_requests", "request_rate", "duration",
+    "total_input_tokens", "total_output_tokens", "request_throughput", "output_throughput", "max_output_tokens_per_s",
+    "total_token_throughput",
+)  # fmt: skip
+DRAFTING = ("acceptance_length", "acceptance_rate", "num_drafts", "draft_tokens", "accepted_tokens")
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
     """Totals, latencies, acceptance if the server reports it, and errors."""
-    _print_table(console, f"{result['model_id']}, {result['dataset_name']}", ("", ""), _rows(result, TOTALS))
+    totals = [(name.replace("_", " "), _cell(result[name])) for name in TOTALS if result[name] is not None]
+    _print_table(console, f"{result['model_id']}, {result['dataset_name']}", ("", ""), totals)
     names = [name for name in LATENCIES if f"mean_{name}_ms" in result]
     kinds = [key.removesuffix(f"_{names[0]}_ms") for key in result if names and key.endswith(f"_{names[0]}_ms")]
     kinds = [kind for kind in kinds if kind != "p50"]  # the median
@@ -52,7 +38,8 @@ def print_result(result: dict[str, Any], console: Console) -> None:
     if "spec_decode_num_drafts" in result:
         rates = result["spec_decode_per_position_acceptance_rates"]
         positions = [(f"first {n} accepted, %", f"{100 * rate:.1f}") for n, rate in enumerate(rates, 1)]
-        _print_table(console, "drafting (/metrics)", ("", ""), [*_rows(result, DRAFTING), *positions])
+        drafting = [(name.replace("_", " "), _cell(result[f"spec_decode_{name}"])) for name in DRAFTING]
+        _print_table(console, "drafting (/metrics)", ("", ""), [*drafting, *positions])
     errors = Counter(error for error in result["errors"] if error)
     for error, count in errors.most_common(MAX_ERRORS):
         console.print(Text(f"{count} failed: {error}", style="red"))
@@ -94,12 +81,10 @@ def _print_table(console: Console, title: str, columns: Sequence[str], rows: Ite
     console.print(table)
 
 
-def _rows(result: dict[str, Any], lines: Sequence[tuple[str, str, str]]) -> list[tuple[str, str]]:
-    return [(words, _cell(result[name], form)) for words, name, form in lines if result.get(name) is not None]
-
-
-def _cell(value: Any, form: str = ".2f") -> str:
-    return "-" if value is None else value if isinstance(value, str) else format(value, form)
+def _cell(value: Any, form: str = ",.2f") -> str:
+    if value is None or isinstance(value, str):
+        return value or "-"
+    return format(value, ",d" if isinstance(value, int) else form)
 
 
 def _print_note(result: dict[str, Any], console: Console) -> None:

@@ -1,7 +1,7 @@
-"""`draftsmith regenerate`: the responses of a recipe ahead of its training, which then finds them.
+"""`draftsmith regenerate`: writes the responses of a recipe ahead of its training, which then finds them.
 
-So that the machines that write (a cluster of servers) and those that train need not wait for each other. The target is
-not loaded where endpoints write, unless asked for.
+The machines that write (a cluster of servers) and those that train need not wait for each other. With endpoints the
+target is loaded only with --check-target.
 """
 
 from __future__ import annotations

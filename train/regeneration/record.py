@@ -1,12 +1,13 @@
-"""Beside the responses of a store, what they are: of which target, by which template and sampling, who wrote them, and
-what became of those that were wanted.
+"""The record beside the responses of a store: their target, template and sampling settings, their writers, and the
+account of all wanted responses.
 
-The record names servers by their address; `summary`, which goes into an export, does not. Writes no response.
+The record names servers by their address. `summary`, which goes into an export, does not.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,13 +20,13 @@ from train.regeneration.conversations import Account
 from train.regeneration.store import write_json
 
 SUMMARY = "regeneration.json"  # in a run's folder
-PUBLIC = ("version", "here", "agreement", "written")  # of who wrote
+PUBLIC = ("version", "here", "agreement", "written")  # fields of a writer in the summary
 SAMPLING = {"temperatures", "top_p", "top_k", "max_new_tokens", "seed"}
 
 
 @dataclass(frozen=True)
 class Record:
-    """What is written into responses/<hash>.json."""
+    """The target's part of responses/<hash>.json."""
 
     target: str
     revision: str | None
@@ -34,7 +35,7 @@ class Record:
     chat_template_kwargs: Mapping[str, Any]
 
     def write(self, path: Path, section: RegenerateSection, account: Account, writer: Mapping[str, Any]) -> None:
-        """`writer`: who wrote this time, beside those who did before. What only reads responses changes nothing."""
+        """Adds the writer of this run to those of earlier ones. A run that only read responses changes nothing."""
         if path.exists() and not (account.written or account.failed):
             return
         writers = _read(path).get("written_by", [])
@@ -56,27 +57,25 @@ class Record:
 
 
 def _joined(writers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Entries of the same writer as one: what it wrote, added up."""
-    found: dict[str, dict[str, Any]] = {}
+    """One entry per writer, with the sums of its responses and faults."""
+    joined: dict[str, dict[str, Any]] = {}
     for writer in writers:
         name = json.dumps([writer.get(key) for key in ("url", "model", "root", "version", "here")])
-        before = found.get(name, {})
-        faults = before.get("faults", {})
-        found[name] = before | writer | {"written": before.get("written", 0) + writer["written"]}
+        before = joined.get(name, {"written": 0})
+        joined[name] = before | writer | {"written": before["written"] + writer["written"]}
         if "faults" in writer:
-            found[name]["faults"] = {
-                k: faults.get(k, 0) + writer["faults"].get(k, 0) for k in sorted(faults | writer["faults"])
-            }
-    return list(found.values())
+            faults = Counter(before.get("faults", {})) + Counter(writer["faults"])
+            joined[name]["faults"] = dict(sorted(faults.items()))
+    return list(joined.values())
 
 
 def keep_summary(folder: Path, record: Path) -> None:
-    """Notes in a run's folder what the record of its responses says, and those of its parts if several processes wrote,
-    without addresses, names and folders."""
+    """Copies the record of a run's responses, and those of its parts, into the run's folder, without addresses, names
+    and folders."""
     if not (tree := _read(record)):
         return
     parts = [_read(path) for path in sorted(record.parent.glob(f"{record.stem}.*-of-*.json"))]
-    writers = _joined([writer for each in (tree, *parts) for writer in each["written_by"]])
+    writers = _joined([writer for one in (tree, *parts) for writer in one["written_by"]])
     writers = [{key: value for key, value in writer.items() if key in PUBLIC} for writer in writers]
     del tree["target"], tree["revision"]  # the export names them
     write_json(folder / SUMMARY, _read(folder / SUMMARY) | {record.stem: tree | {"written_by": writers}})

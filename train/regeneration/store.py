@@ -1,10 +1,9 @@
-"""Responses on disk: kept by content, never torn by a kill, never written by two processes into one file.
+"""Responses on disk, by content. A kill tears no response, and no two processes write into one file.
 
-A store is what a folder has under one name, a hash of everything its responses depend on beside their prompts:
-`<name>.jsonl`, in which this project's own LLM writes chunk by chunk and a chunk counts only whole (one that writes
-part i of n has `<name>.i-of-n.jsonl` to itself), and shards `<name>.0000.jsonl` …, in which responses of endpoints
-come one per line and one process holds each.
-Knows no prompts, no conversations and nobody who writes.
+The name of a store is a hash of everything that its responses depend on beside their prompts. Its files are
+`<name>.jsonl`, written chunk by chunk by the LLM of this process, where a chunk counts only whole (part i of n has its
+own `<name>.i-of-n.jsonl`), and the shards `<name>.0000.jsonl` …, with a response of an endpoint per line, where one
+process locks each.
 """
 
 from __future__ import annotations
@@ -21,17 +20,18 @@ from itertools import count, groupby
 from pathlib import Path
 from typing import IO, Any
 
+from inference.whole_file import write_whole
 from speculators.errors import DataError
 from train.data.loss_mask import TokenRow, Turn, fewest_rows
 
 CHUNK_END = "{}"
-SHARD_BYTES = 256 << 20  # a new one is begun beyond it
-SYNC_EVERY_S = 1.0  # seconds of responses that a machine losing power may lose; a killed process loses none
+SHARD_BYTES = 256 << 20  # then a new shard begins
+SYNC_EVERY_S = 1.0  # a power failure may lose the responses of so many seconds; a kill loses none
 
 
 @dataclass(frozen=True)
 class Response:
-    """One prompt and what the target wrote, as tokens. `example`: the number of the conversation it is a turn of."""
+    """One prompt and its response, as tokens. `example`: the number of its conversation."""
 
     workload: str
     prompt_ids: tuple[int, ...]
@@ -44,8 +44,8 @@ class Response:
 
 
 def rows_of(responses: Iterable[Response]) -> Iterator[TokenRow]:
-    """Token rows of responses that come in the order of their conversations: turns that continue one another's tokens
-    share a row; the others are rows of their own, each as serving saw it."""
+    """Token rows of responses in the order of their conversations. Turns that continue one another's tokens are one
+    row; other turns are rows of their own."""
     for _, group in groupby(responses, key=lambda response: response.example):
         turns = list(group)
         rows = [turn.row() for turn in turns]
@@ -55,8 +55,12 @@ def rows_of(responses: Iterable[Response]) -> Iterator[TokenRow]:
 
 
 class ResponseStore:
-    """`known`: token ids by key. `given_up`: reasons by key, of responses that a run was allowed to do without.
-    `part`: (i, n) of a process that writes one of n parts."""
+    """Stored responses: reads all files of the name, and appends to this process's own.
+
+    known      token ids by key
+    given_up   reasons by key, of responses that a run was allowed to go without
+    part       (i, n) of a process that writes one of n parts
+    """
 
     def __init__(self, folder: Path, name: str, part: tuple[int, int] = (0, 1)) -> None:
         self.folder, self.name, self.part = folder, name, part
@@ -70,18 +74,18 @@ class ResponseStore:
 
     @property
     def chunks(self) -> Path:
-        """The file that this process writes chunks into, and no other."""
+        """The file of chunks that this process alone writes."""
         return self.folder / f"{self.name}{part_suffix(self.part)}.jsonl"
 
     def shards(self) -> list[Path]:
         return self._numbered(r"\.\d{4}")
 
     def _numbered(self, suffix: str) -> list[Path]:
-        wanted = re.compile(rf"{re.escape(self.name)}{suffix}\.jsonl")
-        return sorted(path for path in self.folder.glob(f"{self.name}*.jsonl") if wanted.fullmatch(path.name))
+        pattern = re.compile(rf"{re.escape(self.name)}{suffix}\.jsonl")
+        return sorted(path for path in self.folder.glob(f"{self.name}*.jsonl") if pattern.fullmatch(path.name))
 
     def add_chunk(self, responses: Mapping[str, Sequence[int]]) -> None:
-        """Responses that count together: after a kill all of them are there, or none."""
+        """Stores responses together: after a kill all of them are there, or none."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.known |= {key: list(ids) for key, ids in responses.items()}
         lines = [json.dumps({"key": key, "token_ids": list(ids)}) for key, ids in responses.items()]
@@ -89,14 +93,14 @@ class ResponseStore:
             file.write("\n".join([*lines, CHUNK_END]) + "\n")
 
     def add(self, key: str, token_ids: Sequence[int]) -> None:
-        """One response, to this process's shard. ValueError if it is there already: nothing is written twice."""
+        """Stores one response in this process's shard. ValueError if it is there already."""
         if key in self.known:
             raise ValueError(f"{self.folder / self.name}: the response {key} is there already")
         self.known[key] = list(token_ids)
         self._line({"key": key, "token_ids": list(token_ids)})
 
     def give_up(self, reasons: Mapping[str, str]) -> None:
-        """Responses that will not be asked for again: a run continued later is to see the same rows."""
+        """Stores responses that will not be asked for again, so that a continued run sees the same rows."""
         for key, reason in reasons.items():
             if self.given_up.get(key) != reason:
                 self.given_up[key] = reason
@@ -132,14 +136,14 @@ class ResponseStore:
 
 
 class _Shard:
-    """A file that this process alone appends to."""
+    """A locked file, to which this process appends."""
 
     def __init__(self, path: Path, file: IO[bytes]) -> None:
         self.path, self._file, self._synced = path, file, time.monotonic()
 
     @classmethod
     def free(cls, folder: Path, name: str) -> _Shard:
-        """The first one that no other process holds and that has room; a line torn by a kill is cut off."""
+        """Opens the first shard that is not locked and not full. A line torn by a kill is cut off."""
         folder.mkdir(parents=True, exist_ok=True)
         for number in count():
             path = folder / f"{name}.{number:04d}.jsonl"
@@ -167,16 +171,13 @@ class _Shard:
         self._file.write(line.encode() + b"\n")
         self._file.flush()
         if time.monotonic() - self._synced > SYNC_EVERY_S:
-            self.sync()
-
-    def sync(self) -> None:
-        os.fsync(self._file.fileno())
-        self._synced = time.monotonic()
+            os.fsync(self._file.fileno())
+            self._synced = time.monotonic()
 
     def close(self) -> None:
         self._file.flush()
-        self.sync()
-        self._file.close()  # and with it the lock
+        os.fsync(self._file.fileno())
+        self._file.close()  # releases the lock
 
 
 def _whole_lines(content: bytes) -> bytes:
@@ -184,13 +185,12 @@ def _whole_lines(content: bytes) -> bytes:
 
 
 def part_suffix(part: tuple[int, int]) -> str:
-    """What the names of files have that belong to one of several parts."""
+    """The suffix of file names that belong to one of several parts."""
     return f".{part[0]}-of-{part[1]}" if part[1] > 1 else ""
 
 
 def _whole_chunks(path: Path, *, mend: bool) -> list[str]:
-    """The lines of the whole chunks that an earlier run wrote, or another process so far. `mend`: one torn by a kill is
-    cut off the file."""
+    """The lines of all whole chunks in a file. `mend`: a torn chunk at its end is cut off the file."""
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8")
@@ -207,8 +207,5 @@ def digest(tree: Any, length: int) -> str:
 
 
 def write_json(path: Path, tree: Any) -> None:
-    """Whole, or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{os.getpid()}.part")
-    draft.write_text(json.dumps(tree, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    draft.replace(path)
+    """The file is complete, or as it was."""
+    write_whole(path, json.dumps(tree, indent=2, ensure_ascii=False) + "\n")
