@@ -1,7 +1,7 @@
-"""The command that serves: `draftsmith serve`, and `python -m inference.serve` (or `.server`) as guides start vLLM's.
+"""The command `draftsmith serve`, also `python -m inference.serve` and `python -m inference.server`.
 
-Flags are vLLM's, dashes or underscores; the positional model too. What changes no output here is accepted, and what
-would is an error (vllm_options). torch is imported once the flags are read.
+Flags are vLLM's, with dashes or underscores, and the model may be positional. Flags that change no output here are
+accepted, all others that are not known are errors (vllm_options). torch is imported after the flags are read.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from inference.console import print_error
-from inference.server.flags import Value, read_flags, server_options
+from inference.server.flags import LLM_FLAGS, read_flags, server_options
+from inference.server.options import SAMPLING_FIELDS, ServerOptions
 from inference.server.real_vllm import become_vllm, wants_vllm
 from speculators.errors import ConfigError, DraftsmithError
 
 if TYPE_CHECKING:
     from inference.entrypoints.llm import LLM
-    from inference.server.options import ServerOptions
 
 logger = logging.getLogger(__name__)
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `serve` to the project's command line; its flags are read here."""
+    """Adds `serve` to the project's command line."""
 
     @app.command(
         "serve",
@@ -41,7 +41,7 @@ def register(app: typer.Typer) -> None:
 
 
 def main() -> None:
-    """With the arguments of this process."""
+    """Runs the command with the arguments of this process."""
     try:
         run(sys.argv[1:])
     except DraftsmithError as error:
@@ -58,20 +58,17 @@ def run(arguments: Sequence[str]) -> None:
     serve_app(llm, server_options(flags, sampling_defaults(llm, flags)), flags)
 
 
-def load(flags: argparse.Namespace, others: dict[str, Value]) -> LLM:
-    """The LLM of the flags; `others`: options it knows from vLLM, or refuses."""
+def load(flags: argparse.Namespace, others: dict[str, Any]) -> LLM:
+    """Loads the LLM of these flags. `others`: flags that are not declared, which LLM knows from vLLM or refuses."""
     from inference.entrypoints.llm import LLM
 
-    named = ("tokenizer", "dtype", "max_num_seqs", "max_model_len", "max_num_batched_tokens", "device", "seed",
-             "kv_cache_memory_bytes", "trust_remote_code", "revision", "tensor_parallel_size", "speculative_config",
-             "enable_prefix_caching")  # fmt: skip
     others = _todays(others, flags)
-    given = {name: value for name in named if (value := getattr(flags, name)) is not None}
+    given = {name: value for name in LLM_FLAGS if (value := getattr(flags, name)) is not None}
     return LLM(flags.model, **given, **others)
 
 
-def _todays(others: dict[str, Value], flags: argparse.Namespace) -> dict[str, Value]:
-    """Without the flags of older versions, which become `flags.speculative_config`; a warning shows today's."""
+def _todays(others: dict[str, Any], flags: argparse.Namespace) -> dict[str, Any]:
+    """Moves flags of older vLLM versions from `others` to `flags.speculative_config`, with a warning that shows it."""
     from inference.entrypoints.vllm_options import DEPRECATED, from_old_options
 
     old = {name: value for name, value in others.items() if name in DEPRECATED and value is not None}
@@ -85,8 +82,8 @@ def _todays(others: dict[str, Value], flags: argparse.Namespace) -> dict[str, Va
 
 
 def sampling_defaults(llm: LLM, flags: argparse.Namespace) -> dict[str, Any]:
-    """What a request that says nothing is sampled with: the model's generation_config.json ("auto"), that of a folder,
-    or vLLM's neutral values ("vllm"); and the overrides."""
+    """Sampling parameters for requests that do not set them: the model's generation_config.json ("auto"), that of a
+    folder, or vLLM's neutral values ("vllm"); then the overrides."""
     from transformers import GenerationConfig
 
     source, config = flags.generation_config, None
@@ -97,16 +94,13 @@ def sampling_defaults(llm: LLM, flags: argparse.Namespace) -> dict[str, Any]:
             config = GenerationConfig.from_pretrained(source)
         except (OSError, ValueError) as error:
             raise ConfigError(f"--generation-config {source}: expected auto, vllm or a folder: {error}") from error
-    found = {} if config is None else config.to_diff_dict()
-    found |= flags.override_generation_config or {}
-    names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty",
-                                     "presence_penalty", "frequency_penalty")}  # fmt: skip
-    names |= {"max_new_tokens": "max_tokens"}
-    return {names[name]: value for name, value in found.items() if name in names and value is not None}
+    values = ({} if config is None else config.to_diff_dict()) | (flags.override_generation_config or {})
+    names = {name: name for name in SAMPLING_FIELDS} | {"max_new_tokens": "max_tokens"}
+    return {names[name]: value for name, value in values.items() if name in names and value is not None}
 
 
 def serve_app(llm: LLM, options: ServerOptions, flags: argparse.Namespace) -> None:
-    """Serves until SIGTERM or SIGINT; then nothing new is taken, and what runs gets `shutdown_timeout_s` seconds."""
+    """Serves until SIGTERM or SIGINT. Then no request is admitted, and those that run get `shutdown_timeout_s`."""
     import uvicorn
 
     from inference.server.app import make_app
@@ -132,8 +126,8 @@ def serve_app(llm: LLM, options: ServerOptions, flags: argparse.Namespace) -> No
             timeout_graceful_shutdown=int(options.shutdown_timeout_s) + 5,
         )
     )
-    for each in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises the signal again when it is done: that is no failure
-        signal.signal(each, lambda *_: None)
+    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises the signal again after a clean exit
+        signal.signal(number, lambda *_: None)
     server.run()
     if not server.started:
         sys.exit(3)

@@ -1,75 +1,77 @@
-"""What a server is told when it starts: names, limits, and what its answers hold. Knows no model."""
+"""Options of the server, and which of them are flags of `serve`. Imports no torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import argparse
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from speculators.errors import ConfigError
 
 SpecDecodeDetail = Literal["none", "summary", "detailed"]
+SAMPLING_FIELDS = (  # of requests, with defaults on the server
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+)  # fmt: skip
+
+
+def flag(group: str, default: Any, help: str, *, at_least: float | None = None, **argument: Any) -> Any:
+    """A field of ServerOptions that is also a flag of `serve`. `argument`: keywords of argparse, where the type of the
+    default does not settle them; a default of None stands for an optional int."""
+    if default is False:
+        argument = {"action": "store_true"} | argument
+    elif "action" not in argument:
+        argument = {"type": int if default is None else type(default)} | argument
+    argument |= {"default": default, "help": help}
+    return field(default=default, metadata={"group": group, "at_least": at_least, "argument": argument})
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Under vLLM's names where it has them.
+    """Options of a server, under vLLM's names where vLLM has them; `flag` marks those that the command line has too."""
 
-    served_model_names      what clients may call the model; the first is what answers say
-    api_keys                any of them opens the server; none: it is open
-    max_body_bytes          longest body of a request
-    max_prompt_tokens       longest prompt; None: what max_model_len leaves
-    max_n                   most responses of one request, prompts times n
-    max_output_tokens       longest response; None: what max_model_len leaves
-    max_logprobs            most log-probabilities per token; -1: the whole vocabulary
-    max_num_queued_reqs     responses that may wait for a row; beyond them requests are refused with 429
-    request_timeout_s       from arrival to the last token
-    shutdown_timeout_s      what unfinished responses get after SIGTERM
-    chat_template           instead of the tokenizer's
-    trust_request_chat_template     whether a request may bring its own
-    default_chat_template_kwargs    for the template, where a request says nothing
-    response_role           who speaks in answers to a chat
-    sampling_defaults       sampling parameters where a request says nothing
-    per_request_spec_decode_metrics   acceptance of each response, in the answer
-    enable_per_request_metrics        times of each response, in the answer
-    enable_prompt_tokens_details      how many prompt tokens were computed before, in the usage
-    enable_force_include_usage        usage at the end of every stream
-    enable_drafter_swap     whether the drafter can be changed while the server runs (docs/server.md)
-    enable_log_requests     a line per request: its id, tokens, seconds; never a text
-    """
-
-    served_model_names: tuple[str, ...]
-    api_keys: tuple[str, ...] = ()
-    max_body_bytes: int = 4 << 20
-    max_prompt_tokens: int | None = None
-    max_n: int = 128
-    max_output_tokens: int | None = None
-    max_logprobs: int = 20
-    max_num_queued_reqs: int = 256
-    request_timeout_s: float = 600.0
-    shutdown_timeout_s: float = 20.0
-    chat_template: str | None = None
-    trust_request_chat_template: bool = False
+    served_model_names: tuple[str, ...]  # names that clients may use for the model; answers carry the first
+    api_keys: tuple[str, ...] = ()  # any of them opens the server; none: it is open
+    allowed_origins: tuple[str, ...] = ()  # of web pages that may use the server
+    chat_template: str | None = None  # in place of the tokenizer's
     default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    response_role: str = "assistant"
-    sampling_defaults: dict[str, Any] = field(default_factory=dict)
-    per_request_spec_decode_metrics: SpecDecodeDetail = "none"
-    enable_per_request_metrics: bool = False
-    enable_prompt_tokens_details: bool = False
-    enable_force_include_usage: bool = False
-    enable_drafter_swap: bool = False
-    enable_log_requests: bool = False
-    allowed_origins: tuple[str, ...] = ()
-    root_path: str = ""
-    disable_fastapi_docs: bool = False
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)  # for requests that do not set them
+
+    trust_request_chat_template: bool = flag("model", False, "requests may bring a chat template of their own")
+    response_role: str = flag("model", "assistant", "role of the answers to a chat")
+
+    root_path: str = flag("http", "", "path under which a proxy serves this server")
+    disable_fastapi_docs: bool = flag("http", False, "no /docs, no /openapi.json")
+    enable_log_requests: bool = flag(
+        "http", False, "a line per request: id, tokens, seconds; never a text", action=argparse.BooleanOptionalAction
+    )
+
+    max_num_queued_reqs: int = flag("limits", 256, "waiting responses; then 429 (%(default)s)", at_least=0)
+    request_timeout_s: float = flag("limits", 600.0, "seconds per request (%(default)s)", at_least=0.001)
+    shutdown_timeout_s: float = flag(
+        "limits", 20.0, "seconds that running requests get after SIGTERM (%(default)s)", at_least=0
+    )
+    max_body_bytes: int = flag("limits", 4 << 20, "longest body of a request (%(default)s)", at_least=1)
+    max_prompt_tokens: int | None = flag(
+        "limits", None, "longest prompt; default: what the model has room for", at_least=1
+    )
+    max_output_tokens: int | None = flag(
+        "limits", None, "longest response; default: what the model has room for", at_least=1
+    )
+    max_n: int = flag("limits", 128, "responses of a request, prompts times n (%(default)s)", at_least=1)
+    max_logprobs: int = flag("limits", 20, "log-probabilities per token; -1: no limit (%(default)s)", at_least=-1)
+
+    per_request_spec_decode_metrics: SpecDecodeDetail = flag(  # noqa: RUF009
+        "answers", "none", "acceptance of each response (%(default)s)", choices=("none", "summary", "detailed")
+    )
+    enable_per_request_metrics: bool = flag("answers", False, "times of each response")
+    enable_prompt_tokens_details: bool = flag("answers", False, "cached prompt tokens in the usage")
+    enable_drafter_swap: bool = flag("answers", False, "POST /drafter changes the drafter of a running server")
+    enable_force_include_usage: bool = flag("answers", False, "usage at the end of every stream")
 
     def __post_init__(self) -> None:
         if not self.served_model_names:
             raise ConfigError("served_model_names is empty; a server's model needs a name")
-        least = {
-            "max_body_bytes": 1, "max_prompt_tokens": 1, "max_n": 1, "max_output_tokens": 1, "max_logprobs": -1,
-            "max_num_queued_reqs": 0, "request_timeout_s": 0.001, "shutdown_timeout_s": 0,
-        }  # fmt: skip
-        for name, low in least.items():
-            value = getattr(self, name)
-            if value is not None and not value >= low:
-                raise ConfigError(f"{name}={value}; expected {low} or more")
+        for option in fields(self):
+            value, low = getattr(self, option.name), option.metadata.get("at_least")
+            if value is not None and low is not None and not value >= low:
+                raise ConfigError(f"{option.name}={value}; expected {low} or more")

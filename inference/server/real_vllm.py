@@ -1,7 +1,7 @@
-"""`serve --engine vllm`: this process becomes real vLLM's server, with the drafter's method named.
+"""`serve --engine vllm`: this process becomes real vLLM's server.
 
-vLLM guesses a drafter's method from its path; here it is read from the folder, and always passed. Every other flag is
-handed on as it is, so tensor parallelism, several nodes and whatever else vLLM has are its own.
+vLLM guesses a drafter's method from its path; here it is read from the folder and always passed. All other flags are
+passed on unchanged, so tensor parallelism, several nodes and everything else work as in vLLM.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from inference.server.flags import FlagParser, add_engine, json_object, spelled, take_model
+from inference.server.flags import FlagParser, add_engine, json_object, json_or_text, spelled, take_model
 from speculators.errors import ConfigError
 
 PYTHON_VARIABLE = "DRAFTSMITH_VLLM_PYTHON"
 SERVER = ("-m", "vllm.entrypoints.openai.api_server")  # the `vllm` command is missing from some of its builds
-THEIRS = {"mlp": "mlp_speculator"}  # methods that vLLM calls otherwise
-OURS = ("request-timeout", "max-body-bytes", "max-prompt-tokens", "max-output-tokens", "max-n")
+VLLM_METHODS = {"mlp": "mlp_speculator"}  # methods with other names in vLLM
+HF_FLAGS = ("request-timeout", "max-body-bytes", "max-prompt-tokens", "max-output-tokens", "max-n")
 
 
 def wants_vllm(arguments: Sequence[str]) -> bool:
@@ -31,7 +31,7 @@ def wants_vllm(arguments: Sequence[str]) -> bool:
 
 
 def become_vllm(arguments: Sequence[str]) -> NoReturn:
-    """Replaces this process: signals, output and exit code are vLLM's own."""
+    """Replaces this process, so that signals, output and exit code are vLLM's own."""
     command = vllm_command(arguments)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -39,7 +39,7 @@ def become_vllm(arguments: Sequence[str]) -> NoReturn:
 
 
 def vllm_command(arguments: Sequence[str]) -> list[str]:
-    """The command line of real vLLM for these flags. ConfigError for what only our own engine has."""
+    """The command line of real vLLM for these flags. ConfigError for flags that only our own engine has."""
     from inference.entrypoints.vllm_options import DEPRECATED
 
     flags = FlagParser(add_help=False, allow_abbrev=False)
@@ -48,16 +48,16 @@ def vllm_command(arguments: Sequence[str]) -> list[str]:
     flags.add_argument("--revision")
     flags.add_argument("--trust-remote-code", action="store_true")
     flags.add_argument("--speculative-config", "-sc", type=json_object)
-    for name in OURS:
+    for name in HF_FLAGS:
         flags.add_argument(f"--{name}")
     for name in DEPRECATED:
-        flags.add_argument("--" + name.replace("_", "-"), type=_number_or_text)
+        flags.add_argument("--" + name.replace("_", "-"), type=json_or_text)
     given, rest = flags.parse_known_args(spelled(arguments))
     if given.model is None:
         given.model, rest = take_model(rest)
     if not given.model:
         raise ConfigError("serve: --model is missing: the target, a folder or repository id")
-    if foreign := [f"--{name}" for name in OURS if getattr(given, name.replace("-", "_")) is not None]:
+    if foreign := [f"--{name}" for name in HF_FLAGS if getattr(given, name.replace("-", "_")) is not None]:
         raise ConfigError(f"serve: {', '.join(foreign)} belong to --engine hf; vLLM has no such flag. Leave them out")
     drafting = _drafting(given, {name: getattr(given, name) for name in DEPRECATED})
     source = ["--revision", given.revision] if given.revision else []
@@ -67,7 +67,7 @@ def vllm_command(arguments: Sequence[str]) -> list[str]:
 
 
 def _drafting(given: argparse.Namespace, old: dict[str, Any]) -> dict[str, Any] | None:
-    """speculative_config in vLLM's words, its method named."""
+    """speculative_config under vLLM's names, with its method."""
     from inference.entrypoints.speculative_defaults import complete
     from inference.entrypoints.vllm_options import RULES, from_old_options
 
@@ -84,25 +84,21 @@ def _drafting(given: argparse.Namespace, old: dict[str, Any]) -> dict[str, Any] 
         raise ConfigError("serve: vLLM has no method 'lookahead'; use --engine hf, or method ngram or suffix")
     rules = {ours: name for name, ours in RULES.items()}
     rule = options.pop("rejection_sample_method", "auto")
-    if rule != "auto":  # vLLM has no rule of that name: its own choice
+    if rule != "auto":  # vLLM chooses if the field is absent
         options["rejection_sample_method"] = rules.get(rule, rule)
-    return options | {"method": THEIRS.get(options["method"], options["method"])}
+    return options | {"method": VLLM_METHODS.get(options["method"], options["method"])}
 
 
 def _python(given: str | None) -> str:
-    named = given or os.environ.get(PYTHON_VARIABLE)
-    if named is None and importlib.util.find_spec("vllm") is not None:
+    python = given or os.environ.get(PYTHON_VARIABLE)
+    if python is None and importlib.util.find_spec("vllm") is not None:
         return sys.executable
-    if named is None:
+    if python is None:
         raise ConfigError(
             f"serve --engine vllm: vLLM is not installed here; name the Python of its environment with --vllm-python "
             f"or {PYTHON_VARIABLE}"
         )
-    found = shutil.which(named)
-    if found is None:
-        raise ConfigError(f"serve --engine vllm: {named} is no Python that can be run; give the path of vLLM's")
-    return found
-
-
-def _number_or_text(text: str) -> int | str | None:
-    return int(text) if text.isdigit() else text
+    path = shutil.which(python)
+    if path is None:
+        raise ConfigError(f"serve --engine vllm: {python} is no Python that can be run; give the path of vLLM's")
+    return path
