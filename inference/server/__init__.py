@@ -1,5 +1,5 @@
-"""The server compatible with OpenAI's: routes, streams, metrics, drafters swapped while it runs.
+"""The OpenAI-compatible server: routes, streams, metrics, and swapping the drafter of a running server.
 
-It knows HTTP and the engine's thread; requests and responses as they are on the wire are in `api/`.
-Nothing here decides which token is written.
+It knows HTTP and the engine's thread; `api/` holds requests and answers as they are on the wire.
+Sampling and verification belong to the engine.
 """

@@ -1,9 +1,9 @@
-"""The HTTP server: OpenAI's endpoints over one LLM, many clients at a time (docs/server.md).
+"""The HTTP server: OpenAI's endpoints over one LLM, for many clients at a time (docs/server.md).
 
     app = make_app(LLM("path/to/target", speculative_config=…), ServerOptions(("my-model",)))
 
-`python -m inference.server --model …` starts it, as `draftsmith serve` does. Routes only: what requests mean is in
-server_prompts, what answers say in server_responses, and whose turn it is in async_engine.
+Here are the routes. Requests are parsed in api/requests.py, answers are written in responses.py, and async_engine.py
+decides whose turn it is.
 """
 
 from __future__ import annotations
@@ -11,27 +11,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
 import anyio
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import HTMLResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from inference.entrypoints.llm import LLM
-from inference.entrypoints.prompts import Prompt
 from inference.outputs import RequestOutput
 from inference.provenance import package_version
-from inference.sampling_params import SamplingParams
-from inference.server.api import protocol_responses as told
-from inference.server.api.errors import APIError, error_json, install, log_fault
+from inference.server.api import schema
+from inference.server.api.errors import APIError, add_error_handlers, error_json, log_fault
 from inference.server.api.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -40,26 +39,32 @@ from inference.server.api.protocol import (
     TokenizeChatRequest,
     TokenizeCompletionRequest,
 )
-from inference.server.api.requests import Intake
+from inference.server.api.requests import Prompts, RequestParser
 from inference.server.async_engine import AsyncEngine, Ticket
-from inference.server.drafter_swap import Drafters, add_drafters
+from inference.server.drafter_swap import DrafterRequest, DrafterSwap
 from inference.server.metrics import ServerMetrics
-from inference.server.middleware import Gate
+from inference.server.middleware import RequestGuard
 from inference.server.options import ServerOptions
-from inference.server.page import add_page
-from inference.server.responses import ChatWriter, CompletionWriter, TokenTexts
+from inference.server.responses import ChatWriter, CompletionWriter, TokenTexts, Writer
 
 logger = logging.getLogger(__name__)
 
-WORKERS = 4  # requests tokenized at the same time
+NUM_WORKERS = 4  # threads that tokenize requests
+# The page is one file without data, so it needs no key. It may fetch nothing but this server's answers.
+PAGE = Path(__file__).with_name("page.html")
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
 R = TypeVar("R")
-Asked = list[tuple[Prompt, SamplingParams]]
-Writer = CompletionWriter | ChatWriter
-Responses = dict[int | str, dict[str, Any]]  # as FastAPI documents them
+Documented = dict[int | str, dict[str, Any]]  # responses, as FastAPI documents them
+ERRORS: Documented = {"4XX": {"model": schema.ErrorResponse}, "5XX": {"model": schema.ErrorResponse}}
 
 
 class Server:
-    """One LLM and who asks it. `engine` is started by the app's lifespan."""
+    """One LLM behind HTTP. The app's lifespan starts and stops `engine`."""
 
     def __init__(self, llm: LLM, options: ServerOptions) -> None:
         self.llm, self.options, self.started = llm, options, int(time.time())
@@ -70,99 +75,118 @@ class Server:
             max_num_queued_reqs=options.max_num_queued_reqs,
             request_timeout_s=options.request_timeout_s,
         )
-        self._workers = anyio.CapacityLimiter(WORKERS)
-        self.drafters = Drafters(llm, self.engine, self.aside)
+        self._workers = anyio.CapacityLimiter(NUM_WORKERS)
+        self.drafters = DrafterSwap(llm, self.engine, self.run_in_worker)
         scheduler, length = llm.engine.scheduler, llm.engine.max_model_len
         self.metrics.watch(
-            lambda: len(scheduler.running),
-            lambda: max(0, self.engine.in_flight - len(scheduler.running)),
-            lambda: sum(len(r.token_ids) for r in scheduler.running) / scheduler.max_num_seqs / length,
+            {
+                "num_requests_running": lambda: len(scheduler.running),
+                "num_requests_waiting": lambda: max(0, self.engine.in_flight - len(scheduler.running)),
+                "kv_cache_usage_perc": lambda: (
+                    sum(len(r.token_ids) for r in scheduler.running) / scheduler.max_num_seqs / length
+                ),
+            },
             lambda: llm.engine.counters,
             self.drafters,
         )
-        self.intake = Intake(llm, options)
+        self.parser = RequestParser(llm, options)
         self.texts = TokenTexts(llm.get_tokenizer())
 
-    @property
-    def num_spec_tokens(self) -> int | None:
-        """Of the drafter that drafts now."""
-        proposer = self.llm.engine.proposer
-        return None if proposer is None else proposer.num_speculative_tokens
-
-    def named(self, model: str | None) -> str:
-        """The name that answers carry; 404 for a model that is not here."""
+    def model_name(self, requested: str | None) -> str:
+        """The name for the answer. APIError 404 for a model that is not served."""
         names = self.options.served_model_names
-        if model is not None and model not in names:
-            raise APIError(404, f"no model {model!r} here; expected one of {', '.join(names)}", "model")
-        return model or names[0]
+        if requested is not None and requested not in names:
+            raise APIError(404, f"no model {requested!r} here; expected one of {', '.join(names)}", "model")
+        return requested or names[0]
 
-    async def aside(self, work: Callable[[], R]) -> R:
-        """In a worker thread: the event loop goes on."""
+    async def run_in_worker(self, work: Callable[[], R]) -> R:
+        """Runs blocking work in a thread, so that the event loop goes on."""
         return await anyio.to_thread.run_sync(work, limiter=self._workers)
 
-    async def answer(
-        self, http: Request, request: GenerationRequest, prompts: int, prepare: Callable[[], Asked],
-        writer: Callable[..., Writer], prefix: str,
+    async def generate(
+        self, http: Request, request: GenerationRequest, prompts: int, parse: Callable[[], Prompts],
+        writer_class: Callable[..., Writer], prefix: str,
     ) -> Response:  # fmt: skip
-        """Admits, prepares, runs and answers one request of either kind."""
-        name, kept = f"{prefix}-{request.request_id or uuid4().hex}", False
+        """Answers a completion or a chat, whole or as a stream."""
+        name = f"{prefix}-{request.request_id or uuid4().hex}"
         base = {
             "id": name,
             "created": int(time.time()),
-            "model": self.named(request.model),
+            "model": self.model_name(request.model),
             "system_fingerprint": f"draftsmith-{package_version()}",
         }
-        ticket = self.engine.admit(self.intake.count(request, prompts))
-        streaming = bool(request.stream)
-        try:
-            asked = await self.aside(prepare)
-            ticket.submit(asked, streaming=streaming, traced=bool(request.return_rounds))
-            written = writer(request, base, self.options, self.texts, ticket.generations, self.num_spec_tokens)
-            if streaming:
-                kept = True  # by the stream, which closes it
-                return EventStream(self._events(ticket, written), partial(self._close, ticket, name))
-            outputs = await _unless_gone(http, _collected(ticket))
-            return Response(written.whole(outputs).model_dump_json(), media_type="application/json")
-        finally:
-            if not kept:
-                self._close(ticket, name)
-
-    async def _events(self, ticket: Ticket, writer: Writer) -> AsyncIterator[str]:
-        """Server-sent events. What goes wrong after the first one is an event as well."""
-        try:
-            async for index, output in ticket.outputs():
-                for chunk in writer.chunks(index, output):
-                    yield _event(chunk)
-            for chunk in writer.last():
-                yield _event(chunk)
-        except APIError as error:
-            yield f"data: {error_json(error).decode()}\n\n"
-        except Exception as error:
-            log_fault("a stream was ended", error)
-            yield f"data: {error_json(APIError(500, 'the server failed to finish this')).decode()}\n\n"
-        yield "data: [DONE]\n\n"
+        ticket = self.engine.admit(self.parser.count(request, prompts))
+        with ExitStack() as closing:
+            closing.callback(self._close, ticket, name)
+            parsed = await self.run_in_worker(parse)
+            ticket.submit(parsed, streaming=bool(request.stream), traced=bool(request.return_rounds))
+            proposer = self.llm.engine.proposer
+            num_spec_tokens = None if proposer is None else proposer.num_speculative_tokens
+            writer = writer_class(request, base, self.options, self.texts, ticket.generations, num_spec_tokens)
+            if request.stream:
+                return EventStream(_events(ticket, writer), closing.pop_all().close)
+            outputs = await _while_connected(http, _collect(ticket))
+            return Response(writer.whole(outputs).model_dump_json(), media_type="application/json")
 
     def _close(self, ticket: Ticket, name: str) -> None:
         ticket.close()
         if self.options.enable_log_requests:
-            prompts = sum(len(each.prompt.token_ids) for each in ticket.generations)
-            written = sum(sum(each.written) for each in ticket.generations)
+            prompts = sum(len(generation.prompt.token_ids) for generation in ticket.generations)
+            written = sum(sum(generation.num_written) for generation in ticket.generations)
             seconds = time.perf_counter() - ticket.arrival
             logger.info("%s: %d prompt tokens, %d written, %.3f s", name, prompts, written, seconds)
 
 
-class EventStream(StreamingResponse):
-    """`closed` is called when it ends, however that comes."""
+async def _collect(ticket: Ticket) -> list[RequestOutput]:
+    outputs = {index: output async for index, output in ticket.outputs()}
+    return [outputs[index] for index in range(len(outputs))]
 
-    def __init__(self, events: AsyncIterator[str], closed: Callable[[], None]) -> None:
+
+async def _while_connected(http: Request, work: Awaitable[R]) -> R:
+    """Awaits `work`, which is cancelled if the client disconnects."""
+
+    async def cancel_on_disconnect() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+        scope.cancel()
+
+    with anyio.CancelScope() as scope:
+        watching = asyncio.create_task(cancel_on_disconnect())
+        try:
+            return await work
+        finally:
+            watching.cancel()
+    raise APIError(400, "the client has disconnected")
+
+
+async def _events(ticket: Ticket, writer: Writer) -> AsyncIterator[str]:
+    """Server-sent events. Errors after the first one are events too."""
+    try:
+        async for index, output in ticket.outputs():
+            for chunk in writer.chunks(index, output):
+                yield f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n"
+        for chunk in writer.last():
+            yield f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n"
+    except APIError as error:
+        yield f"data: {error_json(error).decode()}\n\n"
+    except Exception as error:
+        log_fault("a stream was ended", error)
+        yield f"data: {error_json(APIError(500, 'the server failed to finish this')).decode()}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Calls `on_close` when the stream ends, also if the client leaves before the first event."""
+
+    def __init__(self, events: AsyncIterator[str], on_close: Callable[[], None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._closed = closed
+        self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._closed()
+            self._on_close()
 
 
 def make_app(llm: LLM, options: ServerOptions) -> FastAPI:
@@ -183,19 +207,22 @@ def make_app(llm: LLM, options: ServerOptions) -> FastAPI:
         version=package_version(),
         lifespan=lifespan,
         root_path=options.root_path,
-        openapi_url=None if options.disable_fastapi_docs else "/openapi.json",  # without it there are no pages either
+        openapi_url=None if options.disable_fastapi_docs else "/openapi.json",  # /docs needs it too
+        responses=ERRORS,
     )
     app.state.server = server
-    install(app)
+    add_error_handlers(app)
     _add_generation(app, server)
     _add_tokens(app, server)
     _add_state(app, server)
-    add_page(app)
     if options.enable_drafter_swap:
-        add_drafters(app, server.drafters, _errors(400, 401, 413, 500, 503))
-    _tell_the_truth(app)
+
+        @app.post("/drafter")
+        async def swap(request: DrafterRequest) -> schema.DrafterResponse:
+            return await server.drafters.swap(request)
+
     app.add_middleware(
-        Gate,
+        RequestGuard,
         api_keys=options.api_keys,
         max_body_bytes=options.max_body_bytes,
         body_timeout_s=options.request_timeout_s,
@@ -207,118 +234,67 @@ def make_app(llm: LLM, options: ServerOptions) -> FastAPI:
     return app
 
 
-# ------------------------------------------------------------------ routes
-
-
-def _errors(*codes: int) -> Responses:
-    return {code: {"model": told.ErrorResponse} for code in codes}
-
-
-GENERATION_ERRORS = _errors(400, 401, 404, 408, 413, 429, 500, 503)
-PLAIN_ERRORS = _errors(400, 401, 404, 413, 500)
-
-
-def _streamed(model: type[BaseModel]) -> Responses:
+def _streamed(model: type[BaseModel]) -> Documented:
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     events = {"text/event-stream": {"itemSchema": event}}
     return {200: {"model": model, "description": "whole, or with stream its chunks as events", "content": events}}
 
 
 def _add_generation(app: FastAPI, server: Server) -> None:
-    @app.post("/v1/completions", responses=_streamed(told.CompletionResponse) | GENERATION_ERRORS)
+    @app.post("/v1/completions", responses=_streamed(schema.CompletionResponse))
     async def completions(request: CompletionRequest, http: Request) -> Response:
-        work = partial(server.intake.completion, request)
-        return await server.answer(http, request, len(request.prompts), work, CompletionWriter, "cmpl")
+        parse = partial(server.parser.completion, request)
+        return await server.generate(http, request, len(request.prompts), parse, CompletionWriter, "cmpl")
 
-    @app.post("/v1/chat/completions", responses=_streamed(told.ChatCompletionResponse) | GENERATION_ERRORS)
+    @app.post("/v1/chat/completions", responses=_streamed(schema.ChatCompletionResponse))
     async def chat_completions(request: ChatCompletionRequest, http: Request) -> Response:
-        return await server.answer(http, request, 1, partial(server.intake.chat, request), ChatWriter, "chatcmpl")
+        return await server.generate(http, request, 1, partial(server.parser.chat, request), ChatWriter, "chatcmpl")
 
 
 def _add_tokens(app: FastAPI, server: Server) -> None:
-    @app.post("/tokenize", responses=PLAIN_ERRORS)
-    async def tokenize(request: TokenizeCompletionRequest | TokenizeChatRequest) -> told.TokenizeResponse:
-        server.named(request.model)
-        tokens = await server.aside(partial(server.intake.tokens, request))
+    @app.post("/tokenize")
+    async def tokenize(request: TokenizeCompletionRequest | TokenizeChatRequest) -> schema.TokenizeResponse:
+        server.model_name(request.model)
+        tokens = await server.run_in_worker(partial(server.parser.tokens, request))
         texts = server.texts.tokenizer.convert_ids_to_tokens(tokens) if request.return_token_strs else None
-        return told.TokenizeResponse(
+        return schema.TokenizeResponse(
             count=len(tokens), max_model_len=server.llm.engine.max_model_len, tokens=tokens, token_strs=texts
         )
 
-    @app.post("/detokenize", responses=PLAIN_ERRORS)
-    async def detokenize(request: DetokenizeRequest) -> told.DetokenizeResponse:
-        server.named(request.model)
-        return told.DetokenizeResponse(prompt=await server.aside(partial(server.intake.text, request.tokens)))
+    @app.post("/detokenize")
+    async def detokenize(request: DetokenizeRequest) -> schema.DetokenizeResponse:
+        server.model_name(request.model)
+        text = await server.run_in_worker(partial(server.parser.text, request.tokens))
+        return schema.DetokenizeResponse(prompt=text)
 
 
 def _add_state(app: FastAPI, server: Server) -> None:
-    @app.get("/v1/models", responses=_errors(401))
-    async def models() -> told.ModelList:
+    @app.get("/v1/models")
+    async def models() -> schema.ModelList:
         root, limit = server.llm.engine.target.name_or_path, server.llm.engine.max_model_len
         names = server.options.served_model_names
-        cards = [told.ModelCard(id=name, created=server.started, root=root, max_model_len=limit) for name in names]
-        return told.ModelList(data=cards)
+        cards = [schema.ModelCard(id=name, created=server.started, root=root, max_model_len=limit) for name in names]
+        return schema.ModelList(data=cards)
 
-    @app.get("/health", responses=_errors(503), response_class=Response)
+    @app.get("/health", response_class=Response)
     async def health() -> Response:
         if not server.engine.healthy:
-            raise APIError(503, server.engine.told_failure)
+            raise APIError(503, server.engine.failure_message)
         return Response()
 
-    @app.get("/version", responses=_errors(401))
-    async def version() -> told.VersionResponse:
-        return told.VersionResponse(version=package_version())
+    @app.get("/version")
+    async def version() -> schema.VersionResponse:
+        return schema.VersionResponse(version=package_version())
 
-    plain = {"text/plain": {"schema": {"type": "string"}}}
-    text: Responses = {200: {"description": "Prometheus' text format", "content": plain}}
+    text = {"text/plain": {"schema": {"type": "string"}}}
+    prometheus: Documented = {200: {"description": "Prometheus text format", "content": text}}
 
-    @app.get("/metrics", responses=text | _errors(401), response_class=Response)
+    @app.get("/metrics", responses=prometheus, response_class=Response)
     async def metrics() -> Response:
         return Response(generate_latest(server.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
+    page = PAGE.read_text(encoding="utf-8")
 
-def _tell_the_truth(app: FastAPI) -> None:
-    """FastAPI documents its own errors (422), which are never sent: a wrong request is 400, as everywhere."""
-    described = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        fresh = app.openapi_schema is None
-        schema = described()
-        if fresh:
-            for path in schema["paths"].values():
-                for operation in path.values():
-                    operation["responses"].pop("422", None)
-        return schema
-
-    app.openapi = openapi  # type: ignore[method-assign]
-
-
-# ------------------------------------------------------------------ answers
-
-
-async def _collected(ticket: Ticket) -> Sequence[RequestOutput]:
-    outputs = {index: output async for index, output in ticket.outputs()}
-    return [outputs[index] for index in range(len(outputs))]
-
-
-async def _unless_gone(http: Request, work: Any) -> Any:
-    """What `work` comes to, unless the client hangs up first: then nobody reads an answer, and the work is ended."""
-
-    async def gone() -> None:
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
-
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise APIError(400, "the client has hung up")
-        return await working
-    finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-
-
-def _event(chunk: BaseModel) -> str:
-    return f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n"
+    @app.get("/", include_in_schema=False)
+    async def index() -> HTMLResponse:
+        return HTMLResponse(page, headers=PAGE_HEADERS)

@@ -1,7 +1,7 @@
-"""A step that failed, done again for each request alone: one request's fault does not touch the others.
+"""Repeats a failed step for each request alone, so that the fault of one request does not touch the others.
 
-What a half-done round left behind is thrown away: every request gives its row back and is computed again from its
-committed text. Who fails alone is ended; the others lose time, and not a token.
+The state of the failed round is discarded: all requests lose their rows and are computed again from their committed
+text. A request that fails alone is aborted; the others lose time and no token.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ from speculators.errors import DraftsmithError
 
 @dataclass
 class Step:
-    """What became of one step: who finished, and who could not go on and why."""
+    """The requests that finished in a step, and those that failed with their errors."""
 
     finished: list[Request] = field(default_factory=list)
     failed: list[tuple[Request, Exception]] = field(default_factory=list)
 
 
 class DeviceLost(DraftsmithError):
-    """The device answers nothing any more, as after a failed assertion in one of its kernels: no step can be done again
-    in this process."""
+    """The device no longer computes, as after a failed assertion in a kernel; this process cannot repeat a step."""
 
 
-def require_answer(device: torch.device, error: Exception) -> None:
-    """DeviceLost, from `error`, if the device has stopped answering: such an error is met by whatever asks next."""
+def require_device(device: torch.device, error: Exception) -> None:
+    """DeviceLost, from `error`, if the device does not compute. The first work after such an error fails."""
     try:
         torch.ones(1, device=device).add_(1).item()
     except RuntimeError:
@@ -38,54 +37,53 @@ def require_answer(device: torch.device, error: Exception) -> None:
 
 
 def guarded_step(engine: Engine) -> Step:
-    """One step of the engine; if it fails, one for each request alone, with the random numbers it would have had.
-
-    Raises DeviceLost where that would be in vain."""
-    dice = _Dice([*engine.scheduler.running, *engine.scheduler.candidates()])
+    """One step of the engine; if it fails, one step for each request alone with the same random numbers. DeviceLost if
+    the device cannot go on."""
+    snapshot = _Snapshot([*engine.scheduler.running, *engine.scheduler.candidates()])
     try:
         return Step(engine.step())
     except Exception as error:
-        require_answer(engine.target.device, error)
-        dice.put_back()
-        return _apart(engine)
+        require_device(engine.target.device, error)
+        snapshot.restore()
+        return _step_one_by_one(engine)
 
 
-def _apart(engine: Engine) -> Step:
+def _step_one_by_one(engine: Engine) -> Step:
     scheduler = engine.scheduler
     step = Step(engine.preempt_all())
     waiting = list(scheduler.waiting)
-    suspects, rest = waiting[: scheduler.max_num_seqs], waiting[scheduler.max_num_seqs :]
+    suspects, others = waiting[: scheduler.max_num_seqs], waiting[scheduler.max_num_seqs :]
     for request in suspects:
         scheduler.waiting.clear()
         scheduler.waiting.append(request)
-        dice = _Dice([request])
+        snapshot = _Snapshot([request])
         try:
             step.finished += engine.step()
         except Exception as error:
-            dice.put_back()
+            snapshot.restore()
             if request.finished:  # all of it is committed
                 step.finished.append(request)
             else:
                 request.finish_reason = "error"
                 step.failed.append((request, error))
-        step.finished += [each for each in engine.preempt_all() if each is not request]
+        step.finished += [other for other in engine.preempt_all() if other is not request]
     scheduler.waiting.clear()
-    scheduler.waiting.extend([each for each in suspects if not each.finished] + rest)
+    scheduler.waiting.extend([request for request in suspects if not request.finished] + others)
     return step
 
 
-class _Dice:
-    """The generators of some requests as they are now."""
+class _Snapshot:
+    """The random state and the length of some requests."""
 
     def __init__(self, requests: list[Request]) -> None:
-        self._kept: list[tuple[Request, int, torch.Tensor | None]] = []
-        for request in requests:
-            state = None if request.generator is None else request.generator.get_state()
-            self._kept.append((request, len(request.token_ids), state))
+        self._states = [
+            (request, len(request.token_ids), None if request.generator is None else request.generator.get_state())
+            for request in requests
+        ]
 
-    def put_back(self) -> None:
-        """Of those that committed nothing since: what was drawn, and what was noted about it, never was."""
-        for request, length, state in self._kept:
+    def restore(self) -> None:
+        """Takes back draws and log-probabilities of the requests that committed nothing since."""
+        for request, length, state in self._states:
             if len(request.token_ids) == length:
                 if state is not None and request.generator is not None:
                     request.generator.set_state(state)

@@ -1,12 +1,12 @@
-"""What `/metrics` says: Prometheus collectors under vLLM's names and labels, so that its dashboards fit.
+"""Prometheus metrics of the server under vLLM's names and labels, so that its dashboards fit.
 
 A "request" here is one response, as in vLLM: a prompt with n=2 counts twice. Times are in seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -19,33 +19,49 @@ from inference.sampling_params import SamplingParams
 LABELS = ("model_name", "engine")
 ENGINE = "0"  # vLLM numbers its engines; here there is one
 REASONS = ("stop", "length", "abort", "error")
-QUEUE_LIMIT = "max_num_queued_reqs"
 
-# The bounds that vLLM's histograms have.
+# Bounds of vLLM's histograms; TOKENS are 1, 2, 5, 10, … up to the model's context.
 LATENCY_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 FIRST_TOKEN_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
 )  # fmt: skip
 INTER_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 RESPONSES = (1, 2, 5, 10, 20)
+TOKENS = ()
 
-# Field of EngineCounters -> what it counts; the names with vLLM's prefix.
-ENGINE_COUNTERS = {
+HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "time_to_first_token_seconds": ("Until the first token", FIRST_TOKEN_S),
+    "inter_token_latency_seconds": ("Between rounds", INTER_TOKEN_S),
+    "request_time_per_output_token_seconds": ("Mean per token", INTER_TOKEN_S),
+    "e2e_request_latency_seconds": ("From arrival to the end", LATENCY_S),
+    "request_queue_time_seconds": ("Waiting for a row", LATENCY_S),
+    "request_inference_time_seconds": ("In a row", LATENCY_S),
+    "request_prefill_time_seconds": ("Prompt and first token", LATENCY_S),
+    "request_decode_time_seconds": ("After the first token", LATENCY_S),
+    "request_prompt_tokens": ("Tokens of a prompt", TOKENS),
+    "request_generation_tokens": ("Tokens of a response", TOKENS),
+    "request_params_n": ("Responses asked for", RESPONSES),
+    "request_params_max_tokens": ("max_tokens asked for", TOKENS),
+}
+GAUGES = {
+    "num_requests_running": "Requests that have a row",
+    "num_requests_waiting": "Requests that wait for a row",
+    "kv_cache_usage_perc": "Memory for keys and values in use; 1 is all of it",
+}
+ENGINE_COUNTERS = {  # fields of EngineCounters
     "prefix_cache_queries": "Prompt tokens looked for among those computed before",
     "prefix_cache_hits": "Prompt tokens that were computed before",
     "num_preemptions": "Requests that gave their memory back and waited again",
 }
-SPECULATIVE_COUNTERS = {
+SPECULATIVE_COUNTERS = {  # fields of SpecDecodeCounters
     "num_drafts": "Verified proposals",
     "num_draft_tokens": "Tokens proposed",
     "num_accepted_tokens": "Proposed tokens that were committed",
 }
-PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
-PER_POSITION_BY_DRAFTER = "draftsmith:spec_decode_num_accepted_tokens_per_pos"
 
 
-class DraftersSeen(Protocol):
-    """`counters` of each drafter by its name; `most_drafts` of any of them at a time, None: there was none."""
+class DrafterCounters(Protocol):
+    """`counters` of each drafter by its name. `most_drafts`: the longest proposal; None: nothing was ever drafted."""
 
     counters: dict[str, SpecDecodeCounters]
     most_drafts: int | None
@@ -55,125 +71,107 @@ class ServerMetrics:
     def __init__(self, model_name: str, max_model_len: int) -> None:
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": ENGINE}
-        tokens = _one_two_five(max_model_len)
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that were begun")
-        self.generation_tokens = self._counter("generation_tokens", "Tokens written")
+        powers = [10**e for e in range(len(str(max_model_len)))]
+        tokens = [m * power for power in powers for m in (1, 2, 5) if m * power <= max_model_len]
+        self._histograms = {
+            name: self._labelled(Histogram, name, text, buckets=bounds or tokens)
+            for name, (text, bounds) in HISTOGRAMS.items()
+        }
+        self.inter_token_latency = self._histograms["inter_token_latency_seconds"]
+        self.prompt_tokens = self._labelled(Counter, "prompt_tokens", "Prompt tokens of requests that were begun")
+        self.generation_tokens = self._labelled(Counter, "generation_tokens", "Tokens generated")
         self._success = Counter(
             "vllm:request_success", "Finished requests", (*LABELS, "finished_reason"), registry=self.registry
         )
         for reason in REASONS:
             self._success.labels(**self._labels, finished_reason=reason)
-        rejections = Counter(
+        self.rejections = Counter(
             "vllm:admission_rejections", "Requests refused by a limit of the queue", ("model_name", "reason"),
             registry=self.registry,
-        )  # fmt: skip
-        self.rejections = rejections.labels(model_name=model_name, reason=QUEUE_LIMIT)
-        self.time_to_first_token = self._histogram(
-            "time_to_first_token_seconds", "Until the first token", FIRST_TOKEN_S
-        )
-        self.inter_token_latency = self._histogram("inter_token_latency_seconds", "Between rounds", INTER_TOKEN_S)
-        self._per_token = self._histogram("request_time_per_output_token_seconds", "Mean per token", INTER_TOKEN_S)
-        self._e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the end", LATENCY_S)
-        self._queue = self._histogram("request_queue_time_seconds", "Waiting for a row", LATENCY_S)
-        self._inference = self._histogram("request_inference_time_seconds", "In a row", LATENCY_S)
-        self._prefill = self._histogram("request_prefill_time_seconds", "Prompt and first token", LATENCY_S)
-        self._decode = self._histogram("request_decode_time_seconds", "After the first token", LATENCY_S)
-        self._prompt_length = self._histogram("request_prompt_tokens", "Tokens of a prompt", tokens)
-        self._written = self._histogram("request_generation_tokens", "Tokens of a response", tokens)
-        self._params_n = self._histogram("request_params_n", "Responses asked for", RESPONSES)
-        self._params_max_tokens = self._histogram("request_params_max_tokens", "max_tokens asked for", tokens)
+        ).labels(model_name=model_name, reason="max_num_queued_reqs")  # fmt: skip
+
+    def _labelled(self, kind: Callable[..., Any], name: str, text: str, **options: Any) -> Any:
+        return kind(f"vllm:{name}", text, LABELS, registry=self.registry, **options).labels(**self._labels)
 
     def watch(
-        self, running: Callable[[], int], waiting: Callable[[], int], usage: Callable[[], float],
-        counters: Callable[[], EngineCounters], drafters: DraftersSeen,
-    ) -> None:  # fmt: skip
-        """What is read when somebody asks: `usage` of memory for keys and values is between 0 and 1."""
-        gauges = {
-            "num_requests_running": ("Requests that have a row", running),
-            "num_requests_waiting": ("Requests that wait for a row", waiting),
-            "kv_cache_usage_perc": ("Memory for keys and values in use; 1 is all of it", usage),
-        }
-        for name, (text, read) in gauges.items():
-            gauge = Gauge(f"vllm:{name}", text, LABELS, registry=self.registry)
-            gauge.labels(**self._labels).set_function(read)
+        self,
+        gauges: Mapping[str, Callable[[], float]],
+        counters: Callable[[], EngineCounters],
+        drafters: DrafterCounters,
+    ) -> None:
+        """Registers values that are read at each scrape. `gauges`: by their names in GAUGES."""
+        for name, read in gauges.items():
+            self._labelled(Gauge, name, GAUGES[name]).set_function(read)
         self.registry.register(_EngineCollector(counters, drafters, list(self._labels.values())))
 
     def first_token(self, request: Request, seconds: float) -> None:
         self.prompt_tokens.inc(request.num_prompt_tokens)
-        self.time_to_first_token.observe(seconds)
+        self._histograms["time_to_first_token_seconds"].observe(seconds)
 
     def finished(self, params: SamplingParams, requests: Sequence[Request], scheduled: Sequence[float]) -> None:
-        """All responses to one prompt have ended, each with its finish_reason; `scheduled`: when each got a row."""
-        self._params_n.observe(params.n)
+        """Counts the responses to one prompt, which have ended. `scheduled`: when each got a row."""
+        self._histograms["request_params_n"].observe(params.n)
         for request, start in zip(requests, scheduled, strict=True):
             reason = request.finish_reason or "abort"
             self._success.labels(**self._labels, finished_reason=reason).inc()
             end, first = request.finished_time, request.first_token_time
-            if end is None or first is None:  # it never had a row, or broke
+            if end is None or first is None:  # it never had a row, or failed
                 continue
             written = len(request.output_token_ids)
-            self._e2e.observe(end - request.arrival_time)
-            self._queue.observe(start - request.arrival_time)
-            self._prefill.observe(first - start)
-            self._decode.observe(end - first)
-            self._inference.observe(end - start)
-            self._per_token.observe((end - first) / (written - 1) if written > 1 else 0)
-            self._prompt_length.observe(request.num_prompt_tokens)
-            self._written.observe(written)
+            values = {
+                "e2e_request_latency_seconds": end - request.arrival_time,
+                "request_queue_time_seconds": start - request.arrival_time,
+                "request_prefill_time_seconds": first - start,
+                "request_decode_time_seconds": end - first,
+                "request_inference_time_seconds": end - start,
+                "request_time_per_output_token_seconds": (end - first) / (written - 1) if written > 1 else 0,
+                "request_prompt_tokens": request.num_prompt_tokens,
+                "request_generation_tokens": written,
+            }
             if params.max_tokens is not None:
-                self._params_max_tokens.observe(params.max_tokens)
-
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"vllm:{name}", text, LABELS, registry=self.registry).labels(**self._labels)
-
-    def _histogram(self, name: str, text: str, bounds: Sequence[float]) -> Histogram:
-        return Histogram(f"vllm:{name}", text, LABELS, registry=self.registry, buckets=bounds).labels(**self._labels)
+                values["request_params_max_tokens"] = params.max_tokens
+            for name, value in values.items():
+                self._histograms[name].observe(value)
 
 
 class _EngineCollector(Collector):
-    """The engine's own totals, read when asked for."""
+    """Totals of the engine and of each drafter, read at each scrape."""
 
-    def __init__(self, counters: Callable[[], EngineCounters], drafters: DraftersSeen, labels: Sequence[str]) -> None:
+    def __init__(
+        self, counters: Callable[[], EngineCounters], drafters: DrafterCounters, labels: Sequence[str]
+    ) -> None:
         self._counters, self._drafters, self._labels = counters, drafters, labels
 
     def collect(self) -> Iterator[Metric]:
         counters = self._counters()
         for name, text in ENGINE_COUNTERS.items():
-            yield self._family(f"vllm:{name}", text, getattr(counters, name))
+            yield _family(f"vllm:{name}", text, LABELS, [(self._labels, getattr(counters, name))])
         most = self._drafters.most_drafts
-        if most is None:  # nothing was ever drafted (as in vLLM)
+        if most is None:  # as in vLLM
             return
-        yield from self._by_drafter()
-        for name, text in SPECULATIVE_COUNTERS.items():
-            yield self._family(f"vllm:spec_decode_{name}", text, getattr(counters, name))
+        drafters = {(*self._labels, name): each for name, each in dict(self._drafters.counters).items()}
+        yield from _speculative("draftsmith", (*LABELS, "drafter"), drafters, 0)
+        yield from _speculative("vllm", LABELS, {tuple(self._labels): counters}, most)
+
+
+def _speculative(
+    prefix: str, names: tuple[str, ...], rows: Mapping[tuple[str, ...], SpecDecodeCounters], positions: int
+) -> Iterator[Metric]:
+    """Counters by their label values. `positions`: the least number of positions that are reported."""
+    for field, text in SPECULATIVE_COUNTERS.items():
+        values = [(labels, getattr(counters, field)) for labels, counters in rows.items()]
+        yield _family(f"{prefix}:spec_decode_{field}", text, names, values)
+    values = []
+    for labels, counters in rows.items():
         counts = list(counters.num_accepted_tokens_per_pos)
-        counts += [0] * (most - len(counts))
-        family = CounterMetricFamily(PER_POSITION, "Accepted by place in the proposal", labels=(*LABELS, "position"))
-        for position, count in enumerate(counts):
-            family.add_metric([*self._labels, str(position)], count)
-        yield family
-
-    def _by_drafter(self) -> Iterator[Metric]:
-        """Under names of our own: vLLM's are the totals."""
-        drafters = dict(self._drafters.counters)
-        labels = (*LABELS, "drafter")
-        for name, text in SPECULATIVE_COUNTERS.items():
-            family = CounterMetricFamily(f"draftsmith:spec_decode_{name}", f"{text}, by drafter", labels=labels)
-            for drafter, counters in drafters.items():
-                family.add_metric([*self._labels, drafter], getattr(counters, name))
-            yield family
-        family = CounterMetricFamily(PER_POSITION_BY_DRAFTER, "Accepted by place", labels=(*labels, "position"))
-        for drafter, counters in drafters.items():
-            for position, count in enumerate(counters.num_accepted_tokens_per_pos):
-                family.add_metric([*self._labels, drafter, str(position)], count)
-        yield family
-
-    def _family(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=LABELS)
-        family.add_metric(self._labels, value)
-        return family
+        counts += [0] * (positions - len(counts))
+        values += [((*labels, str(position)), count) for position, count in enumerate(counts)]
+    name, text = f"{prefix}:spec_decode_num_accepted_tokens_per_pos", "Accepted by position in the proposal"
+    yield _family(name, text, (*names, "position"), values)
 
 
-def _one_two_five(most: int) -> list[float]:
-    """1, 2, 5, 10, 20, … up to `most`."""
-    return [m * 10**e for e in range(len(str(most))) for m in (1, 2, 5) if m * 10**e <= most]
+def _family(name: str, text: str, labels: Sequence[str], values: Sequence[tuple[Sequence[str], float]]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=labels)
+    for row, value in values:
+        family.add_metric(row, value)
+    return family

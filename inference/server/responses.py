@@ -1,4 +1,4 @@
-"""Outputs of the engine as clients read them: whole, or chunk by chunk. Knows the protocol and no engine."""
+"""Writes the engine's outputs as answers of the API, whole or chunk by chunk."""
 
 from __future__ import annotations
 
@@ -8,40 +8,21 @@ from functools import cached_property
 from typing import Any
 
 from inference.metrics import acceptance_length
-from inference.outputs import CompletionOutput, Logprob, RequestOutput
+from inference.outputs import CompletionOutput, Logprob, Placed, RequestOutput
+from inference.requests.detokenizer import Detokenizer
+from inference.sampling_params import SamplingParams
+from inference.server.api import schema
 from inference.server.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from inference.server.api.protocol_responses import (
-    ChatChoice,
-    ChatChunkChoice,
-    ChatCompletionChunk,
-    ChatCompletionResponse,
-    ChatDelta,
-    ChatLogprobs,
-    ChatMessage,
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionResponse,
-    PerRequestMetrics,
-    PromptLogprob,
-    PromptLogprobs,
-    PromptTokensDetails,
-    Round,
-    SpeculativeDecodingMetrics,
-    TokenLogprob,
-    TopLogprob,
-    Usage,
-)
 from inference.server.async_engine import Generation
 from inference.server.options import ServerOptions
-from inference.server.rounds import RoundTexts
 from speculators.errors import ConfigError
 from speculators.vocab.token_bytes import surfaces
 
-LEAST_LOGPROB = -9999.0  # of a token that cannot be: JSON has no infinity
+LEAST_LOGPROB = -9999.0  # for tokens of probability 0: JSON has no infinity
 
 
 class TokenTexts:
-    """Tokens as logprobs show them."""
+    """Texts of single tokens, as log-probabilities and rounds show them."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -50,28 +31,62 @@ class TokenTexts:
     def _bytes(self) -> dict[int, bytes]:
         try:
             return surfaces(self.tokenizer, "the tokenizer").text
-        except ConfigError:  # one whose tokens depend on their neighbours: their text is all there is
+        except ConfigError:  # its tokens have no bytes of their own, only a text that depends on their neighbours
             return {}
 
     def text(self, token: int, entry: Logprob | None, as_id: bool) -> str:
         if as_id:
             return f"token_id:{token}"
-        known = entry.decoded_token if entry is not None else None
-        return self.tokenizer.decode([token]) if known is None else known
+        decoded = entry.decoded_token if entry is not None else None
+        return self.tokenizer.decode([token]) if decoded is None else decoded
 
     def alone(self, token: int) -> str:
-        """With the space it may begin with, which decoders leave out at the beginning of a text."""
+        """The text with its leading space, which decoders drop at the beginning of a text."""
         known = self._bytes.get(token)
         return self.tokenizer.decode([token]) if known is None else known.decode("utf-8", "replace")
 
-    def top(self, token: int, entry: Logprob, as_id: bool) -> TopLogprob:
+    def top(self, token: int, entry: Logprob, as_id: bool) -> schema.TopLogprob:
         text = self.text(token, entry, as_id)
-        written = self._bytes.get(token, text.encode())
-        return TopLogprob(token=text, logprob=_finite(entry.logprob), bytes=list(written))
+        token_bytes = self._bytes.get(token, text.encode())
+        return schema.TopLogprob(token=text, logprob=_finite(entry.logprob), bytes=list(token_bytes))
 
 
-class _Writer:
-    """One request's answer. `generations`: for the metrics in it, once they are finished."""
+class RoundTexts:
+    """Rounds of one response with their texts. The texts of committed tokens concatenate to the response's: a token
+    that ends within a character has none, and the one that completes the character has all of it. (Stop strings and
+    stop tokens are among them, and not in the response.)"""
+
+    def __init__(self, texts: TokenTexts, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
+        self._texts = texts
+        params = SamplingParams(skip_special_tokens=skip_special_tokens)
+        self._detokenizer = Detokenizer(texts.tokenizer, prompt_token_ids, params)
+
+    def rounds(self, completion: CompletionOutput) -> list[schema.Round]:
+        rounds = [
+            schema.Round(
+                tokens=[self._committed(placed) for placed in judged.tokens],
+                rejected=[
+                    schema.RoundToken(token_id=token, text=self._texts.alone(token), position=position)
+                    for token, position in judged.rejected
+                ],
+                num_draft_tokens=judged.num_draft_tokens,
+            )
+            for judged in completion.rounds or ()
+        ]
+        if completion.finish_reason is not None and rounds:
+            self._detokenizer.finish()
+            rounds[-1].tokens[-1].text += self._detokenizer.take()
+        return rounds
+
+    def _committed(self, placed: Placed) -> schema.RoundToken:
+        token, position = placed
+        self._detokenizer.push([token])
+        return schema.RoundToken(token_id=token, text=self._detokenizer.take(), position=position)
+
+
+class Writer:
+    """Writes the answer to one request. `base`: id, time and model of the answer. `generations` are read for metrics
+    once they are finished. `num_spec_tokens`: of the drafter; None without one."""
 
     def __init__(
         self, request: GenerationRequest, base: Mapping[str, Any], options: ServerOptions, texts: TokenTexts,
@@ -80,57 +95,77 @@ class _Writer:
         self._base, self._options, self._texts, self._generations = base, options, texts, generations
         self._num_spec_tokens = num_spec_tokens
         self._n = request.n or 1
-        self._detail = request.per_request_spec_decode_metrics or options.per_request_spec_decode_metrics
+        self._spec_decode_detail = request.per_request_spec_decode_metrics or options.per_request_spec_decode_metrics
         self._as_id, self._with_ids = bool(request.return_tokens_as_token_ids), bool(request.return_token_ids)
-        wanted = request.stream_options
-        self._running_usage = bool(wanted and wanted.continuous_usage_stats)
-        self._last_usage = bool(wanted and wanted.include_usage) or options.enable_force_include_usage
-        self._began: set[int] = set()  # choices
-        self._rounds: dict[int, RoundTexts] = {}  # by choice
+        self._with_prompt_logprobs = request.prompt_logprobs is not None
+        stream_options = request.stream_options
+        self._usage_in_chunks = bool(stream_options and stream_options.continuous_usage_stats)
+        self._usage_at_end = bool(stream_options and stream_options.include_usage) or options.enable_force_include_usage
+        self._begun: set[int] = set()  # indices of choices
+        self._rounds: dict[int, RoundTexts] = {}  # by index of the choice
         self._completion_tokens = 0
         self._cached_tokens: int | None = None
 
-    def _usage(self) -> Usage:
-        prompt_tokens = sum(len(each.prompt.token_ids) for each in self._generations)
-        usage = Usage(
+    def whole(self, outputs: Sequence[RequestOutput]) -> schema.Answer:
+        raise NotImplementedError
+
+    def chunks(self, prompt: int, output: RequestOutput) -> Iterator[schema.Answer]:
+        """Chunks for a delta of the prompt with this index."""
+        raise NotImplementedError
+
+    def last(self) -> Iterator[schema.Answer]:
+        """A chunk without choices, if metrics or usage are due at the end."""
+        metrics = self._metrics()
+        fields: dict[str, Any] = {} if metrics is None else {"metrics": metrics}
+        if self._usage_at_end:
+            fields["usage"] = self._usage()
+        if fields:
+            yield self._chunk([], **fields)
+
+    def _chunk(self, choices: list[Any], **fields: Any) -> schema.Answer:
+        raise NotImplementedError
+
+    def _usage(self) -> schema.Usage:
+        prompt_tokens = sum(len(generation.prompt.token_ids) for generation in self._generations)
+        usage = schema.Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=self._completion_tokens,
             total_tokens=prompt_tokens + self._completion_tokens,
         )
         if self._options.enable_prompt_tokens_details and self._cached_tokens is not None:
-            usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=self._cached_tokens)
+            usage.prompt_tokens_details = schema.PromptTokensDetails(cached_tokens=self._cached_tokens)
         return usage
 
-    def _usage_now(self) -> dict[str, Any]:
-        """Of a chunk: with include_usage every chunk but the last says that there is none yet."""
-        if self._running_usage:
+    def _chunk_usage(self) -> dict[str, Any]:
+        """The field `usage` of a chunk with choices: null if the usage comes in the last chunk, as OpenAI has it."""
+        if self._usage_in_chunks:
             return {"usage": self._usage()}
-        return {"usage": None} if self._last_usage else {}
+        return {"usage": None} if self._usage_at_end else {}
 
     def _count(self, output: RequestOutput, completion: CompletionOutput) -> None:
         self._completion_tokens += len(completion.token_ids)
         self._cached_tokens = output.num_cached_tokens
 
-    def _metrics(self) -> PerRequestMetrics | None:
-        """They describe one response: of several there are none (as in vLLM)."""
-        timed, drafting = self._options.enable_per_request_metrics, self._num_spec_tokens is not None
-        told = self._detail != "none" and drafting
-        if not (timed or told) or self._n != 1 or len(self._generations) != 1:
+    def _metrics(self) -> schema.PerRequestMetrics | None:
+        """Metrics of a single response; of several there are none (as in vLLM)."""
+        times = self._options.enable_per_request_metrics
+        acceptance = self._spec_decode_detail != "none" and self._num_spec_tokens is not None
+        if not (times or acceptance) or self._n != 1 or len(self._generations) != 1:
             return None
-        metrics = _times(self._generations[0]) if timed else PerRequestMetrics()
-        if told:
+        metrics = _times(self._generations[0]) if times else schema.PerRequestMetrics()
+        if acceptance:
             metrics.speculative_decoding = self._acceptance(self._generations[0])
         return metrics
 
-    def _acceptance(self, generation: Generation) -> SpeculativeDecodingMetrics:
-        assert generation.answer is not None and self._num_spec_tokens is not None
-        request = generation.answer.requests[0]
+    def _acceptance(self, generation: Generation) -> schema.SpeculativeDecodingMetrics:
+        assert generation.response is not None and self._num_spec_tokens is not None
+        request = generation.response.requests[0]
         most = min(self._num_spec_tokens, request.most_drafts)
         rounds = zip(request.drafted_per_round, request.accepted_per_round, strict=True)
         steps = [(drafted, accepted) for drafted, accepted in rounds if drafted]
-        accepted = [each for _, each in steps]
-        counters = request.counters
-        return SpeculativeDecodingMetrics(
+        accepted = [count for _, count in steps]
+        counters, detailed = request.counters, self._spec_decode_detail == "detailed"
+        return schema.SpeculativeDecodingMetrics(
             mean_acceptance_length=acceptance_length(counters.num_accepted_tokens, counters.num_drafts),
             draft_acceptance_rate=counters.num_accepted_tokens / max(counters.num_draft_tokens, 1),
             acceptance_histogram=[accepted.count(j) for j in range(max(most, *accepted, 0) + 1)],
@@ -138,181 +173,161 @@ class _Writer:
             num_accepted_draft_tokens=counters.num_accepted_tokens,
             num_draft_tokens=counters.num_draft_tokens,
             num_spec_tokens=most,
-            per_step_accepted=accepted if self._detail == "detailed" else None,
-            per_step_drafted=[each for each, _ in steps] if self._detail == "detailed" else None,
+            per_step_accepted=accepted if detailed else None,
+            per_step_drafted=[drafted for drafted, _ in steps] if detailed else None,
         )
 
-    def _rounds_of(self, prompt: int, choice: int, completion: CompletionOutput) -> dict[str, list[Round]]:
-        """What became of the drafts, if somebody asked."""
-        if completion.rounds is None:
-            return {}
-        if choice not in self._rounds:
-            asked, texts = self._generations[prompt], self._texts
-            tokens, skip = asked.prompt.token_ids, asked.params.skip_special_tokens
-            self._rounds[choice] = RoundTexts(texts.tokenizer, texts.alone, tokens, skip)
-        return {"rounds": self._rounds[choice].rounds(completion)}
-
-    def _chat_logprobs(self, completion: CompletionOutput, count: int) -> ChatLogprobs | None:
-        if completion.logprobs is None:
-            return None
-        content = []
-        for token, entries in zip(completion.token_ids, completion.logprobs, strict=True):
-            own = self._texts.top(token, entries[token], self._as_id)
-            best = sorted(entries.items(), key=lambda each: -each[1].logprob)
-            top = [
-                self._texts.top(other, entry, self._as_id) for other, entry in best[: len(best) if count < 0 else count]
-            ]
-            content.append(TokenLogprob(**own.model_dump(), top_logprobs=top))
-        return ChatLogprobs(content=content)
+    def _choice_fields(self, prompt: int, index: int, completion: CompletionOutput) -> dict[str, Any]:
+        """Fields of a streamed choice that are left out unless the request or the response has them."""
+        fields: dict[str, Any] = {}
+        if completion.stop_reason is not None:
+            fields["stop_reason"] = completion.stop_reason
+        if self._with_ids:
+            fields["token_ids"] = list(completion.token_ids)
+        if completion.rounds is not None:
+            if index not in self._rounds:
+                generation = self._generations[prompt]
+                skip = generation.params.skip_special_tokens
+                self._rounds[index] = RoundTexts(self._texts, generation.prompt.token_ids, skip)
+            fields["rounds"] = self._rounds[index].rounds(completion)
+        return fields
 
 
-class CompletionWriter(_Writer):
+class CompletionWriter(Writer):
     """Answers of /v1/completions."""
 
     def __init__(self, request: CompletionRequest, *parts: Any) -> None:
         super().__init__(request, *parts)
         self._echo, self._prompt_only = bool(request.echo), request.max_tokens == 0
-        self._logprobs, self._prompt_logprobs = request.logprobs is not None, request.prompt_logprobs is not None
+        self._with_logprobs = request.logprobs is not None
         self._offsets: dict[int, int] = {}  # characters written of each choice
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> CompletionResponse:
-        choices = [self._choice(i, output, each) for i, output in enumerate(outputs) for each in output.outputs]
-        return CompletionResponse(
-            **self._base, object="text_completion", choices=choices, usage=self._usage(), metrics=self._metrics()
-        )
+    def whole(self, outputs: Sequence[RequestOutput]) -> schema.CompletionResponse:
+        choices = [self._choice(i, output, part) for i, output in enumerate(outputs) for part in output.outputs]
+        return self._chunk(choices, usage=self._usage(), metrics=self._metrics())
 
-    def chunks(self, prompt: int, output: RequestOutput) -> Iterator[CompletionResponse]:
+    def chunks(self, prompt: int, output: RequestOutput) -> Iterator[schema.CompletionResponse]:
         for completion in output.outputs:
             choice = self._choice(prompt, output, completion)
             if choice.text or choice.finish_reason or choice.logprobs or choice.token_ids or choice.rounds:
-                yield CompletionResponse(**self._base, object="text_completion", choices=[choice], **self._usage_now())
+                yield self._chunk([choice], **self._chunk_usage())
 
-    def last(self) -> Iterator[CompletionResponse]:
-        metrics = self._metrics()
-        extra: dict[str, Any] = {} if metrics is None else {"metrics": metrics}
-        if self._last_usage:
-            extra["usage"] = self._usage()
-        if extra:
-            yield CompletionResponse(**self._base, object="text_completion", choices=[], **extra)
+    def _chunk(self, choices: list[Any], **fields: Any) -> schema.CompletionResponse:
+        return schema.CompletionResponse(**self._base, object="text_completion", choices=choices, **fields)
 
-    def _choice(self, prompt: int, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
+    def _choice(self, prompt: int, output: RequestOutput, completion: CompletionOutput) -> schema.CompletionChoice:
         index = prompt * self._n + completion.index
-        first, asked = index not in self._began, self._generations[prompt].prompt
-        self._began.add(index)
-        text, token_ids = completion.text, list(completion.token_ids)
+        first, given = index not in self._begun, self._generations[prompt].prompt
+        self._begun.add(index)
         logprobs: list[Any] = list(completion.logprobs or ())
-        if self._prompt_only:
-            text, token_ids, logprobs = "", [], []
-            completion.token_ids, completion.rounds = [], None
+        if self._prompt_only:  # one token was generated, and none was asked for
+            completion.text, completion.token_ids, completion.rounds, logprobs = "", [], None, []
         self._count(output, completion)
-        shown = token_ids
+        text, shown = completion.text, list(completion.token_ids)
         if self._echo and first:
-            before = self._texts.tokenizer.decode(asked.token_ids) if asked.text is None else asked.text
-            text, shown = before + text, asked.token_ids + token_ids
+            text = (self._texts.tokenizer.decode(given.token_ids) if given.text is None else given.text) + text
+            shown = given.token_ids + shown
             logprobs = [*(output.prompt_logprobs or ()), *logprobs]
-        fields: dict[str, Any] = {"stop_reason": completion.stop_reason} if completion.stop_reason is not None else {}
-        fields |= self._rounds_of(prompt, index, completion)
-        if self._with_ids:
-            fields |= {"token_ids": token_ids} | ({"prompt_token_ids": asked.token_ids} if first else {})
-        if self._prompt_logprobs:
+        fields = self._choice_fields(prompt, index, completion)
+        if self._with_ids and first:
+            fields["prompt_token_ids"] = given.token_ids
+        if self._with_prompt_logprobs:
             fields["prompt_logprobs"] = _prompt_logprobs(output)
-        written = self._legacy(index, shown, logprobs) if self._logprobs and shown else None
+        written = self._logprobs(index, shown, logprobs) if self._with_logprobs and shown else None
         self._offsets[index] = self._offsets.get(index, 0) + len(text)
-        return CompletionChoice(
+        return schema.CompletionChoice(
             index=index, text=text, logprobs=written, finish_reason=completion.finish_reason, **fields
         )
 
-    def _legacy(self, index: int, token_ids: Sequence[int], entries: Sequence[Any]) -> CompletionLogprobs:
-        """logprobs in the shape of completions. The first token of a prompt has none."""
-        texts = [self._texts.text(t, each and each[t], self._as_id) for t, each in zip(token_ids, entries, strict=True)]
+    def _logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[Any]) -> schema.CompletionLogprobs:
+        """Log-probabilities in the shape of completions. The first token of a prompt has none."""
+        pairs = list(zip(token_ids, entries, strict=True))
+        texts = [self._texts.text(token, entry and entry[token], self._as_id) for token, entry in pairs]
         start = self._offsets.get(index, 0)
-        return CompletionLogprobs(
+        return schema.CompletionLogprobs(
             tokens=texts,
             text_offset=[start, *itertools.accumulate(map(len, texts), initial=start)][1:-1],
-            token_logprobs=[
-                each and _finite(each[token].logprob) for token, each in zip(token_ids, entries, strict=True)
-            ],
+            token_logprobs=[entry and _finite(entry[token].logprob) for token, entry in pairs],
             top_logprobs=[
-                each and {self._texts.text(t, entry, self._as_id): _finite(entry.logprob) for t, entry in each.items()}
-                for each in entries
+                entry and {self._texts.text(t, top, self._as_id): _finite(top.logprob) for t, top in entry.items()}
+                for entry in entries
             ],
         )
 
 
-class ChatWriter(_Writer):
+class ChatWriter(Writer):
     """Answers of /v1/chat/completions."""
 
     def __init__(self, request: ChatCompletionRequest, *parts: Any) -> None:
         super().__init__(request, *parts)
-        self._top, self._prompt_logprobs = request.top_logprobs or 0, request.prompt_logprobs is not None
+        self._top_logprobs = request.top_logprobs or 0
         last = request.messages[-1]
         self._role = self._options.response_role if request.add_generation_prompt else last.role
-        self._before = last.content if request.echo and isinstance(last.content, str) else ""
+        self._echoed = last.content if request.echo and isinstance(last.content, str) else ""
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> ChatCompletionResponse:
+    def whole(self, outputs: Sequence[RequestOutput]) -> schema.ChatCompletionResponse:
         (output,) = outputs
         choices = []
-        for each in output.outputs:
-            self._count(output, each)
+        for completion in output.outputs:
+            self._count(output, completion)
             choices.append(
-                ChatChoice(
-                    index=each.index,
-                    message=ChatMessage(role=self._role, content=self._before + each.text),
-                    logprobs=self._chat_logprobs(each, self._top),
-                    finish_reason=each.finish_reason,
-                    stop_reason=each.stop_reason,
-                    token_ids=each.token_ids if self._with_ids else None,
+                schema.ChatChoice(
+                    index=completion.index,
+                    message=schema.ChatMessage(role=self._role, content=self._echoed + completion.text),
+                    logprobs=self._logprobs(completion),
+                    finish_reason=completion.finish_reason,
+                    stop_reason=completion.stop_reason,
+                    token_ids=completion.token_ids if self._with_ids else None,
                 )
             )
-        return ChatCompletionResponse(
+        return schema.ChatCompletionResponse(
             **self._base, object="chat.completion", choices=choices, usage=self._usage(), metrics=self._metrics(),
             prompt_token_ids=output.prompt_token_ids if self._with_ids else None,
-            prompt_logprobs=_prompt_logprobs(output) if self._prompt_logprobs else None,
+            prompt_logprobs=_prompt_logprobs(output) if self._with_prompt_logprobs else None,
         )  # fmt: skip
 
-    def chunks(self, prompt: int, output: RequestOutput) -> Iterator[ChatCompletionChunk]:
-        for each in output.outputs:
-            if each.index not in self._began:
-                self._began.add(each.index)
-                delta = ChatDelta(role=self._role, content=self._before)
+    def chunks(self, prompt: int, output: RequestOutput) -> Iterator[schema.ChatCompletionChunk]:
+        for completion in output.outputs:
+            if completion.index not in self._begun:
+                self._begun.add(completion.index)
                 ids = {"prompt_token_ids": output.prompt_token_ids} if self._with_ids else {}
-                yield self._chunk(
-                    ChatChunkChoice(index=each.index, delta=delta, logprobs=None, finish_reason=None), **ids
-                )
-            self._count(output, each)
-            logprobs = self._chat_logprobs(each, self._top) if each.token_ids else None
-            if each.text or each.finish_reason or logprobs or each.rounds or (self._with_ids and each.token_ids):
-                extra: dict[str, Any] = {"token_ids": each.token_ids} if self._with_ids else {}
-                if each.stop_reason is not None:
-                    extra["stop_reason"] = each.stop_reason
-                extra |= self._rounds_of(prompt, each.index, each)
-                yield self._chunk(
-                    ChatChunkChoice(
-                        index=each.index, delta=ChatDelta(content=each.text), logprobs=logprobs,
-                        finish_reason=each.finish_reason, **extra,
-                    )
+                delta = schema.ChatDelta(role=self._role, content=self._echoed)
+                choice = schema.ChatChunkChoice(index=completion.index, delta=delta, logprobs=None, finish_reason=None)
+                yield self._chunk([choice], **ids, **self._chunk_usage())
+            self._count(output, completion)
+            logprobs = self._logprobs(completion) if completion.token_ids else None
+            fields = self._choice_fields(prompt, completion.index, completion)
+            parts = (completion.text, completion.finish_reason, logprobs, fields.get("rounds"), fields.get("token_ids"))
+            if any(parts):
+                choice = schema.ChatChunkChoice(
+                    index=completion.index, delta=schema.ChatDelta(content=completion.text), logprobs=logprobs,
+                    finish_reason=completion.finish_reason, **fields,
                 )  # fmt: skip
+                yield self._chunk([choice], **self._chunk_usage())
 
-    def last(self) -> Iterator[ChatCompletionChunk]:
-        metrics = self._metrics()
-        extra: dict[str, Any] = {} if metrics is None else {"metrics": metrics}
-        if self._last_usage:
-            extra["usage"] = self._usage()
-        if extra:
-            yield ChatCompletionChunk(**self._base, object="chat.completion.chunk", choices=[], **extra)
+    def _chunk(self, choices: list[Any], **fields: Any) -> schema.ChatCompletionChunk:
+        return schema.ChatCompletionChunk(**self._base, object="chat.completion.chunk", choices=choices, **fields)
 
-    def _chunk(self, choice: ChatChunkChoice, **fields: Any) -> ChatCompletionChunk:
-        fields |= self._usage_now()
-        return ChatCompletionChunk(**self._base, object="chat.completion.chunk", choices=[choice], **fields)
+    def _logprobs(self, completion: CompletionOutput) -> schema.ChatLogprobs | None:
+        if completion.logprobs is None:
+            return None
+        content = []
+        for token, entries in zip(completion.token_ids, completion.logprobs, strict=True):
+            best = sorted(entries.items(), key=lambda item: -item[1].logprob)
+            best = best if self._top_logprobs < 0 else best[: self._top_logprobs]
+            own = self._texts.top(token, entries[token], self._as_id)
+            top = [self._texts.top(other, entry, self._as_id) for other, entry in best]
+            content.append(schema.TokenLogprob(**own.model_dump(), top_logprobs=top))
+        return schema.ChatLogprobs(content=content)
 
 
-def _times(generation: Generation) -> PerRequestMetrics:
-    assert generation.answer is not None
-    request, scheduled = generation.answer.requests[0], generation.scheduled[0]
-    first, end, written = request.first_token_time, request.finished_time, generation.written[0]
+def _times(generation: Generation) -> schema.PerRequestMetrics:
+    assert generation.response is not None
+    request, scheduled = generation.response.requests[0], generation.scheduled[0]
+    first, end, written = request.first_token_time, request.finished_time, generation.num_written[0]
     if first is None or end is None:
-        return PerRequestMetrics()
-    return PerRequestMetrics(
+        return schema.PerRequestMetrics()
+    return schema.PerRequestMetrics(
         time_to_first_token_ms=1e3 * (first - scheduled),
         generation_time_ms=1e3 * (end - first),
         queue_time_ms=1e3 * (scheduled - request.arrival_time),
@@ -321,12 +336,13 @@ def _times(generation: Generation) -> PerRequestMetrics:
     )
 
 
-def _prompt_logprobs(output: RequestOutput) -> PromptLogprobs:
-    def told(entry: Logprob) -> PromptLogprob:
-        return PromptLogprob(logprob=_finite(entry.logprob), rank=entry.rank, decoded_token=entry.decoded_token)
+def _prompt_logprobs(output: RequestOutput) -> schema.PromptLogprobs:
+    def entry(logprob: Logprob) -> schema.PromptLogprob:
+        value = _finite(logprob.logprob)
+        return schema.PromptLogprob(logprob=value, rank=logprob.rank, decoded_token=logprob.decoded_token)
 
     places = output.prompt_logprobs or ()
-    return [None if each is None else {str(token): told(e) for token, e in each.items()} for each in places]
+    return [None if p is None else {str(token): entry(logprob) for token, logprob in p.items()} for p in places]
 
 
 def _finite(logprob: float) -> float:

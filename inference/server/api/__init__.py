@@ -1,5 +1,4 @@
-"""What is on the wire: requests, responses and errors of the API, and how a request is read.
+"""The API on the wire: requests, answers and errors as pydantic models, and how a request is parsed.
 
-Pydantic models and their translation.
-No routes, no thread and no engine belongs here.
+Routes, threads and engines belong elsewhere.
 """

@@ -1,9 +1,8 @@
-"""What a client is told when something is wrong: OpenAI's shape, vLLM's types, and the name of the field.
+"""Errors as clients receive them: OpenAI's shape, vLLM's types, and the name of the field.
 
     {"error": {"message": …, "type": …, "param": …, "code": …}}
 
-Knows HTTP and pydantic's errors; nothing of models. What a server did wrong is logged without its message, which may
-hold what the client sent.
+Errors of the server itself are logged without their message, which may quote what the client sent.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -32,16 +31,16 @@ TYPES = {
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
-MOST_FAULTS = 3  # told at a time; a union of types has one for each
+MAX_VALIDATION_ERRORS = 3  # in one message; a union of types has one for each member
 
 
 class APIError(HTTPException):
-    """`param`: the field of the request that is wrong."""
+    """An HTTP error. `param`: the field of the request that is wrong."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
-        super().__init__(status, message, dict(headers) if headers else None)
+        super().__init__(status, message, headers)
         self.param = param
 
 
@@ -49,7 +48,7 @@ def error_json(error: HTTPException) -> bytes:
     kind = TYPES.get(error.status_code, "BadRequestError" if error.status_code < 500 else "InternalServerError")
     param = getattr(error, "param", None)
     body = {"error": {"message": str(error.detail), "type": kind, "param": param, "code": error.status_code}}
-    return json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")  # what was sent need not be Unicode
+    return json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")  # requests need not be Unicode
 
 
 def error_response(error: HTTPException) -> Response:
@@ -57,40 +56,35 @@ def error_response(error: HTTPException) -> Response:
 
 
 def log_fault(where: str, error: BaseException) -> None:
-    """A fault of the server's own: its type and where it happened. The message stays out: it may quote a prompt."""
+    """Logs the type and the place of an internal error, without its message."""
     frames = "".join(traceback.format_tb(error.__traceback__))
     logger.error("%s: %s\n%s", where, type(error).__name__, frames.rstrip())
 
 
-def install(app: FastAPI) -> None:
-    """Every error of the app in this shape."""
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(RequestValidationError, _validation_error)
+def add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def validation_error(request: Request, error: RequestValidationError) -> Response:
+        if isinstance(error.body, bytes) and error.body:  # it was not parsed
+            return error_response(APIError(400, "the body is not read: send JSON, with Content-Type: application/json"))
+        messages, params = [], [_param(fault, error.body) for fault in error.errors()]
+        for fault, param in zip(error.errors(), params):
+            message = fault["msg"].removeprefix("Value error, ")
+            messages.append(f"{param}: {message}" if param else message)
+        text = "; ".join(list(dict.fromkeys(messages))[:MAX_VALIDATION_ERRORS])
+        return error_response(APIError(400, text, params[0] or None))
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return error_response(error)
-
-
-async def _validation_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    if isinstance(error.body, bytes) and error.body:  # not read at all
-        return error_response(APIError(400, "the body is not read: send JSON, with Content-Type: application/json"))
-    faults = error.errors()
-    texts = [f"{where}: {fault['msg']}" if (where := _where(fault, error.body)) else fault["msg"] for fault in faults]
-    told = list(dict.fromkeys(text.replace("Value error, ", "") for text in texts))[:MOST_FAULTS]
-    return error_response(APIError(400, "; ".join(told), _where(faults[0], error.body) or None))
-
-
-def _where(fault: Mapping[str, Any], body: Any) -> str:
-    """messages[0].content: pydantic's location without the names of types that it puts between."""
-    location: Sequence[str | int] = fault["loc"][1:]
-    path, here = "", body
+def _param(fault: Mapping[str, Any], body: Any) -> str:
+    """The path of a field, such as messages[0].content: pydantic's location without the type names of unions."""
+    location = fault["loc"][1:]
+    path, value = "", body
     for i, part in enumerate(location):
-        known = part in here if isinstance(here, dict) else isinstance(here, list) and isinstance(part, int)
-        if known:
-            here = here[part]
+        if part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int):
+            value = value[part]
         elif not (fault["type"] == "missing" and i == len(location) - 1):
             continue
         path += f"[{part}]" if isinstance(part, int) else f".{part}"

@@ -1,12 +1,12 @@
-"""What clients may ask: OpenAI's requests, with vLLM's fields for everything that SamplingParams holds.
+"""Requests of the API: OpenAI's, with vLLM's fields for everything that SamplingParams holds.
 
-Types are strict and unknown fields are errors: what is asked for is done, or refused by its name. Fields that change no
-answer are accepted; fields of vLLM that would change one, and cannot be honoured here, are accepted at the value that
-means what is done anyway. Knows no model.
+Types are strict, and unknown fields are errors. Fields that change no answer are accepted. Fields of vLLM that would
+change one, and are not implemented here, are accepted at the value that stands for what is done anyway.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -14,36 +14,30 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from inference.server.options import SpecDecodeDetail
 
 INT64 = 2**63 - 1
-MOST_STOPS = 64
+MAX_STOPS = 64
 
 TokenId = Annotated[int, Field(ge=0, le=INT64)]
 Text = Annotated[str, Field(min_length=1)]
 
 
 class Body(BaseModel):
-    """A request."""
+    """Base of all requests and their parts."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
     @model_validator(mode="before")
     @classmethod
-    def _unicode(cls, data: Any) -> Any:
-        """JSON can write halves of characters, which are no text."""
-        stack = [data]
-        while stack:
-            here = stack.pop()
-            if isinstance(here, str):
-                if not here.isascii() and any("\ud800" <= character <= "\udfff" for character in here):
-                    raise ValueError("text with an unpaired surrogate, which is no Unicode")
-            elif isinstance(here, dict):
-                stack += [*here, *here.values()]
-            elif isinstance(here, list):
-                stack += here
+    def _require_unicode(cls, data: Any) -> Any:
+        """JSON can spell unpaired surrogates, also in values of any type, which pydantic does not look into."""
+        try:
+            json.dumps(data, ensure_ascii=False, default=str).encode()
+        except (UnicodeEncodeError, RecursionError):
+            raise ValueError("text with an unpaired surrogate, which is no Unicode") from None
         return data
 
 
 class StreamOptions(Body):
-    include_usage: bool | None = Field(False, description="a last chunk with the usage, and no choices")
+    include_usage: bool | None = Field(False, description="a last chunk with usage and without choices")
     continuous_usage_stats: bool | None = Field(False, description="the usage so far in every chunk")
 
 
@@ -79,7 +73,7 @@ class StructuredOutputs(Body):
 
 
 class GenerationRequest(Body):
-    """What completions and chats have in common."""
+    """Fields that completions and chats have in common."""
 
     model: str | None = Field(None, description="one of /v1/models; the first of them if not given")
     n: int | None = Field(1, ge=1, le=INT64)
@@ -92,7 +86,7 @@ class GenerationRequest(Body):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0)
     logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,18}$")], float] | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -106,22 +100,22 @@ class GenerationRequest(Body):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, le=INT64, description="keep the last so many tokens of the prompt; -1: what the model has room for"
+        None, ge=-1, le=INT64, description="keep this many last tokens of the prompt; -1: what the model has room for"
     )
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = Field(False, description="tokens in logprobs as token_id:7")
     num_speculative_tokens: int | None = Field(
-        None, ge=0, le=INT64, description="most drafts of a round, of a tree levels; 0: no drafting (not of vLLM)"
+        None, ge=0, le=INT64, description="most drafts of a round (levels of a tree); 0: no drafting (not in vLLM)"
     )
     return_rounds: bool | None = Field(
-        False, description="in a stream, what became of every draft: choices[].rounds (not of vLLM)"
+        False, description="in a stream, the fate of every draft: choices[].rounds (not in vLLM)"
     )
     request_id: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")] | None = None
     per_request_spec_decode_metrics: SpecDecodeDetail | None = Field(
         None, description="acceptance in the answer's metrics; the server's setting if not given (n=1, one prompt)"
     )
 
-    # They change no answer.
+    # accepted without effect
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -132,7 +126,7 @@ class GenerationRequest(Body):
     length_penalty: float | None = None
     spaces_between_special_tokens: bool | None = None
     stream_interval: int | None = None
-    # They would.
+    # accepted at these values only
     use_beam_search: Literal[False] | None = None
     priority: Literal[0] | None = None
     logprob_token_ids: None = None
@@ -145,11 +139,11 @@ class GenerationRequest(Body):
     @model_validator(mode="after")
     def _streaming(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options belong to stream: true")
+            raise ValueError("stream_options need stream: true")
         if self.return_rounds and not self.stream:
-            raise ValueError("return_rounds belongs to stream: true")
+            raise ValueError("return_rounds needs stream: true")
         if self.stream and self.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs come with whole answers; leave out stream, or use echo with logprobs")
+            raise ValueError("prompt_logprobs cannot be streamed; leave out stream, or use echo with logprobs")
         return self
 
 
@@ -173,16 +167,14 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _possible(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens is 0 and echo is off: nothing is asked for")
+            raise ValueError("max_tokens is 0 and echo is off: the answer would be empty")
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError("best_of chooses among responses, which is not done here; leave it out")
+            raise ValueError("best_of is not supported; leave it out")
         return self
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
 
@@ -193,7 +185,7 @@ class ContentPart(Body):
 
 
 class Message(Body):
-    """One turn of a conversation. Fields that a chat template knows and OpenAI does not are handed on to it."""
+    """One turn of a conversation. Unknown fields are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -217,21 +209,21 @@ class Tool(Body):
 
 
 class ChatFields(Body):
-    """What becomes of messages."""
+    """Fields of chats and of /tokenize: the messages and how they are rendered."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    add_special_tokens: bool = Field(False, description="chat templates write them themselves")
+    add_special_tokens: bool = Field(False, description="chat templates usually write them")
     chat_template: str | None = Field(None, description="if the server was started to trust it")
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Tool] | None = Field(None, description="for the chat template; calls are not parsed")
 
     @model_validator(mode="after")
     def _one_ending(self) -> ChatFields:
-        if self.continue_final_message and "add_generation_prompt" in self.model_fields_set:
-            if self.add_generation_prompt:
-                raise ValueError("continue_final_message and add_generation_prompt; choose one")
+        both = self.continue_final_message and self.add_generation_prompt
+        if both and "add_generation_prompt" in self.model_fields_set:
+            raise ValueError("continue_final_message and add_generation_prompt; choose one")
         return self
 
 
@@ -252,13 +244,13 @@ class ChatCompletionRequest(GenerationRequest, ChatFields):
 
     @model_validator(mode="after")
     def _logprobs_asked(self) -> ChatCompletionRequest:
-        if self.top_logprobs is not None and self.top_logprobs != 0 and not self.logprobs:
-            raise ValueError("top_logprobs belong to logprobs: true")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs need logprobs: true")
         return self
 
 
 class TokenizeCompletionRequest(Body):
-    """POST /tokenize, of a text."""
+    """POST /tokenize for a text."""
 
     prompt: str
     model: str | None = None
@@ -267,7 +259,7 @@ class TokenizeCompletionRequest(Body):
 
 
 class TokenizeChatRequest(ChatFields):
-    """POST /tokenize, of a conversation."""
+    """POST /tokenize for a conversation."""
 
     model: str | None = None
     return_token_strs: bool | None = False

@@ -127,7 +127,7 @@ def test_keys(serving, drafting_llm, model):
 def test_a_fault_of_the_server_s_own_says_nothing_of_the_request(serving, drafting_llm, model, caplog):
     url = serving(drafting_llm("off", model))
     broken = "a message with the prompt in it: "
-    serving.server(url).intake.completion = lambda request: (_ for _ in ()).throw(KeyError(broken + request.prompt))
+    serving.server(url).parser.completion = lambda request: (_ for _ in ()).throw(KeyError(broken + request.prompt))
     answer = CLIENT.post(url + COMPLETION, json={"prompt": "topsecret"})
     check_shape(answer, 500, kind="InternalServerError")
     assert "KeyError" in caplog.text and "topsecret" not in caplog.text + answer.text

@@ -1,4 +1,4 @@
-"""What clients are told: OpenAI's answers, with vLLM's additional fields."""
+"""Answers of the API: OpenAI's, with vLLM's additional fields."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ModelList(BaseModel):
 
 
 class DrafterCard(BaseModel):
-    """`method`: None: nothing is drafted. `share`: of new requests."""
+    """`method`: None without a drafter. `share`: its part of the new requests."""
 
     name: str
     method: str | None
@@ -43,7 +43,7 @@ class DrafterCard(BaseModel):
 
 
 class DrafterResponse(BaseModel):
-    """Who drafts from now on. `requests_computed_again`: those that had rows."""
+    """The drafters from now on. `requests_computed_again`: the requests that had rows."""
 
     drafters: list[DrafterCard]
     requests_computed_again: int
@@ -62,7 +62,7 @@ class Usage(BaseModel):
 
 
 class SpeculativeDecodingMetrics(BaseModel):
-    """acceptance_histogram[j]: verifications that accepted j drafts. `per_step_…`: in their order, if detailed."""
+    """acceptance_histogram[j]: verifications that accepted j drafts. `per_step_…`: one entry per verification."""
 
     mean_acceptance_length: float
     draft_acceptance_rate: float
@@ -76,7 +76,7 @@ class SpeculativeDecodingMetrics(BaseModel):
 
 
 class PerRequestMetrics(BaseModel):
-    """Times from the moment it got its row to its last token, and how long it waited before."""
+    """Times from the moment the request got its row to its last token, and its time in the queue before."""
 
     time_to_first_token_ms: float | None = None
     generation_time_ms: float | None = None
@@ -96,7 +96,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class RoundToken(BaseModel):
-    """`position`: in its proposal, from 0 as in /metrics; None: the target's own."""
+    """`position`: in the proposal, from 0 as in /metrics; None for the target's own token."""
 
     token_id: int
     text: str
@@ -104,11 +104,29 @@ class RoundToken(BaseModel):
 
 
 class Round(BaseModel):
-    """One verification: what was committed, what was drafted and rejected, and how much was drafted."""
+    """One verification: the tokens that were committed, the drafts that were rejected, and how many were drafted."""
 
     tokens: list[RoundToken]
     rejected: list[RoundToken]
     num_draft_tokens: int
+
+
+class Choice(BaseModel):
+    index: int
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class Answer(BaseModel):
+    """The fields that all answers with choices have."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str | None = None
+    usage: Usage | None = None
+    metrics: PerRequestMetrics | None = None
 
 
 class CompletionLogprobs(BaseModel):
@@ -118,29 +136,19 @@ class CompletionLogprobs(BaseModel):
     top_logprobs: list[dict[str, float] | None]
 
 
-class CompletionChoice(BaseModel):
-    index: int
+class CompletionChoice(Choice):
     text: str
     logprobs: CompletionLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
     rounds: list[Round] | None = None
 
 
-class CompletionResponse(BaseModel):
-    """The answer to /v1/completions; with stream, each chunk of it (`usage` in the last, if asked for)."""
+class CompletionResponse(Answer):
+    """The answer of /v1/completions; with stream also each chunk of it."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
     choices: list[CompletionChoice]
-    usage: Usage | None = None
-    system_fingerprint: str | None = None
-    metrics: PerRequestMetrics | None = None
 
 
 class TopLogprob(BaseModel):
@@ -163,26 +171,16 @@ class ChatMessage(BaseModel):
     refusal: None = None
 
 
-class ChatChoice(BaseModel):
-    index: int
+class ChatChoice(Choice):
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
 
 
-class ChatCompletionResponse(BaseModel):
-    id: str
+class ChatCompletionResponse(Answer):
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
     choices: list[ChatChoice]
-    usage: Usage
-    system_fingerprint: str | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    metrics: PerRequestMetrics | None = None
 
 
 class ChatDelta(BaseModel):
@@ -190,26 +188,16 @@ class ChatDelta(BaseModel):
     content: str | None = None
 
 
-class ChatChunkChoice(BaseModel):
-    index: int
+class ChatChunkChoice(Choice):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
     rounds: list[Round] | None = None
 
 
-class ChatCompletionChunk(BaseModel):
-    id: str
+class ChatCompletionChunk(Answer):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-    system_fingerprint: str | None = None
     prompt_token_ids: list[int] | None = None
-    metrics: PerRequestMetrics | None = None
 
 
 class TokenizeResponse(BaseModel):
