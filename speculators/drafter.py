@@ -58,6 +58,17 @@ class TreeLevel:
         return states.gather(1, self.parents.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
 
 
+@dataclass(frozen=True)
+class TrainedHead:
+    """One way to read the states of an unroll in training, and the divergences it is trained by.
+
+    `head` [N, D], depth -> logits [N, V_draft]; `loss`: as a recipe writes it.
+    """
+
+    head: Callable[[Tensor, int], Tensor]
+    loss: Any
+
+
 # Draft logits [b, w, V_draft] of a level (first: of the newest true slot, w = 1) -> the next level, or None to stop.
 Grow = Callable[[Tensor], TreeLevel | None]
 
@@ -108,6 +119,9 @@ class Drafter(nn.Module):
     first_token: ClassVar[int] = 1  # slot p of its cache holds token x_{p + first_token}
     writes: ClassVar[bool] = False  # it can generate text without the target
     reads_drafts: bool = True  # a depth depends on the tokens drafted before it
+    samples_terms: ClassVar[bool] = False  # in training `unroll` yields a sample of the terms there are
+    confidence_loss: float = 0.0  # weight of the loss on `confidence`
+    whole_blocks: bool = False  # all depths are one forward, whose states depend on how many there are
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -164,8 +178,8 @@ class Drafter(nn.Module):
         """Raises ConfigError if it cannot draft `tokens` tokens; `where` names the option that sets the number."""
         if self.max_depth is not None and tokens > self.max_depth:
             raise ConfigError(
-                f"{where} is {tokens}, but this drafter of family {self.config.family} has {self.max_depth} heads and "
-                f"drafts one token with each; set {where} to {self.max_depth} or less"
+                f"{where} is {tokens}, but this drafter of family {self.config.family} was made to draft "
+                f"{self.max_depth} tokens in a round; ask for {self.max_depth} or fewer"
             )
 
     @property
@@ -267,6 +281,16 @@ class Drafter(nn.Module):
         """[N, D] states of one depth -> draft logits [N, V_draft]."""
         raise NotImplementedError
 
+    def trained_heads(self, loss: Any) -> list[TrainedHead]:
+        """The objectives over the states of an unroll; the last is of the `head` that drafts, whose acceptance is
+        measured. `loss`: the recipe's."""
+        return [TrainedHead(self.head, loss)]
+
+    def confidence(self, hidden: Tensor) -> Tensor | None:
+        """[N, D] states of one depth -> how sure the drafter is that its draft there is accepted, a logit [N] in
+        float32; None: it has no opinion but its largest probability. Trained on Σ min(p, q) of the same state."""
+        return None
+
     def head_parameters(self) -> Sequence[nn.Parameter]:
         """The trainable parameters that `head` reads."""
         return []
@@ -314,7 +338,9 @@ class Drafter(nn.Module):
         last_hidden: Tensor | None,
         counts: Sequence[int],
         grow: Grow,
+        k: int,
     ) -> None:
-        """As `draft`, but a tree below the newest true slot of each row: `grow` says level by level which drafts to go
-        on from, and keeps what is drafted. On the way to any draft the logits are those of a chain of these tokens."""
+        """As `draft`, but a tree of at most `k` levels below the newest true slot of each row: `grow` says level by
+        level which drafts to go on from, and keeps what is drafted. On the way to any draft the logits are those of a
+        chain of these tokens."""
         raise ConfigError(f"a drafter of family {self.config.family} drafts chains only; ask for no tree")

@@ -109,6 +109,7 @@ class SlotwiseDrafter(Drafter):
         last_hidden: Tensor | None,
         counts: Sequence[int],
         grow: Grow,
+        k: int,
     ) -> None:
         """See `Drafter.draft_tree`. Heads that read no draft are computed once per depth."""
         state, tokens = self._true_slots(cache, start, stop, token_ids, last_hidden, counts)

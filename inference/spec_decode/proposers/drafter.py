@@ -131,6 +131,8 @@ class HeadProposer(Proposer):
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
         counts = [min(limit, self._depth) for limit in limits]
         rows, depth = len(requests), max(counts)
+        if depth and self._drafter.whole_blocks:
+            depth = self._depth  # a row's drafts must not depend on how many its neighbours may have
         if not depth:
             if max(self._waiting(requests)) + self._depth + 1 > self._room:
                 self._append(requests)
@@ -138,7 +140,7 @@ class HeadProposer(Proposer):
         vocabularies = self._draft_to_target, self._vocab_size
         if self._tree is not None:
             grow = TreeGrowth(self._tree, requests, counts, *vocabularies, probabilistic=self._probabilistic)
-            self._feed(requests, self._drafter.draft_tree, grow)
+            self._feed(requests, self._drafter.draft_tree, grow, self._depth)
             return grow.proposal()
         chain = None
         if self._probabilistic and not all(request.params.greedy for request in requests):

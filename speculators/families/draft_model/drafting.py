@@ -90,6 +90,7 @@ class TokenDrafter(Drafter):
         last_hidden: Tensor | None,
         counts: Sequence[int],
         grow: Grow,
+        k: int,
     ) -> None:
         """See `Drafter.draft_tree`. ConfigError with another tokenizer: a draft may be several of its tokens there."""
         if self.token_map is not None:

@@ -16,7 +16,7 @@ STATIC = StaticTree.parse([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0), 
 DYNAMIC = DynamicTree(topk=3, depth=3, budget=8)
 
 
-def chains(drafter, target, texts, paths):
+def chains(drafter, target, texts, paths, depth):
     """Logits [V_draft] after each path of tokens, drafted as a chain that is told what to take."""
     found = []
     for row, text in enumerate(texts):
@@ -24,7 +24,7 @@ def chains(drafter, target, texts, paths):
         taps, last_hidden = target(ids)
         slots = len(text) - drafter.first_token
         for path in paths[row]:
-            seen, given = [], iter([*path, 0])
+            seen, given = [], iter([*path, *[0] * depth])
 
             def sample(logits, seen=seen, given=given):
                 seen.append(logits)
@@ -34,9 +34,9 @@ def chains(drafter, target, texts, paths):
             tokens = ids[:, drafter.first_token :]
             drafter.draft(
                 cache, 0, 1, tokens, None if taps is None else taps[:, :slots],
-                last_hidden[:, :slots], [slots], len(path) + 1, sample,
+                last_hidden[:, :slots], [slots], depth, sample,
             )  # fmt: skip
-            found.append(seen[-1][0])
+            found.append(seen[len(path)][0])
     return found
 
 
@@ -77,11 +77,11 @@ def test_a_tree_is_as_many_chains(world):
     counts = [len(text) - first for text in texts]
     drafter.draft_tree(
         cache, 0, 2, ids[:, first : first + max(counts)], None if taps is None else taps[:, : max(counts)],
-        last_hidden[:, : max(counts)], counts, grow,
+        last_hidden[:, : max(counts)], counts, grow, deepest,
     )  # fmt: skip
     assert cache.lengths == counts  # the drafts are rolled back
     by_row = [[step[b, i] for step in seen for i in range(step.shape[1])] for b in range(2)]
-    wanted = chains(drafter, target, texts, paths)
+    wanted = chains(drafter, target, texts, paths, deepest)
     got = by_row[0] + by_row[1]
     assert len(got) == len(wanted)
     for a, b in zip(got, wanted, strict=True):
