@@ -10,6 +10,7 @@ of any family.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from speculators.layers.checkpointing import kept_or_recomputed
 from speculators.layers.decoder import Attend, Rotary, RotaryTable
 from speculators.precision import on_device
 from speculators.target.frozen_target import TargetFeatures
+
+WORTH_NARROWING = 0.8  # share of the slots still in use below which an unroll drops the others
 
 
 class ChainDrafter(Drafter):
@@ -57,7 +60,19 @@ class ChainDrafter(Drafter):
         """The state as the next depth of an unroll reads it."""
         return state
 
+    def tokens_read(self, token_ids: Tensor, depth: int) -> Tensor:
+        """The tokens x_{t+1+depth} [B, M] as a depth of an unroll reads them."""
+        return token_ids
+
     # -------------------------------------------------------------- training
+
+    def terms(self, batch: Any, steps: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Of every depth the terms of an unroll, bool [B, T], and the paths of its slots (`term_paths`)."""
+        valid, paths = zip(*(term_paths(batch, depth) for depth in range(steps)))
+        return list(valid), list(paths)
+
+    def count_terms(self, batch: Any, steps: int) -> Tensor:
+        return torch.stack([valid.sum() for valid in self.terms(batch, steps)[0]])
 
     def multiplied(self, depth: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """See `Drafter.multiplied`: at depth 0 all but the last layer's queries and what follows them is everywhere."""
@@ -79,16 +94,21 @@ class ChainDrafter(Drafter):
         """
         ids, segments, positions = features.input_ids, features.segment_ids, features.position_ids
         B, T = ids.shape
-        valid, paths = zip(*(term_paths(features, depth) for depth in range(steps)))  # each [B, T]
+        valid, paths = self.terms(features, steps)  # K x [B, T]
         slots = torch.arange(T, device=ids.device).expand(B, T)
         rows = T * torch.arange(B, device=ids.device)[:, None]
-        chosen = _slots_in_use(torch.stack(valid).any(0)) if self.asks else slots  # [B, M]
+        chosen = slots_in_use(torch.stack(valid).any(0)) if self.asks else slots  # [B, M]
         state = self.first_state(features.taps, features.last_hidden)
         layers = self.attention_layers
         causal: list[tuple[Tensor, Tensor]] = []  # per layer: keys and values of depth 0
         own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(layers)]  # per layer: those of each later depth
         for depth in range(steps):
-            tokens = ids.gather(1, paths[depth].gather(1, slots))  # x_{t+1+depth}
+            if depth and self.asks:
+                fewer = slots_in_use(torch.stack(valid[depth:]).any(0))
+                if fewer.shape[1] <= WORTH_NARROWING * chosen.shape[1]:
+                    state, own = _narrowed(chosen, fewer, T, state, own)
+                    slots = chosen = fewer
+            tokens = self.tokens_read(ids.gather(1, paths[depth].gather(1, slots)), depth)  # x_{t+1+depth}
             asking = chosen if depth == 0 and self.asks else None
             attends = [
                 self._unrolled(i, depth, causal, own[i], slots if i < layers - 1 else chosen, segments)
@@ -111,13 +131,14 @@ class ChainDrafter(Drafter):
     def _unrolled(
         self, layer: int, depth: int, causal: list, own: list, slots: Tensor, segment_ids: Tensor
     ) -> Callable:
+        before = tuple(own)  # of the depths 1..depth - 1
+
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             """Keeps its keys and values for later depths. A recomputed forward calls it a second time."""
             if depth == 0:
                 if len(causal) == layer:
                     causal.append((k, v))
                 return unrolled_attention(q, k, v, (), slots, segment_ids, scale)
-            before = own[: depth - 1]
             if len(own) < depth:
                 own.append((k, v))
             return unrolled_attention(q, *causal[layer], [*before, (k, v)], slots, segment_ids, scale)
@@ -169,6 +190,7 @@ class ChainDrafter(Drafter):
         last_hidden: Tensor | None,
         counts: Sequence[int],
         grow: Grow,
+        k: int,
     ) -> None:
         """See `Drafter.draft_tree`."""
         states = self._true_slots(cache, start, stop, token_ids, taps, last_hidden, counts)
@@ -267,10 +289,25 @@ class DecoderChain(ChainDrafter):
             layer.unfuse()
 
 
-def _slots_in_use(wanted: Tensor) -> Tensor:
+def slots_in_use(wanted: Tensor) -> Tensor:
     """wanted bool [B, T] -> [B, M] slots of each row, wanted ones first and ascending; M is the most a row wants.
 
     A row that wants fewer is filled up with slots that are not wanted: they have no term, and nobody reads them.
     """
     M = max(int(wanted.sum(1).max()), 1)
     return torch.argsort(~wanted, dim=1, stable=True)[:, :M]
+
+
+def _narrowed(slots: Tensor, fewer: Tensor, T: int, state: Tensor, own: list) -> tuple[Tensor, list]:
+    """State [B, M, H] and keys and values [B, g, M, d] of `slots` [B, M] -> those of `fewer` [B, M'], some of them. A
+    slot that is not among `slots` has no term and gets any."""
+    B, M = slots.shape
+    place = torch.zeros(B, T, dtype=torch.long, device=slots.device)
+    place.scatter_(1, slots, torch.arange(M, device=slots.device).expand(B, M))
+    index = place.gather(1, fewer)
+    heads = index[:, None, :, None]
+    kept = [
+        [tuple(x.gather(2, heads.expand(-1, x.shape[1], -1, x.shape[3])) for x in pair) for pair in layer]
+        for layer in own
+    ]
+    return state.gather(1, index[..., None].expand(-1, -1, state.shape[-1])), kept
