@@ -104,12 +104,13 @@ def lk_hybrid(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
 def cross_entropy(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
     """-log q(x) of the data token x.
 
-    A token outside the draft vocabulary gives 0 in value and gradient. Its row still counts in the
+    A token outside the draft vocabulary, or one that q gives no probability to (its logit is minus infinity), gives 0
+    in value and gradient. Its row still counts in the
     normaliser, which all the terms of a mix share; give such rows weight 0 to leave them out of the mean as
     well.
     """
     picked = log_q.gather(-1, labels.clamp_min(0)[:, None])[:, 0]
-    return torch.where(labels >= 0, -picked, 0.0)
+    return torch.where((labels >= 0) & picked.isfinite(), -picked, 0.0)
 
 
 def cross_entropy_argmax(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
@@ -144,6 +145,7 @@ DIVERGENCES: dict[str, Callable[..., Tensor]] = {
     "reverse_kl": reverse_kl,
     "jsd": jsd,
     "tv": tv,
+    "e2e_tv": tv,
     "neg_log_acceptance": neg_log_acceptance,
     "lk_hybrid": lk_hybrid,
     "cross_entropy": cross_entropy,
@@ -152,6 +154,7 @@ DIVERGENCES: dict[str, Callable[..., Tensor]] = {
     "smooth_l1": smooth_l1,
 }
 ON_STATES = frozenset({"smooth_l1"})
+ON_CHAINS = frozenset({"e2e_tv"})  # of all depths of a chain together (position_weights.expected_share)
 ON_LABELS = frozenset({"cross_entropy"})
 
 
@@ -177,6 +180,7 @@ class Mix:
 
     terms: tuple[Term, ...]  # on distributions
     state_terms: tuple[Term, ...] = ()  # on states
+    chain_terms: tuple[Term, ...] = ()  # on the acceptance of whole chains
 
     @classmethod
     def parse(cls, loss: Mapping[str, float | Mapping[str, float]] | Mix, where: str = "loss") -> Mix:
@@ -188,8 +192,9 @@ class Mix:
             raise ConfigError(f"{where}: empty; name at least one of {', '.join(DIVERGENCES)}")
         terms = tuple(_parse_term(name, value, f"{where}.{name}") for name, value in loss.items())
         return cls(
-            terms=tuple(term for term in terms if term.name not in ON_STATES),
+            terms=tuple(term for term in terms if term.name not in ON_STATES | ON_CHAINS),
             state_terms=tuple(term for term in terms if term.name in ON_STATES),
+            chain_terms=tuple(term for term in terms if term.name in ON_CHAINS),
         )
 
     def __call__(self, log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
@@ -320,8 +325,10 @@ def _combine(
             rows.value = rows.value + w * (mixing * kl + (1.0 - mixing) * (1.0 - alpha))
             rows.kl, rows.accept = rows.kl + w * mixing, rows.accept + w * (1.0 - mixing)
         elif term.name == "cross_entropy":
-            inside = (labels >= 0).to(z.dtype)
             picked = z.gather(-1, labels.clamp_min(0)[:, None])[:, 0]
+            supported = (labels >= 0) & picked.isfinite()
+            inside = supported.to(z.dtype)
+            picked = torch.where(supported, picked, 0.0)
             rows.value, rows.label = rows.value + w * inside * (log_z - picked), rows.label + w * inside
         elif term.name == "cross_entropy_argmax":
             picked = z.gather(-1, p.argmax(-1, keepdim=True))[:, 0]

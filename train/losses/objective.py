@@ -144,6 +144,16 @@ def chunked_objective(
     return loss_sum, StepMetrics(loss, alpha, agreement)
 
 
+def confidence_objective(logits: Tensor, alpha: Tensor, weight: Tensor) -> Tensor:
+    """Sum over rows of weight * BCE(σ(logit), α), the loss of a confidence head (DSpark, arXiv 2607.05147).
+
+    logits [N] with gradient; alpha [N]: Σ min(p, q) of the same drafts, taken without one; weight [N].
+    """
+    label = alpha.detach().clamp(0.0, 1.0).to(logits.dtype)
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, label, reduction="none")
+    return (loss * weight.detach().to(loss.dtype)).sum()
+
+
 def plain_objective(
     hidden: Tensor,
     draft_head: Head,

@@ -19,6 +19,7 @@ from speculators.errors import ConfigError
 from speculators.options import DrafterOptions, Section, Text
 from speculators.registry import FAMILIES, family_class
 from train.losses.divergences import Mix
+from train.losses.position_weights import PositionWeights
 from train.recipe.data_sections import DataSection, RegenerateSection
 from train.recipe.schema import SchemaRow, explain, schema_of
 from train.recipe.sections import (
@@ -37,6 +38,7 @@ from train.recipe.sections import (
 )
 
 DEFAULT_FAMILY = "eagle3"
+ONE_VALUE = ("loss", "position_weights")  # mappings that are replaced as a whole
 
 
 class Recipe(Section):
@@ -61,6 +63,11 @@ class Recipe(Section):
         {"forward_kl": 1.0},
         description="divergences by name, each a weight or {weight: ..., option: ...}; KL converges "
         "fastest from scratch",
+    )
+    position_weights: dict[str, float | bool] | None = Field(
+        None,
+        description="weights of the depths of a chain in the loss: {step_decay: d}, {gamma: g}, {uniform: true} or "
+        "{d_pace: alpha}; null: drafter.step_decay",
     )
     training: TrainingSection = Field(TrainingSection(), description="optimiser and loop")
     joint: JointSection | None = Field(
@@ -88,13 +95,13 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _published(cls, value: Any) -> Any:
-        """The family's defaults where the recipe says nothing; `loss` is one value."""
+        """The family's defaults where the recipe says nothing; those of ONE_VALUE are one value each."""
         if isinstance(value, dict):
             for name, default in cls.family_defaults.items():
                 given = value.get(name)
                 if given is None:
                     value = {**value, name: default}
-                elif isinstance(given, dict) and name != "loss":
+                elif isinstance(given, dict) and name not in ONE_VALUE:
                     value = {**value, name: {**default, **given}}
         return value
 
@@ -120,9 +127,19 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> Recipe:
         try:
-            Mix.parse(self.loss)
+            mix = Mix.parse(self.loss)
+            if self.position_weights is not None:
+                PositionWeights.parse(self.position_weights)
         except ConfigError as error:
             raise ValueError(str(error)) from None
+        family = family_class(self.family)
+        if self.on_policy is not None and family.samples_terms:
+            raise ValueError(
+                f"on_policy: a drafter of family {self.family} learns from a sample of the chains of a row, which need "
+                "not hold the rejected ones; leave on_policy out"
+            )
+        if mix.chain_terms and not family.one_head:
+            raise ValueError(f"loss.e2e_tv: a drafter of family {self.family} has a head per depth; use tv")
         for name in self.gates:
             try:
                 temperature, _ = split_gate(name)
@@ -283,9 +300,9 @@ def describe_schema(family: str = DEFAULT_FAMILY) -> list[SchemaRow]:
 
 
 def _leaves(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """(keys, value) of a tree of defaults; `loss` is one value."""
+    """(keys, value) of a tree of defaults; those of ONE_VALUE are one value each."""
     for key, value in tree.items():
-        if isinstance(value, Mapping) and key != "loss":
+        if isinstance(value, Mapping) and key not in ONE_VALUE:
             yield from _leaves(value, (*above, key))
         else:
             yield (*above, key), json.dumps(value)

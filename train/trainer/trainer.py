@@ -28,7 +28,9 @@ from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from train.data.packing import PackedRow, Shuffled
 from train.features.prefetch import FeaturesAhead, looks_ahead
 from train.features.row_features import RowFeatures
-from train.losses.objective import Loss, StepMetrics, chunked_objective, in_loop_lengths
+from train.losses.divergences import Mix
+from train.losses.objective import Loss, StepMetrics, chunked_objective, confidence_objective, in_loop_lengths
+from train.losses.position_weights import PositionWeights, expected_share
 from train.on_policy.branches import branch_weights, count_suffix, split
 from train.on_policy.refresh import OnPolicy
 from train.recipe.recipe import Recipe
@@ -40,6 +42,7 @@ from train.trainer.parallel import spread, whole
 from train.trainer.telemetry import Telemetry, timed
 
 EXPECTED, ERROR = "expected_acceptance_length", "expected_standard_error"  # held-out figures, and the former's error
+CROSS_ENTROPY: Loss = {"cross_entropy": 1.0}
 Evaluate = Callable[[Drafter], dict[str, float]]  # of which EXPECTED decides the best
 
 
@@ -107,8 +110,8 @@ class Trainer:
         per_step = self.step_rows.rows_per_step
         self.total_steps = t.steps or (math.ceil(len(rows) * t.epochs / per_step) if t.epochs else None)
         depths = min(recipe.drafter.unroll_steps, drafter.max_depth or recipe.drafter.unroll_steps)
-        decay = torch.tensor([recipe.drafter.step_decay**k for k in range(depths)])
-        self.depth_weights = (decay / decay.sum()).to(accelerator.device)  # [K]
+        self.position = PositionWeights.parse(recipe.position_weights or {"step_decay": recipe.drafter.step_decay})
+        self.depth_weights = self.position.of_depths(depths).to(accelerator.device)  # [K]
         self.state = checkpoint.TrainState(fingerprint=fingerprint)
         self.order = Shuffled([t.seed], len(rows))
         self.stop_signal: int | None = None
@@ -167,8 +170,10 @@ class Trainer:
         sources = [self._source(micro, share) for micro in micro_steps]
         batches = self.telemetry.saw([features.batch(rows) for features, rows in sources])
         self.module.train()
-        counts, suffix = self._count(batches)
-        row_weights = (self.depth_weights / counts.clamp(min=1)).float()
+        counts, suffix = self._count(batches, [self.step_rows.seeds(micro.places) for micro in micro_steps])
+        terms = counts.sum() if self.position.measured else counts  # the normaliser: of all terms, or of each depth's
+        row_weights = ((1 if self.position.measured else self.depth_weights) / terms.clamp(min=1)).float()
+        row_weights = row_weights.expand(len(self.depth_weights))
         scale, supervised = 1 / max(float(suffix[-1]), 1e-9), None
         if self.joint is not None:
             row_weights = row_weights * self.joint.heads_weight(share)
@@ -210,10 +215,13 @@ class Trainer:
             record |= self._on_policy_record(share, suffix, totals)
         return record
 
-    def _count(self, batches: Sequence[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+    def _count(self, batches: Sequence[dict[str, Tensor]], seeds: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Of the whole step, before any loss is computed: [K] valid terms of each depth outside rejected suffixes, and
         what `count_suffix` says of those inside [K + 1]."""
-        depths, spaces = len(self.depth_weights), [SimpleNamespace(**batch) for batch in batches]
+        depths, spaces = (
+            len(self.depth_weights),
+            [SimpleNamespace(**batch, seeds=each) for batch, each in zip(batches, seeds, strict=True)],
+        )
         counts = self._sum(sum(self.module.count_terms(batch, depths) for batch in spaces))
         if self.on_policy is None:
             return counts, torch.zeros(depths + 1)
@@ -284,20 +292,72 @@ class Trainer:
     def _objectives(
         self, features: TargetFeatures, steps: Sequence[DraftStep], scales: Tensor, mix: Loss
     ) -> tuple[Tensor, list[StepMetrics]]:
-        """The loss over terms of several depths, each weighted by its depth's of `scales` [K]; the metrics of each."""
-        together = [steps] if self.module.one_head else [[step] for step in steps]  # what one head reads
-        losses, parts = zip(*(self._objective(features, group, scales, mix) for group in together))
+        """The loss over terms of several depths, each weighted by its depth's of `scales` [K], for every trained head;
+        the metrics of each depth under the head that drafts."""
+        heads, parsed, losses = self.module.trained_heads(mix), Mix.parse(mix), []
+        size = features.input_ids.numel()
+        if self.position.measured:
+            with torch.no_grad():
+                _, parts = self._over_depths(features, steps, torch.ones_like(scales), heads[0].head, CROSS_ENTROPY)
+            weights = self.position.of_chains([p.loss for p in parts], [s.anchor_index for s in steps], size)
+            steps = [replace(step, weight=step.weight * w) for step, w in zip(steps, weights, strict=True)]
+        for trained in heads:
+            loss, parts = self._over_depths(features, steps, scales, trained.head, trained.loss)
+            losses.append(loss)
+        if parsed.chain_terms:
+            losses.append(self._chain_loss(features, steps, scales, parts, parsed.chain_terms[0].weight))
+        if self.module.confidence_loss:
+            for step, part in zip(steps, parts, strict=True):
+                logits = self.module.confidence(step.hidden)
+                sure = confidence_objective(logits, part.alpha, step.weight * scales[step.depth])
+                losses.append(self.module.confidence_loss * sure)
+        return sum(losses), parts
+
+    def _chain_loss(
+        self,
+        features: TargetFeatures,
+        steps: Sequence[DraftStep],
+        scales: Tensor,
+        parts: Sequence[StepMetrics],
+        weight: float,
+    ) -> Tensor:
+        """weight * the mean over chains of `e2e_tv`: the total variations under its weights, with its value."""
+        lost, weights = expected_share(
+            [p.alpha for p in parts], [s.anchor_index for s in steps], features.input_ids.numel()
+        )
+        steps = [replace(step, weight=w) for step, w in zip(steps, weights, strict=True)]
+        chains = scales[:1] / self.depth_weights[:1] if not self.position.measured else scales[:1] * len(scales)
+        scale = (weight * chains).expand_as(scales)
+        loss, _ = self._over_depths(features, steps, scale, self.module.trained_heads({})[-1].head, {"tv": 1.0})
+        return loss + (scale[0] * lost - loss).detach()
+
+    def _over_depths(
+        self,
+        features: TargetFeatures,
+        steps: Sequence[DraftStep],
+        scales: Tensor,
+        head: Callable[..., Tensor],
+        mix: Loss,
+    ) -> tuple[Tensor, list[StepMetrics]]:
+        """The loss of one head, depths that it reads alike in one call; the metrics of each depth."""
+        together = [steps] if self.module.one_head else [[step] for step in steps]
+        losses, parts = zip(*(self._objective(features, group, scales, head, mix) for group in together))
         return sum(losses), [part for group in parts for part in group]
 
     def _objective(
-        self, features: TargetFeatures, steps: Sequence[DraftStep], scales: Tensor, mix: Loss
+        self,
+        features: TargetFeatures,
+        steps: Sequence[DraftStep],
+        scales: Tensor,
+        head: Callable[..., Tensor],
+        mix: Loss,
     ) -> tuple[Tensor, list[StepMetrics]]:
         """The loss over depths that share a head, and the metrics of each."""
         depth = steps[0].depth
         index = torch.cat([s.target_index for s in steps])  # [N] of all of these depths
         loss, metrics = chunked_objective(
             torch.cat([s.hidden for s in steps]),  # [N, D]
-            lambda hidden: self.module.head(hidden, depth),
+            lambda hidden: head(hidden, depth),
             features.last_hidden.flatten(0, 1),
             self.target.logits,
             torch.cat([s.weight * scales[s.depth] for s in steps]),

@@ -1,0 +1,79 @@
+"""Weights of the drafts of a chain: as written in a loop, and as the gradient of what they stand for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from speculators.errors import ConfigError
+from train.losses.position_weights import PositionWeights, expected_share
+
+ANCHORS = [torch.tensor([2, 5, 7]), torch.tensor([7, 2]), torch.tensor([2, 5])]  # 5 has no depth 1: it ends there
+
+
+def chains() -> list[torch.Tensor]:
+    source = torch.Generator().manual_seed(0)
+    return [torch.rand(len(a), generator=source, dtype=torch.float64) for a in ANCHORS]
+
+
+def of_anchor(values: list[torch.Tensor], anchor: int) -> list[torch.Tensor]:
+    """The terms of one chain, up to the first depth that it lacks."""
+    found = []
+    for value, anchors in zip(values, ANCHORS, strict=True):
+        where = (anchors == anchor).nonzero().flatten()
+        if not len(where):
+            break
+        found.append(value[where[0]])
+    return found
+
+
+def test_d_pace_is_its_formula() -> None:
+    probabilities = chains()
+    weights = PositionWeights.parse({"d_pace": 0.3}).of_chains([-p.log() for p in probabilities], ANCHORS, 9)
+    for anchor in (2, 5, 7):
+        smoothed = [0.7 * float(p) + 0.3 for p in of_anchor(probabilities, anchor)]
+        products = [math.prod(smoothed[: m + 1]) for m in range(len(smoothed))]
+        expected = [sum(products[k:]) for k in range(len(smoothed))]
+        assert [float(w) for w in of_anchor(weights, anchor)] == pytest.approx(expected)
+    assert float(weights[2][1]) == 0  # behind a gap
+
+
+def test_the_weights_of_e2e_tv_are_its_gradient() -> None:
+    """Value and gradient against autograd through the products as the loss is written."""
+    alphas = [a.requires_grad_() for a in chains()]
+    loss = torch.zeros((), dtype=torch.float64)
+    for anchor in (2, 5, 7):
+        own = of_anchor(alphas, anchor)
+        share = sum(torch.stack(own[: m + 1]).prod() for m in range(len(own))) / len(own)
+        loss = loss + (1 - share)
+    loss.backward()
+    value, weights = expected_share(alphas, ANCHORS, 9)
+    assert float(value) == pytest.approx(float(loss))
+    for alpha, weight in zip(alphas, weights, strict=True):
+        gradient = torch.zeros_like(weight) if alpha.grad is None else alpha.grad
+        torch.testing.assert_close(weight, -gradient)
+
+
+def test_fixed_weights_sum_to_one() -> None:
+    for given, ratio in (({"step_decay": 0.8}, 0.8), ({"gamma": 4.0}, math.exp(-0.25)), ({"uniform": True}, 1.0)):
+        weights = PositionWeights.parse(given).of_depths(5)
+        assert float(weights.sum()) == pytest.approx(1.0)
+        torch.testing.assert_close(weights[1:] / weights[:-1], torch.full((4,), ratio))
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({}, "expected one of"),
+        ({"gamma": 4.0, "uniform": True}, "expected one of"),
+        ({"sigma": 1.0}, "position_weights.sigma: unknown"),
+        ({"gamma": 0.0}, "position_weights.gamma: expected γ > 0"),
+        ({"d_pace": 2.0}, "position_weights.d_pace"),
+        ({"d_pace": True}, "position_weights.d_pace"),
+    ],
+)
+def test_what_is_no_weight_is_named(given, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        PositionWeights.parse(given)

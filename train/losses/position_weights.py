@@ -1,0 +1,116 @@
+"""How much each draft of a chain counts in the loss, beside how far its distribution is from the target's.
+
+`step_decay` d: d^k at depth k = 0, 1, ..; `gamma` γ: exp(-k / γ); `uniform`: 1. These are of the depth alone and are
+normalised to a sum of 1 over mean losses per depth. `d_pace` α (D-PACE, as in vLLM's speculators): with q_k the
+drafter's probability of the data token and s_k = (1 - α) q_k + α, depth k of a chain weighs Σ_{m >= k} Π_{i <= m} s_i,
+without a gradient; the sum over all terms is divided by their number, not by the sum of weights, so that with a given
+learning rate its steps are larger or smaller than those of the fixed weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speculators.errors import ConfigError
+
+KINDS = {"step_decay": "0 < d <= 1", "gamma": "γ > 0", "uniform": "true", "d_pace": "0 <= α <= 1"}
+
+
+@dataclass(frozen=True)
+class PositionWeights:
+    """One kind of weights, as a recipe writes it under `position_weights:`, `{gamma: 4.0}`."""
+
+    kind: str
+    value: float
+
+    @classmethod
+    def parse(cls, given: Mapping[str, float | bool], where: str = "position_weights") -> PositionWeights:
+        """ConfigError names the key for an unknown kind or a value out of its range."""
+        if len(given) != 1:
+            raise ConfigError(f"{where}: expected one of {', '.join(KINDS)}, got {sorted(given) or 'nothing'}")
+        ((kind, value),) = given.items()
+        if kind not in KINDS:
+            raise ConfigError(f"{where}.{kind}: unknown weights; use one of {', '.join(KINDS)}")
+        fits = {
+            "step_decay": 0 < value <= 1,
+            "gamma": 0 < value < math.inf,
+            "uniform": value is True,
+            "d_pace": 0 <= value <= 1,
+        }[kind]
+        if not fits or (kind != "uniform" and isinstance(value, bool)):
+            raise ConfigError(f"{where}.{kind}: expected {KINDS[kind]}, got {value!r}")
+        return cls(kind, float(value))
+
+    @property
+    def measured(self) -> bool:
+        """The weights depend on what the drafter says, chain by chain."""
+        return self.kind == "d_pace"
+
+    def of_depths(self, depths: int) -> Tensor:
+        """[K] weights of the depths, with a sum of 1; equal ones where they are `measured` for each chain."""
+        k = torch.arange(depths, dtype=torch.float64)
+        if self.kind == "step_decay":
+            weights = self.value**k
+        elif self.kind == "gamma":
+            weights = torch.exp(-k / self.value)
+        else:
+            weights = torch.ones_like(k)
+        return (weights / weights.sum()).float()
+
+    def of_chains(self, cross_entropy: Sequence[Tensor], anchors: Sequence[Tensor], size: int) -> list[Tensor]:
+        """Weights [N_k] of the terms of every depth, if they are `measured`.
+
+        cross_entropy[k] [N_k]: -log q of the data token; anchors[k] [N_k] long below `size`: the chain of each term,
+        once per depth. A chain ends where it has no term.
+        """
+        table, exists = _by_chain([(-each).exp() for each in cross_entropy], anchors, size)
+        smoothed = torch.where(exists, (1 - self.value) * table + self.value, 1.0)
+        return _to_terms(_tail_sums(smoothed.cumprod(0) * exists), anchors)
+
+
+def expected_share(alphas: Sequence[Tensor], anchors: Sequence[Tensor], size: int) -> tuple[Tensor, list[Tensor]]:
+    """The loss `e2e_tv` of a batch of chains, and what it makes of the total variation of each term.
+
+    Of a chain of K terms the share S = 1/K Σ_m Π_{i <= m} α_i is expected to be accepted. Returns Σ (1 - S) over
+    chains, and per depth [N_k] -dS/dα_k = d(1 - S)/dTV_k: the gradient of the loss is that of the total
+    variations, TV = 1 - α, under these weights. Products in float32 or more; arguments as of `of_chains`.
+    """
+    table, exists = _by_chain(alphas, anchors, size)
+    counts = exists.sum(0).clamp(min=1)
+    table = torch.where(exists, table, 1.0)
+    joint = table.cumprod(0) * exists
+    before = torch.cat([torch.ones_like(table[:1]), table.cumprod(0)[:-1]])  # product of the alphas before each
+    tails = torch.zeros_like(table)  # Σ_{m >= k} Π_{k < i <= m} α_i
+    running = torch.zeros_like(table[0])
+    for k in range(len(table) - 1, -1, -1):
+        following = table[k + 1] * running if k + 1 < len(table) else torch.zeros_like(running)
+        running = exists[k].to(table.dtype) * (1 + following)
+        tails[k] = running
+    lost = (exists[0] * (1 - joint.sum(0) / counts)).sum()
+    return lost, _to_terms(before * tails / counts, anchors)
+
+
+def _by_chain(values: Sequence[Tensor], anchors: Sequence[Tensor], size: int) -> tuple[Tensor, Tensor]:
+    """values[k] [N_k] -> [K, size], and bool [K, size] where there is one and all before it are there."""
+    first = values[0]
+    dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+    table = torch.zeros(len(values), size, dtype=dtype, device=first.device)
+    exists = torch.zeros_like(table, dtype=torch.bool)
+    for k, (value, anchor) in enumerate(zip(values, anchors, strict=True)):
+        table[k, anchor] = value.detach().to(dtype)
+        exists[k, anchor] = True
+    return table, exists.cumprod(0).bool()
+
+
+def _tail_sums(table: Tensor) -> Tensor:
+    """[K, size] -> sums over this depth and those after it."""
+    return table.flip(0).cumsum(0).flip(0)
+
+
+def _to_terms(table: Tensor, anchors: Sequence[Tensor]) -> list[Tensor]:
+    return [row[anchor] for row, anchor in zip(table, anchors, strict=True)]
