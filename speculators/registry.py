@@ -17,12 +17,16 @@ from speculators.errors import ConfigError
 
 # family name -> "module:class". Adding a family adds a line here.
 FAMILIES: dict[str, str] = {
+    "dflash": "speculators.families.dflash:DFlash",
+    "dflash2": "speculators.families.dflash2:DFlash2",
     "draft_model": "speculators.families.draft_model.model:DraftModel",
+    "dspark": "speculators.families.dspark:DSpark",
     "eagle": "speculators.families.eagle:Eagle",
     "eagle3": "speculators.families.eagle3:Eagle3",
     "medusa": "speculators.families.medusa:Medusa",
     "mlp": "speculators.families.mlp:MLPSpeculator",
     "mtp": "speculators.families.mtp:Mtp",
+    "peagle": "speculators.families.peagle:PEagle",
 }
 
 

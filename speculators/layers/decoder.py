@@ -109,6 +109,17 @@ class Attention(nn.Module):
         q, k = qk.to(v.dtype).split([self.heads, self.kv_heads], dim=1)
         return q, k, v.transpose(1, 2)
 
+    def context_projections(self) -> tuple[nn.Linear, nn.Linear]:
+        """The projections to keys and values, which a block family reads the context with."""
+        return self.k_proj, self.v_proj
+
+    def rotated_context(self, projected: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """[B, T, 2·g·d], the outputs of `context_projections` one behind the other -> rotated keys and values
+        [B, g, T, d]."""
+        k, v = (part.unflatten(-1, (self.kv_heads, self.head_dim)) for part in projected.chunk(2, dim=-1))
+        k = self.k_norm(k) if self.qk_norm else k
+        return _rotated(k.transpose(1, 2), rotary).to(v.dtype), v.transpose(1, 2)
+
     def _project_some(self, x: Tensor, rotary: tuple[Tensor, Tensor], asking: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         B, T, _ = x.shape
         q = self.q_proj(at_slots(x, asking)).view(B, asking.shape[1], self.heads, self.head_dim)

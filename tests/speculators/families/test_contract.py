@@ -277,7 +277,8 @@ PROMPT, VOCAB, WRITTEN, SAMPLES = [1, 3, 2, 0], 4, 3, 4_500  # 64 texts: what 12
 
 def test_sampled_text_is_distributed_as_the_targets(case, make_drafter, tiny_model) -> None:
     """χ² of the joint of the first tokens under the token rule, against the target's exact probabilities."""
-    shape = dict(case.shape) | ({"draft_vocab_size": 3} if "draft_vocab_size" in case.shape else {})
+    few = {"draft_vocab_size": 3, "mask_token_id": 3, "selector_top_k": 2}
+    shape = dict(case.shape) | {name: value for name, value in few.items() if name in case.shape}
     small = replace(case, shape=shape)
     model = tiny_model(case.architecture, vocab_size=VOCAB, max_position_embeddings=64)
     _, drafter = make_drafter(small, model)

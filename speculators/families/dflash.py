@@ -1,0 +1,432 @@
+"""DFlash (arXiv 2602.06036): a whole block of drafts in one forward, and the backbone of the other block families.
+
+With a the position of the newest committed token, the anchor, slots 0..Q-1 stand at rotary positions a..a+Q-1. Slot 0
+holds the embedding of the anchor, the others that of a mask token. In every layer a slot reads the context, keys and
+values that the layer's own projections make of c_i = norm(fc(taps at i)) for i < a, and the slots of its block: all of
+them, or in a causal block those up to itself (JetSpec). Layouts: `fill_in`, slot j >= 1 predicts the token at a + j and
+slot 0 nothing; `anchor_first` (`sample_from_anchor`), slot j predicts the token at a + j + 1.
+
+The context's keys and values depend on no block: drafting computes them once per committed token and keeps them in the
+ragged cache. Tensor names are those of vLLM's loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Self
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from speculators.config import DecoderConfig, TargetShape
+from speculators.drafter import Drafter, DraftStep, Grow, term_paths
+from speculators.families.autoregressive import slots_in_use
+from speculators.layers.attention import cached_attends
+from speculators.layers.block_attention import Blocks, block_attention
+from speculators.layers.checkpointing import kept_or_recomputed
+from speculators.layers.decoder import Attend, DecoderLayer, RMSNorm, Rotary, RotaryTable
+from speculators.layers.frozen_linear import FrozenLinear
+from speculators.options import Count, DecoderOptions, PositiveInt, TapOptions
+from speculators.precision import on_device
+from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+
+ANCHORS = 512  # blocks trained per row, as published
+
+
+def block_tap_layers(num_layers: int, taps: int) -> list[int]:
+    """The published taps of `taps` of them, as `hidden_states` numbers: outputs of layers spread over the target, none
+    of the last two, whose states are close to the logits."""
+    if taps == 1:
+        return [num_layers // 2 + 1]
+    wanted = np.linspace(1, max(num_layers - 3, 1), taps).round().astype(int) + 1
+    return sorted(set(wanted.tolist()))
+
+
+class DFlashConfig(DecoderConfig):
+    """The decoder layers and the block."""
+
+    qk_norm: bool = Field(True, description="normalise queries and keys per head (the Qwen3 layer)")
+    block_size: int = Field(ge=2, description="slots of a block as trained, the anchor's included")
+    mask_token_id: int = Field(ge=0, description="token whose embedding fills the slots without a known token")
+    sample_from_anchor: bool = Field(False, description="slot j predicts the token after its own position")
+    is_causal: bool = Field(False, description="a slot sees only the slots before it in its block")
+    sliding_window: int | None = Field(None, ge=1, description="positions that a slot reads, its own included")
+
+    @model_validator(mode="after")
+    def _block(self) -> Self:
+        if self.mask_token_id >= self.vocab_size:
+            raise ValueError(f"mask_token_id {self.mask_token_id} is not a token of the target's {self.vocab_size}")
+        if self.sample_from_anchor and self.family in ("dflash", "dflash2"):
+            raise ValueError(f"sample_from_anchor: {self.family} fills in; no engine serves another layout of it")
+        if self.attention_bias:
+            raise ValueError("attention_bias: the layers of block families have no biases here")
+        return self
+
+    @classmethod
+    def for_target(cls, target: TargetShape, family: str) -> dict[str, Any]:
+        return super().for_target(target, family) | {"num_layers": 5}
+
+    @property
+    def first_slot(self) -> int:
+        """The slot of a block that predicts the first draft."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def max_depth(self) -> int:
+        return self.block_size - self.first_slot
+
+    def describe(self) -> str:
+        kind = "causal" if self.is_causal else "bidirectional"
+        window = f", window {self.sliding_window}" if self.sliding_window else ""
+        return f"{super().describe()}; {kind} blocks of {self.block_size}, drafting {self.max_depth}{window}"
+
+
+class DFlashOptions(DecoderOptions, TapOptions):
+    """The trained head. Sizes left null are the target's own."""
+
+    num_layers: PositiveInt = Field(5, description="decoder layers of the head, all run once per round")
+    block_size: Annotated[int, Field(ge=2)] = Field(
+        16, description="slots of a block, the anchor's included; drafts per round are at most one fewer (fill_in)"
+    )
+    is_causal: bool = Field(False, description="true: a slot sees only the slots before it in its block (JetSpec)")
+    sliding_window: PositiveInt | None = Field(None, description="positions that a slot reads; null: all")
+    mask_token_id: Count | None = Field(
+        None,
+        description="token for unknown slots, one that no text contains; null: the tokenizer's mask token, or the "
+        "first embedding row that no token uses",
+    )
+    anchors_per_row: PositiveInt = Field(ANCHORS, description="blocks trained per row, drawn anew at every step")
+    draft_vocab_size: Annotated[int, Field(ge=2)] | None = Field(
+        None, description="reduced vocabulary with an output head of its own; null: the target's head, frozen"
+    )
+    tap_layers: list[Count] | None = Field(
+        None,
+        min_length=1,
+        description="target hidden states read by the head (0: embedding output, i: output of layer i); null: one per "
+        "layer of the head, spread from the second layer's output to that of the third from the end",
+    )
+    unroll_steps: PositiveInt = Field(15, description="depths trained: null or left out, all that a block has")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_block(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("unroll_steps") is None:
+            default = cls.model_fields
+            size = value.get("block_size", default["block_size"].default)
+            anchored = "sample_from_anchor" in default and value.get(
+                "sample_from_anchor", default["sample_from_anchor"].default
+            )
+            if isinstance(size, int):
+                value = {**value, "unroll_steps": max(size - (not anchored), 1)}
+        return value
+
+    def shape(self, fields: dict[str, Any], target: Any = None) -> dict[str, Any]:
+        wanted = super().shape(fields, target)
+        if target is not None:
+            wanted["tap_layers"] = wanted["tap_layers"] or tuple(block_tap_layers(target.num_layers, self.num_layers))
+            wanted["draft_vocab_size"] = wanted["draft_vocab_size"] or target.vocab_size
+        return wanted
+
+
+class DFlash(Drafter):
+    """The backbone. A family over it says in `read` what its head reads of a slot's state and the token before it."""
+
+    config_class: ClassVar[type[DFlashConfig]] = DFlashConfig
+    options: ClassVar[type[DFlashOptions]] = DFlashOptions
+    defaults: ClassVar[dict[str, Any]] = {
+        "loss": {"cross_entropy": 1.0},
+        "position_weights": {"gamma": 7.0},
+        "training": {"learning_rate": 6e-4},
+    }
+    reads_taps = True
+    samples_terms: ClassVar[bool] = True
+    reads_drafts: ClassVar[bool] = False  # a draft's distribution does not depend on the drafts before it
+    whole_blocks: ClassVar[bool] = True
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__(config)
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = nn.Linear(len(config.tap_layers) * config.target_hidden_size, width, bias=False)
+        self.hidden_norm = RMSNorm(width, eps=eps)
+        self.layers = nn.ModuleList(self.make_layer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(width, eps=eps)
+        if config.reduced_vocabulary:
+            self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+            self.register_buffer("target_ids", torch.arange(config.draft_vocab_size))
+        self.positions = RotaryTable(config)
+        self.max_anchors = ANCHORS
+        self._context: FrozenLinear | None = None  # keys and values of all layers, while frozen
+
+    def make_layer(self, config: DFlashConfig) -> DecoderLayer:
+        return DecoderLayer(config)
+
+    @property
+    def draft_to_target(self) -> Tensor | None:
+        return self.target_ids if self.config.reduced_vocabulary else None
+
+    @property
+    def max_depth(self) -> int:
+        return self.config.max_depth
+
+    # -------------------------------------------------------------- starting weights, and how it is trained
+
+    def prepare_training(self, options: DFlashOptions) -> DFlash:
+        self.max_anchors = options.anchors_per_row
+        return self
+
+    @torch.no_grad()
+    def initialise_from(
+        self,
+        target: FrozenTarget,
+        options: DFlashOptions | None = None,
+        features: Sequence[TargetFeatures] | None = None,
+    ) -> DFlash:
+        """Layers that hardly add to their input, the mean of the taps as context, and the target's norm and head."""
+        width, taps = self.config.hidden_size, len(self.config.tap_layers)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.5 * module.in_features**-0.5)
+        for layer in self.layers:
+            layer.self_attn.o_proj.weight.mul_(0.2)
+            layer.mlp.down_proj.weight.mul_(0.2)
+        if width == self.config.target_hidden_size:
+            self.fc.weight.mul_(0.5).add_(torch.eye(width, device=self.fc.weight.device).repeat(1, taps) / taps)
+        if (norm := target.final_norm_weight) is not None and len(norm) == width:
+            self.norm.weight.copy_(norm)
+        if self.config.reduced_vocabulary:
+            rows = target.lm_head.weight.float()
+            self.lm_head.weight.copy_(rows[self.target_ids.to(rows.device)])
+        return self
+
+    # -------------------------------------------------------------- the family's part
+
+    def read(self, state: Tensor, token_ids: Tensor, carry: Any = None) -> tuple[Tensor, Any]:
+        """State of one slot [..., H] and the token before the one it predicts [...] -> what `head` reads [..., D], and
+        what the next slot needs of this one ([..., ·] or None). `carry`: that of the slot before."""
+        return state, None
+
+    def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
+        """[N, D] -> [N, V_draft]."""
+        return self.base_logits(hidden)
+
+    def base_logits(self, state: Tensor) -> Tensor:
+        """Normed states [..., H] -> [..., V_draft], by the target's head or the reduced one."""
+        if self.config.reduced_vocabulary:
+            return self.lm_head(state)
+        return self.target.logits(state.to(self.target.dtype))
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.lm_head.parameters() if p.requires_grad] if self.config.reduced_vocabulary else []
+
+    def run_layer(self, layer: DecoderLayer, state: Tensor, rotary: Rotary, attend: Attend, slots: int) -> Tensor:
+        """One layer over blocks of `slots` slots: state [B, A·slots, H] -> the same."""
+        return layer(state, rotary, attend)
+
+    # -------------------------------------------------------------- shared by training and drafting
+
+    def context(self, taps: Tensor, rotary: Rotary) -> list[tuple[Tensor, Tensor]]:
+        """taps [B, T, n·H_t] -> per layer the rotated keys and the values of the context [B, g, T, d]."""
+        c = self.hidden_norm(self.fc(taps.to(self.fc.weight.dtype)))
+        if self._context is None:
+            nobody = torch.zeros(len(c), 0, dtype=torch.long, device=c.device)
+            return [layer.self_attn.project(c, rotary, nobody)[1:] for layer in self.layers]
+        parts = self._context(c).chunk(len(self.layers), dim=-1)
+        return [layer.self_attn.rotated_context(part, rotary) for layer, part in zip(self.layers, parts)]
+
+    def run(self, embeds: Tensor, rotary: Rotary, attends: Sequence[Attend], slots: int) -> Tensor:
+        """Embeddings of blocks of `slots` slots [B, A·slots, H] -> their normed states [B, A, slots, H]."""
+        state = embeds.to(self.fc.weight.dtype)
+        for layer, attend in zip(self.layers, attends, strict=True):
+            state = kept_or_recomputed(self.recomputes, self.run_layer, layer, state, rotary, attend, slots)
+        return self.norm(state).unflatten(1, (-1, slots))
+
+    def block_ids(self, anchor_ids: Tensor, slots: int) -> Tensor:
+        """Anchors [...] -> tokens of their blocks [..., slots]."""
+        ids = anchor_ids.new_full((*anchor_ids.shape, slots), self.config.mask_token_id)
+        ids[..., 0] = anchor_ids
+        return ids
+
+    # -------------------------------------------------------------- training
+
+    def anchors(self, batch: Any, first: Tensor) -> tuple[Tensor, Tensor]:
+        """(slots [B, A], bool [B, A] whether there is a block) of the blocks of a batch.
+
+        first bool [B, T]: slots with a term at depth 0. In training at most `anchors_per_row` of those whose anchor is
+        supervised itself, as drafting starts from no other; drawn from the seed of the row, so that they do not depend
+        on the rows beside it. Otherwise every slot.
+        """
+        if not self.training:
+            slots = slots_in_use(first)
+            return slots, first.gather(1, slots)
+        eligible = first & batch.loss_mask.bool().roll(-1, 1)
+        B, T = first.shape
+        seeds = getattr(batch, "seeds", None)
+        seeds = range(B) if seeds is None else seeds
+        numbers = [np.random.default_rng(int(seed)).random(T) for seed in seeds]
+        noise = torch.from_numpy(np.stack(numbers)).to(first.device).masked_fill_(~eligible, -1.0)
+        drawn = noise.topk(min(self.max_anchors, T), dim=1).indices
+        wanted = torch.zeros_like(first).scatter_(1, drawn, True) & eligible
+        slots = slots_in_use(wanted)
+        return slots, wanted.gather(1, slots)
+
+    def _terms(self, batch: Any, steps: int) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """(slots [B, A], terms bool [K, B, A], blocks bool [B, A], paths K x [B, T]): whether there is one.
+
+        Supervision is closed under prefixes: a depth has a term only if all depths before it have.
+        """
+        valid, paths = zip(*(term_paths(batch, depth) for depth in range(steps)))
+        closed = torch.stack(valid).cumprod(0).bool()  # [K, B, T]
+        slots, kept = self.anchors(batch, closed[0])
+        terms = closed.gather(2, slots.expand(steps, -1, -1)) & kept
+        return slots, terms, kept, list(paths)
+
+    def count_terms(self, batch: Any, steps: int) -> Tensor:
+        return self._terms(batch, steps)[1].sum((1, 2))
+
+    def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
+        """One forward of blocks of `steps` predicting slots, then a step per depth."""
+        ids, positions, segments = features.input_ids, features.position_ids, features.segment_ids
+        slots, terms, kept, paths = self._terms(features, steps)
+        B, T = ids.shape
+        Q = steps + self.config.first_slot
+        rows = T * torch.arange(B, device=ids.device)[:, None]
+        path = [p.gather(1, slots) for p in paths]  # [B, A]: slot of the newest token before each prediction
+        places = positions.gather(1, slots)[..., None] + 1 + torch.arange(Q, device=ids.device)  # [B, A, Q]
+        embeds = self.target.embed_tokens(self.block_ids(ids.gather(1, path[0]), Q).flatten(1))
+        context = self.context(features.taps, self.positions(self._like(features.taps), positions))
+        last = torch.where(kept, slots, -1)
+        blocks = Blocks(last, places, positions, segments, self.config.is_causal, self.config.sliding_window)
+        attends = [self._attend_blocks(each, blocks) for each in context]
+        states = self.run(embeds, self.positions(self._like(embeds), places.flatten(1)), attends, Q)  # [B, A, Q, H]
+        carry = None
+        for depth in range(steps):
+            tokens = ids.gather(1, path[depth])
+            hidden, carry = self.read(states[:, :, depth + self.config.first_slot], tokens, carry)
+            chosen = terms[depth].flatten().nonzero().flatten()  # [N] of the flat [B·A]
+            anchors = (slots + rows).flatten()[chosen]
+            yield DraftStep(
+                depth=depth,
+                hidden=hidden.flatten(0, 1)[chosen],
+                target_index=(path[depth] + rows).flatten()[chosen],
+                anchor_index=anchors,
+                weight=torch.ones(len(anchors), device=hidden.device),
+            )
+
+    @staticmethod
+    def _attend_blocks(context: tuple[Tensor, Tensor], blocks: Blocks) -> Attend:
+        return lambda q, k, v, scale: block_attention(q, (k, v), context, blocks, scale)
+
+    def _like(self, x: Tensor) -> Tensor:
+        """An empty tensor of the drafter's precision, on the device of `x`."""
+        return x.new_empty(0, dtype=self.fc.weight.dtype)
+
+    # -------------------------------------------------------------- inference
+
+    def draft(
+        self,
+        cache,
+        start: int,
+        stop: int,
+        token_ids: Tensor,
+        taps: Tensor | None,
+        last_hidden: Tensor | None,
+        counts: Sequence[int],
+        k: int,
+        sample: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """See `Drafter.draft`. All `k` states come from one forward of k slots, or k + 1 with `fill_in`."""
+        self._append_context(cache, start, stop, taps, counts)
+        if k == 0:
+            return token_ids[:, :0]
+        tokens = _newest(token_ids, counts)
+        states, carry, drafted = self._block(cache, start, stop, tokens, k), None, []
+        for depth in range(k):
+            hidden, carry = self.read(states[:, depth], tokens, carry)
+            tokens = sample(self.head(hidden, depth))
+            drafted.append(tokens)
+        return torch.stack(drafted, dim=1)
+
+    def draft_tree(
+        self,
+        cache,
+        start: int,
+        stop: int,
+        token_ids: Tensor,
+        taps: Tensor | None,
+        last_hidden: Tensor | None,
+        counts: Sequence[int],
+        grow: Grow,
+        k: int,
+    ) -> None:
+        """See `Drafter.draft_tree`. One block serves all branches: marginals where drafts are not read, otherwise the
+        distribution after each parent."""
+        self._append_context(cache, start, stop, taps, counts)
+        tokens = _newest(token_ids, counts)[:, None]  # [b, w]
+        states, carry = self._block(cache, start, stop, tokens[:, 0], k), None
+        for depth in range(k):
+            w = tokens.shape[1] if self.reads_drafts else 1
+            state = states[:, depth, None].expand(-1, w, -1)
+            hidden, carry = self.read(state, tokens[:, :w], carry)
+            logits = self.head(hidden.flatten(0, 1), depth).unflatten(0, hidden.shape[:2])
+            if (level := grow(logits.expand(-1, tokens.shape[1], -1))) is None:
+                return
+            tokens = level.token_ids
+            carry = None if carry is None else level.of_parents(carry)
+
+    def _append_context(self, cache, start: int, stop: int, taps: Tensor, counts: Sequence[int]) -> None:
+        """Keys and values of counts[i] more positions of each row, for good."""
+        M = taps.shape[1]
+        rotary = self._rotary(cache, start, stop, M, taps)
+        view = cache.view(start, stop, M)
+        for i, (key, value) in enumerate(self.context(taps, rotary)):
+            view.update(key, value, i)
+        for row, count in enumerate(counts, start):
+            cache.advance(row, count)
+
+    def _block(self, cache, start: int, stop: int, anchor_ids: Tensor, k: int) -> Tensor:
+        """Normed states of the slots that predict the next `k` tokens [b, k, H]. The cache stays as it is: the block's
+        keys are written behind each row's end, where the next ones overwrite them."""
+        Q = k + self.config.first_slot
+        ids = self.block_ids(anchor_ids, Q)
+        view, mask = cache.view(start, stop, Q), self._mask(cache, start, stop, Q)
+        attends = cached_attends(view, mask, Q, len(self.layers))
+        rotary = self._rotary(cache, start, stop, Q, anchor_ids)
+        return self.run(self.target.embed_tokens(ids), rotary, attends, Q)[:, 0, self.config.first_slot :]
+
+    def _rotary(self, cache, start: int, stop: int, tokens: int, like: Tensor) -> Rotary:
+        return self.positions.lookup(cache.position_ids(start, stop, tokens), cache.capacity, self._like(like))
+
+    def _mask(self, cache, start: int, stop: int, Q: int) -> Tensor:
+        """bool [b, 1, Q, S], True = attend: the row's context and its block behind it."""
+        places = cache.position_ids(start, stop, Q)  # [b, Q]
+        keys = torch.arange(max(cache.lengths[start:stop]) + Q, device=places.device)
+        last = places if self.config.is_causal else places[:, -1:].expand(-1, Q)
+        seen = keys <= last[..., None]
+        if self.config.sliding_window is not None:
+            seen &= places[..., None] - keys < self.config.sliding_window
+        return seen[:, None]
+
+    def cache_length(self, slots: int) -> int:
+        return slots + self.config.block_size
+
+    @torch.no_grad()
+    def freeze(self) -> Drafter:
+        super().freeze()
+        for layer in self.layers:
+            layer.fuse()
+        self._context = FrozenLinear(*(p for layer in self.layers for p in layer.self_attn.context_projections()))
+        return self
+
+    def thaw(self) -> None:
+        super().thaw()
+        self._context = None
+        for layer in self.layers:
+            layer.unfuse()
+
+
+def _newest(token_ids: Tensor, counts: Sequence[int]) -> Tensor:
+    """[b, M] -> [b], the last of each row's counts[i]."""
+    last = on_device(counts, token_ids.device) - 1
+    return token_ids.gather(1, last[:, None])[:, 0]

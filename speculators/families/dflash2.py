@@ -1,0 +1,190 @@
+"""DFlash 2: a DFlash block with convolutions along its slots and a selector that chooses among the likeliest tokens.
+
+Before and after the attention and the MLP of a layer, the slots of a block are mixed by a causal convolution of `taps`
+slots, z'[t, c] = Σ_τ (base[τ, c] + d[t, τ, c // group]) · z[t - τ, c], whose dynamic part d is a projection of the
+normed input. The selector adds to the logits U of the top-k tokens c a score for following the token before, y:
+S(c) = U(c) + ⟨A[y] ⊙ H h, B[c]⟩. Drafts are drawn from softmax(S) on these k tokens, and q is 0 elsewhere. Names and
+maths as in z-lab's reference and in vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from speculators.drafter import TrainedHead
+from speculators.families.dflash import DFlash, DFlashConfig, DFlashOptions
+from speculators.layers.decoder import Attend, DecoderLayer, Rotary
+from speculators.options import PositiveInt
+
+
+class DFlash2Config(DFlashConfig):
+    """The block, its convolutions and its selector."""
+
+    conv_kernel_size: int = Field(2, ge=1, description="slots that a convolution mixes, its own included")
+    conv_group_size: int = Field(16, ge=1, description="channels that share a dynamic kernel")
+    selector_rank: int = Field(256, ge=1)
+    selector_top_k: int = Field(16, ge=1, description="tokens that the selector chooses among")
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if self.hidden_size % self.conv_group_size:
+            raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of conv_group_size")
+        if self.reduced_vocabulary:
+            raise ValueError("draft_vocab_size: the selector's codebooks are over the target's whole vocabulary")
+        return self
+
+    def describe(self) -> str:
+        return f"{super().describe()}; selector of rank {self.selector_rank} over the top {self.selector_top_k}"
+
+
+class DFlash2Options(DFlashOptions):
+    """The trained head. Sizes left null are the target's own."""
+
+    block_size: int = Field(8, ge=2, description="slots of a block, the anchor's included")
+    conv_kernel_size: PositiveInt = Field(2, description="slots that a convolution mixes, its own included")
+    conv_group_size: PositiveInt = Field(16, description="channels that share a dynamic kernel")
+    selector_rank: PositiveInt = Field(256, description="rank of the selector's codebooks")
+    selector_top_k: PositiveInt = Field(16, description="tokens that the selector chooses among")
+    selector_loss: float = Field(1.0, gt=0, description="weight of the selector's cross-entropy beside `loss`")
+
+
+class BlockConv(nn.Module):
+    """The two convolutions around one part of a layer: before it (side 0) and after it (side 1)."""
+
+    def __init__(self, config: DFlash2Config) -> None:
+        super().__init__()
+        taps, width = config.conv_kernel_size, config.hidden_size
+        self.taps, self.group = taps, config.conv_group_size
+        self.base_kernel = nn.Parameter(torch.zeros(2, taps, width))
+        self.kernel_projection = nn.Linear(width, 2 * taps * (width // self.group), bias=False)
+
+    def kernels(self, u: Tensor) -> Tensor:
+        """u [B, A, Q, H] -> the kernels of every slot [2, B, A, Q, taps, H]."""
+        dynamic = self.kernel_projection(u).unflatten(-1, (2, self.taps, -1)).repeat_interleave(self.group, dim=-1)
+        return self.base_kernel[:, None, None, None] + dynamic.movedim(-3, 0)
+
+    @staticmethod
+    def mix(z: Tensor, kernel: Tensor) -> Tensor:
+        """z [B, A, Q, H] with a kernel [B, A, Q, taps, H]; slots before the block's first are 0."""
+        mixed = kernel[..., 0, :] * z
+        for tap in range(1, kernel.shape[-2]):
+            before = nn.functional.pad(z, (0, 0, tap, 0))[:, :, : z.shape[2]]
+            mixed = mixed + kernel[..., tap, :] * before
+        return mixed
+
+
+class ConvLayer(DecoderLayer):
+    """The decoder layer with convolutions along the slots of each block. `slots`: those of a block."""
+
+    def __init__(self, config: DFlash2Config) -> None:
+        super().__init__(config)
+        self.attention_conv, self.mlp_conv = BlockConv(config), BlockConv(config)
+
+    def forward(self, state: Tensor, rotary: Rotary, attend: Attend, slots: int) -> Tensor:  # type: ignore[override]
+        """state [B, A·slots, H] -> the same of the next layer."""
+
+        def attention(u: Tensor) -> Tensor:
+            q, k, v = self.self_attn.project(u.flatten(1, 2), rotary)
+            attended = attend(q, k, v, self.self_attn.scale).transpose(1, 2).flatten(2)
+            return self.self_attn.o_proj(attended).unflatten(1, u.shape[1:3])
+
+        x = state.unflatten(1, (-1, slots))
+        for norm, conv, part in (
+            (self.input_layernorm, self.attention_conv, attention),
+            (self.post_attention_layernorm, self.mlp_conv, self.mlp),
+        ):
+            u = norm(x)
+            before, after = conv.kernels(u)
+            x = x + conv.mix(part(conv.mix(u, before)), after)
+        return x.flatten(1, 2)
+
+
+class Selector(nn.Module):
+    """Scores of a token c after y, ⟨A[y] ⊙ H h, B[c]⟩."""
+
+    def __init__(self, config: DFlash2Config) -> None:
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))
+        self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))
+        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+        self.start()
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Small codebooks of predecessors, and successors of 0: the selector begins as the block's own choice."""
+        nn.init.normal_(self.predecessor_codebook, std=0.25)
+        nn.init.zeros_(self.successor_codebook)
+
+
+class DFlash2(DFlash):
+    """`head` reads [h; A[y] ⊙ H h]."""
+
+    config_class = DFlash2Config
+    options = DFlash2Options
+    defaults: ClassVar[dict[str, Any]] = {
+        "loss": {"cross_entropy": 1.0},
+        "position_weights": {"gamma": 4.0},
+        "training": {"learning_rate": 6e-4},
+    }
+    reads_drafts: ClassVar[bool] = True
+
+    def __init__(self, config: DFlash2Config) -> None:
+        super().__init__(config)
+        self.candidate_selector = Selector(config)
+        self.selector_loss = 1.0
+
+    def make_layer(self, config: DFlash2Config) -> ConvLayer:
+        return ConvLayer(config)
+
+    def prepare_training(self, options: DFlash2Options) -> DFlash2:
+        self.selector_loss = options.selector_loss
+        return super().prepare_training(options)
+
+    @torch.no_grad()
+    def initialise_from(self, target, options=None, features=None) -> DFlash2:
+        """As DFlash; convolutions start as the identity, the selector as the block's own choice."""
+        super().initialise_from(target, options, features)
+        for layer in self.layers:
+            for conv in (layer.attention_conv, layer.mlp_conv):
+                conv.base_kernel.zero_()
+                conv.base_kernel[:, 0] = 1.0
+                nn.init.zeros_(conv.kernel_projection.weight)
+        self.candidate_selector.start()
+        return self
+
+    def run_layer(self, layer: ConvLayer, state: Tensor, rotary: Rotary, attend: Attend, slots: int) -> Tensor:
+        return layer(state, rotary, attend, slots)
+
+    def read(self, state: Tensor, token_ids: Tensor, carry: Any = None) -> tuple[Tensor, None]:
+        selector = self.candidate_selector
+        before = nn.functional.embedding(token_ids, selector.predecessor_codebook)
+        return torch.cat([state, before * selector.hidden_projection(state)], -1), None
+
+    def unary_logits(self, hidden: Tensor, depth: int = 0) -> Tensor:
+        """[N, D] -> logits over the whole vocabulary, before the selector [N, V]."""
+        return self.base_logits(hidden[..., : self.config.hidden_size])
+
+    def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
+        """[N, D] -> [N, V], minus infinity outside the top k of `unary_logits`."""
+        unary = self.unary_logits(hidden).float()
+        best, candidates = unary.topk(min(self.config.selector_top_k, unary.shape[-1]), dim=-1)  # [N, k]
+        following = nn.functional.embedding(candidates, self.candidate_selector.successor_codebook)  # [N, k, r]
+        scores = best + (following.float() @ hidden[..., self.config.hidden_size :, None].float()).squeeze(-1)
+        return torch.full_like(unary, float("-inf")).scatter(-1, candidates, scores)
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        return [self.candidate_selector.successor_codebook]
+
+    def weight_matrices(self) -> list[nn.Parameter]:
+        """Codebooks are embeddings, and the base kernels of convolutions no matrices."""
+        tables = {id(self.candidate_selector.predecessor_codebook)}
+        return [p for p in super().weight_matrices() if p.ndim == 2 and id(p) not in tables]
+
+    def trained_heads(self, loss: Any) -> list[TrainedHead]:
+        """See `Drafter.trained_heads`: the block's own logits by the recipe's loss, the selector by cross-entropy."""
+        chosen = TrainedHead(self.head, {"cross_entropy": self.selector_loss})
+        return [TrainedHead(self.unary_logits, loss), chosen]

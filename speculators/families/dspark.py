@@ -1,0 +1,136 @@
+"""DSpark (arXiv 2607.05147): a DFlash block whose drafts depend on the draft before them, with a confidence head.
+
+The logits of a slot are those of the block plus a low-rank bias of the token before it, y: `vanilla`
+W2 e with e = W1[y]; `gated` W2 (σ(G [h; e]) ⊙ e); `rnn` W2 tanh(o), where a state s runs along the block:
+[g; c; o] = J [s; e; h], s <- σ(g) ⊙ s + (1 - σ(g)) ⊙ tanh(c). The confidence head σ(w·[h; e] + b) is trained on the
+probability that the draft is accepted, Σ min(p, q). One forward serves all slots; drawing them is what remains
+sequential. Tensor names are those of vLLM's loader.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from speculators.families.dflash import DFlash, DFlashConfig, DFlashOptions
+from speculators.options import PositiveInt
+
+MarkovType = Literal["vanilla", "gated", "rnn"]
+
+
+class DSparkConfig(DFlashConfig):
+    """The block, its Markov head and its confidence head."""
+
+    sample_from_anchor: bool = Field(True, description="slot j predicts the token after its own position")
+    markov_rank: int = Field(256, ge=1, description="rank of the bias of the token before")
+    markov_head_type: MarkovType = Field("vanilla", description="how the bias depends on the slot's state")
+    enable_confidence_head: bool = Field(True, description="the head knows how likely a draft is to be accepted")
+    confidence_head_with_markov: bool = Field(True, description="that head reads the token before, too")
+
+    def describe(self) -> str:
+        return f"{super().describe()}; {self.markov_head_type} Markov head of rank {self.markov_rank}"
+
+
+class DSparkOptions(DFlashOptions):
+    """The trained head. Sizes left null are the target's own."""
+
+    block_size: int = Field(7, ge=2, description="slots of a block, the anchor's included; each gives a draft")
+    sample_from_anchor: bool = Field(True, description="true: a slot predicts the token after it; false: fill_in")
+    markov_rank: PositiveInt = Field(256, description="rank of the bias of the token before")
+    markov_head_type: MarkovType = Field("vanilla", description="vanilla is what vLLM runs; SGLang runs all three")
+    enable_confidence_head: bool = Field(True, description="train a head for the probability that a draft is accepted")
+    confidence_head_with_markov: bool = Field(True, description="that head reads the token before, too")
+    confidence_loss: float = Field(1.0, ge=0, description="weight of the confidence head's cross-entropy beside `loss`")
+
+
+class MarkovHead(nn.Module):
+    """Bias of the token before, [..., V_draft], in two steps: features of rank r here, `markov_w2` in the head."""
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        rank, width = config.markov_rank, config.hidden_size
+        self.kind, self.rank = config.markov_head_type, rank
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
+        if self.kind == "gated":
+            self.gate_proj = nn.Linear(width + rank, rank, bias=False)
+        elif self.kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + width, 3 * rank, bias=False)
+
+    def features(self, state: Tensor, embedded: Tensor, carry: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """State [..., H], W1[y] [..., r], recurrent state [..., r] -> what W2 reads [..., r], and the next state."""
+        if self.kind == "vanilla":
+            return embedded, None
+        if self.kind == "gated":
+            return torch.sigmoid(self.gate_proj(torch.cat([state, embedded], -1))) * embedded, None
+        carry = torch.zeros_like(embedded) if carry is None else carry
+        gate, candidate, out = self.joint_proj(torch.cat([carry, embedded, state], -1)).chunk(3, -1)
+        gate = torch.sigmoid(gate)
+        return torch.tanh(out), gate * carry + (1 - gate) * torch.tanh(candidate)
+
+
+class ConfidenceHead(nn.Module):
+    """w·x + b, before the sigmoid."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+
+class DSpark(DFlash):
+    """`head` reads [h; W1[y]; Markov features], of which `vanilla` leaves the third out: there it is the second."""
+
+    config_class = DSparkConfig
+    options = DSparkOptions
+    defaults: ClassVar[dict[str, Any]] = {
+        "loss": {"cross_entropy": 0.1, "tv": 1.8},  # 0.9 Σ|p - q|, which is twice the total variation
+        "position_weights": {"gamma": 4.0},
+        "training": {"learning_rate": 6e-4},
+    }
+    reads_drafts: ClassVar[bool] = True
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__(config)
+        self.markov_head = MarkovHead(config)
+        if config.enable_confidence_head:
+            read = config.markov_rank if config.confidence_head_with_markov else 0
+            self.confidence_head = ConfidenceHead(config.hidden_size + read)
+
+    def prepare_training(self, options: DSparkOptions) -> DSpark:
+        self.confidence_loss = options.confidence_loss if self.config.enable_confidence_head else 0.0
+        return super().prepare_training(options)
+
+    @torch.no_grad()
+    def initialise_from(self, target, options=None, features=None) -> DSpark:
+        """As DFlash; the bias starts small, the confidence head at one half."""
+        super().initialise_from(target, options, features)
+        nn.init.normal_(self.markov_head.markov_w1.weight, std=0.02)
+        nn.init.normal_(self.markov_head.markov_w2.weight, std=0.02)
+        if self.config.enable_confidence_head:
+            nn.init.zeros_(self.confidence_head.proj.weight)
+            nn.init.zeros_(self.confidence_head.proj.bias)
+        return self
+
+    def read(self, state: Tensor, token_ids: Tensor, carry: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        embedded = self.markov_head.markov_w1(token_ids)
+        features, carry = self.markov_head.features(state, embedded, carry)
+        parts = [state, embedded] if features is embedded else [state, embedded, features]
+        return torch.cat(parts, -1), carry
+
+    def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
+        base = self.base_logits(hidden[..., : self.config.hidden_size])
+        return base + self.markov_head.markov_w2(hidden[..., -self.config.markov_rank :]).to(base.dtype)
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        return [*super().head_parameters(), self.markov_head.markov_w2.weight]
+
+    def confidence(self, hidden: Tensor) -> Tensor | None:
+        """See `Drafter.confidence`."""
+        if not self.config.enable_confidence_head:
+            return None
+        read = self.config.hidden_size + (self.config.markov_rank if self.config.confidence_head_with_markov else 0)
+        proj = self.confidence_head.proj
+        return nn.functional.linear(hidden[..., :read].float(), proj.weight.float(), proj.bias.float()).squeeze(-1)

@@ -1,0 +1,155 @@
+"""P-EAGLE (arXiv 2602.01469): an EAGLE-3 head that drafts all of its tokens in one forward.
+
+Depth 0 is EAGLE-3's. Where a deeper depth of EAGLE-3 reads a drafted token and its own state, this head reads a mask
+token's embedding and one learnt state, `mask_hidden`, so that no depth waits for another. Training unrolls chains of
+which deeper depths keep fewer, nested within each other: depth d keeps max(ratio^d, floor) of the row's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from speculators.drafter import Grow
+from speculators.families.eagle3 import Eagle3, Eagle3Config, Eagle3Options
+from speculators.options import Count, PositiveInt, Share
+from speculators.precision import on_device
+
+
+class PEagleConfig(Eagle3Config):
+    """EAGLE-3's head, and what a slot without a known token holds."""
+
+    num_depths: int = Field(ge=1, description="depths trained, which are the tokens drafted at most")
+    mask_token_id: int = Field(ge=0, description="token whose embedding fills the slots without a known token")
+
+    def describe(self) -> str:
+        return f"{super().describe()}; {self.num_depths} depths in one forward"
+
+
+class PEagleOptions(Eagle3Options):
+    """The trained head. Sizes left null are the target's own."""
+
+    num_depths: PositiveInt = Field(8, description="depths trained, which are the tokens drafted at most")
+    unroll_steps: Annotated[int, Field(ge=1)] = Field(8, description="depths trained; never more than num_depths")
+    mask_token_id: Count | None = Field(
+        None,
+        description="token for unknown slots, one that no text contains; null: the tokenizer's mask token, or the "
+        "first embedding row that no token uses",
+    )
+    own_embeddings: bool = Field(True, description="train a copy of the target's embeddings, the mask token's too")
+    cod_ratio: Share = Field(0.7, description="share of the chains that each further depth keeps in training")
+    cod_floor: Share = Field(0.2, description="the smallest share of chains that a depth keeps")
+
+
+class PEagle(Eagle3):
+    """Slots of unknown tokens hold [embedding of the mask token; fc(mask_hidden)]."""
+
+    config_class = PEagleConfig
+    options = PEagleOptions
+    defaults: ClassVar[dict[str, Any]] = {"position_weights": {"uniform": True}}
+    samples_terms: ClassVar[bool] = True
+    reads_drafts: ClassVar[bool] = False
+
+    def __init__(self, config: PEagleConfig) -> None:
+        super().__init__(config)
+        self.mask_hidden = nn.Parameter(torch.empty(len(config.tap_layers) * config.target_hidden_size))
+        nn.init.normal_(self.mask_hidden)
+        self.cod_ratio, self.cod_floor = 1.0, 1.0
+
+    @property
+    def max_depth(self) -> int:
+        return self.config.num_depths
+
+    def prepare_training(self, options: PEagleOptions) -> PEagle:
+        self.cod_ratio, self.cod_floor = options.cod_ratio, options.cod_floor
+        return self
+
+    # -------------------------------------------------------------- training
+
+    def terms(self, batch: Any, steps: int) -> tuple[list[Tensor], list[Tensor]]:
+        """See `ChainDrafter.terms`. In training a row's slots come in an order drawn from its seed, and depth d keeps
+        the first max(ratio^d, floor) of those that have a term at depth 0."""
+        valid, paths = super().terms(batch, steps)
+        if not self.training or self.cod_ratio == 1:
+            return valid, paths
+        B, T = valid[0].shape
+        seeds = getattr(batch, "seeds", None)
+        numbers = [np.random.default_rng(int(seed)).random(T) for seed in (range(B) if seeds is None else seeds)]
+        noise = torch.from_numpy(np.stack(numbers)).to(valid[0].device).masked_fill_(~valid[0], 2.0)
+        rank = noise.argsort(1).argsort(1)  # of every slot in its row's order
+        chains = valid[0].sum(1, keepdim=True)
+        shares = [max(self.cod_ratio**depth, self.cod_floor) for depth in range(steps)]
+        return [v & (rank < (chains * share).ceil()) for v, share in zip(valid, shares)], paths
+
+    def tokens_read(self, token_ids: Tensor, depth: int) -> Tensor:
+        return token_ids if depth == 0 else torch.full_like(token_ids, self.config.mask_token_id)
+
+    def feed_back(self, state: Tensor) -> Tensor:
+        """The state of an unknown slot, whatever the depth before made."""
+        return self._unknown().to(state.dtype).expand_as(state)
+
+    def _unknown(self) -> Tensor:
+        """[H]."""
+        return self.fc(self.read_taps(self.mask_hidden.to(self.fc.weight.dtype)))
+
+    # -------------------------------------------------------------- inference
+
+    def draft(
+        self,
+        cache,
+        start: int,
+        stop: int,
+        token_ids: Tensor,
+        taps: Tensor | None,
+        last_hidden: Tensor | None,
+        counts: Sequence[int],
+        k: int,
+        sample: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """See `Drafter.draft`: one forward over the true slots and k - 1 unknown ones behind them."""
+        if k == 0:
+            return super().draft(cache, start, stop, token_ids, taps, last_hidden, counts, k, sample)
+        states = self._all_depths(cache, start, stop, token_ids, taps, counts, k)
+        return torch.stack([sample(self.head(states[:, depth])) for depth in range(k)], dim=1)
+
+    def draft_tree(
+        self,
+        cache,
+        start: int,
+        stop: int,
+        token_ids: Tensor,
+        taps: Tensor | None,
+        last_hidden: Tensor | None,
+        counts: Sequence[int],
+        grow: Grow,
+        k: int,
+    ) -> None:
+        """See `Drafter.draft_tree`. Every branch has the distributions of its depth."""
+        states, width = self._all_depths(cache, start, stop, token_ids, taps, counts, k), 1
+        for depth in range(k):
+            logits = self.head(states[:, depth])[:, None]
+            if (level := grow(logits.expand(-1, width, -1))) is None:
+                return
+            width = level.token_ids.shape[1]
+
+    def _all_depths(
+        self, cache, start: int, stop: int, token_ids: Tensor, taps: Tensor, counts: Sequence[int], k: int
+    ) -> Tensor:
+        """Appends counts[i] slots per row; the states of the newest one and of k - 1 unknown ones [b, k, H]."""
+        b, M = token_ids.shape
+        true = on_device(counts, token_ids.device)[:, None]  # [b, 1]
+        place = torch.arange(M + k - 1, device=token_ids.device).expand(b, -1)
+        known = place < true  # [b, M + k - 1]
+        ids = nn.functional.pad(token_ids, (0, k - 1)).masked_fill(~known, self.config.mask_token_id)
+        state = nn.functional.pad(self.first_state(taps, None), (0, 0, 0, k - 1))
+        state = torch.where(known[..., None], state, self._unknown())
+        states = self._extend(cache, start, stop, ids, state)
+        for row, count in enumerate(counts, start):
+            cache.advance(row, count)
+        wanted = true - 1 + torch.arange(k, device=ids.device)  # [b, k]
+        return states.gather(1, wanted[..., None].expand(-1, -1, states.shape[-1]))
