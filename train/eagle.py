@@ -3,4 +3,4 @@
 from train.launch import launch
 
 if __name__ == "__main__":
-    launch(families=("eagle", "eagle3"))
+    launch(families=("eagle", "eagle3", "peagle"))

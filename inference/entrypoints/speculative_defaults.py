@@ -26,6 +26,7 @@ DEPTH_FIELDS = {
     "medusa": ("num_heads", "medusa_num_heads"),
     "mlp": ("n_predict",),
     "mtp": ("num_nextn_predict_layers",),
+    "peagle": ("num_depths",),
 }
 
 

@@ -26,12 +26,21 @@ from inference.sampling_params import SamplingParams
 from inference.vllm_bridge.counters import metrics_of, response_of
 from speculators.errors import ConfigError, DraftsmithError
 from speculators.export import read_drafter_config, resolve
+from speculators.export.serving_commands import vllm_method
 from speculators.precision import running_dtype
 
 VLLM = "vllm"
 PYTHON = "DRAFTSMITH_VLLM_PYTHON"  # names the interpreter of an environment that has vLLM
-METHODS = {"mlp": "mlp_speculator"}  # under another name there
-SAMPLES_DRAFTS = ("eagle", "eagle3", "mtp", "draft_model")  # its other proposers take the best token
+SAMPLES_DRAFTS = (
+    "eagle",
+    "eagle3",
+    "peagle",
+    "mtp",
+    "draft_model",
+    "dflash",
+    "dflash2",
+    "dspark",
+)  # its other proposers take the best token
 EACH_OF_TWO = 0.45  # of a GPU's memory; vLLM's own 0.9 is for one engine
 LOG_LINES, MESSAGE = 15, 500  # of its own words: lines, and characters of one
 
@@ -268,7 +277,7 @@ def speculative_config(drafting: Drafting) -> tuple[dict[str, Any], dict[str, An
         return config, needs
     target = target_config(drafting.model, **drafting.source)
     head: Any = read_drafter_config(drafting.drafter, target.num_hidden_layers)
-    config |= {"method": METHODS.get(head.family, head.family), "model": str(resolve(drafting.drafter))}
+    config |= vllm_method(head.family) | {"model": str(resolve(drafting.drafter))}
     if getattr(head, "adapter_of", None):
         raise ConfigError(
             f"{drafting.drafter}: holds an adapter of {head.adapter_of}, which vLLM does not load as a draft model; "

@@ -37,7 +37,8 @@ trained with is repeated below `draftsmith`, and a folder whose fields no longer
 rotates all of each attention head: published ones that rotate a part are refused.
 
 Letters: H width of the head, T width of the target, V vocabulary of the target, D draft vocabulary, I width of the MLP,
-d head_dim, h and g attention and key/value heads; three taps. The last column says what a tensor is there with.
+d head_dim, h and g attention and key/value heads, r a rank; three taps. The last column says what a tensor is there
+with.
 """
 INSPECT = """
 ## What can be wrong
@@ -51,7 +52,8 @@ nothing. Warnings are marked °.
 """
 SYMBOLS = {
     "hidden_size": "H", "target_hidden_size": "T", "vocab_size": "V", "draft_vocab_size": "D", "intermediate_size": "I",
-    "head_dim": "d", "num_attention_heads": "h", "num_key_value_heads": "g", "inner_dim": "I",
+    "head_dim": "d", "num_attention_heads": "h", "num_key_value_heads": "g", "inner_dim": "I", "markov_rank": "r",
+    "selector_rank": "r",
 }  # fmt: skip
 EAGLE3_SWITCHES = ("norm_before_fc", "fc_norm", "qk_norm", "own_embeddings")
 _DECODER = dict(
@@ -59,6 +61,7 @@ _DECODER = dict(
     rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
 )  # fmt: skip
 _COMMON = dict(vocab_size=100, draft_vocab_size=100, hidden_size=32, target_hidden_size=32, num_target_layers=8)
+_BLOCK = dict(tap_layers=(1, 2, 3), block_size=8, mask_token_id=99)
 # Of each family a small drafter, and what is switched on for the tensors that are not always there.
 SAMPLES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "eagle3": (
@@ -72,6 +75,16 @@ SAMPLES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "medusa": (dict(**_COMMON, num_heads=1, fc_bias=False), [dict(fc_bias=True), dict(shared_lm_head=True)]),
     "mlp": (dict(**_COMMON, inner_dim=16, n_predict=1), [dict(n_predict=2)]),
     "mtp": (dict(**_COMMON, **_DECODER), []),
+    "peagle": (
+        dict(**_COMMON, **_DECODER, tap_layers=(1, 2, 3), num_depths=4, mask_token_id=99) | dict(draft_vocab_size=50),
+        [dict(num_layers=2), *({switch: True} for switch in EAGLE3_SWITCHES)],
+    ),
+    "dflash": (dict(**_COMMON, **_DECODER, **_BLOCK), [dict(draft_vocab_size=50)]),
+    "dspark": (
+        dict(**_COMMON, **_DECODER, **_BLOCK, markov_rank=4),
+        [dict(draft_vocab_size=50), dict(markov_head_type="gated"), dict(markov_head_type="rnn")],
+    ),
+    "dflash2": (dict(**_COMMON, **_DECODER, **_BLOCK, selector_rank=4), []),
 }
 
 

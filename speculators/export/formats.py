@@ -10,12 +10,21 @@ from typing import Any
 
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export.layouts.base import Layout
+from speculators.export.layouts.dflash import (
+    DFlash2Layout,
+    DFlashLayout,
+    DSparkLayout,
+    SGLangDFlash2Layout,
+    SGLangDFlashLayout,
+    SGLangDSparkLayout,
+)
 from speculators.export.layouts.draft_model import DraftModelLayout
 from speculators.export.layouts.eagle import EagleLayout
 from speculators.export.layouts.eagle3 import Eagle3Layout
 from speculators.export.layouts.medusa import MedusaLayout
 from speculators.export.layouts.mlp import MLPLayout
 from speculators.export.layouts.mtp import MtpLayout
+from speculators.export.layouts.peagle import PEagleLayout
 from speculators.export.layouts.sglang import (
     SGLangDraftModelLayout,
     SGLangEagle3Layout,
@@ -36,15 +45,22 @@ FORMATS: dict[str, str] = {
 # Of folders that do not say whose they are, the first that recognises one has it.
 _TABLE: tuple[Layout, ...] = (
     SpeculatorsEagle3Layout(),
+    PEagleLayout(),
     Eagle3Layout(),
     EagleLayout(),
     MedusaLayout(),
     MLPLayout(),
     MtpLayout(),
+    DFlashLayout(),
+    DSparkLayout(),
+    DFlash2Layout(),
     DraftModelLayout(),  # the last that recognises anything: every causal LM is one
     SGLangEagle3Layout(),
     SGLangEagleLayout(),
     SGLangMtpLayout(),
+    SGLangDFlashLayout(),
+    SGLangDSparkLayout(),
+    SGLangDFlash2Layout(),
     SGLangDraftModelLayout(),
     TransformersLayout(),
 )

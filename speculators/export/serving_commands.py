@@ -16,6 +16,7 @@ from speculators.config import DrafterConfig
 from speculators.errors import ConfigError
 from speculators.export.formats import layout_for
 from speculators.export.layouts.base import NUM_SPECULATIVE_TOKENS
+from speculators.families.dflash import DFlashConfig
 from speculators.families.medusa import MedusaConfig
 from speculators.families.mlp import MLPConfig
 
@@ -25,8 +26,16 @@ TRAINING_FREE: dict[str, Mapping[str, Any] | None] = {
     "suffix": {},
     "lookahead": None,
 }
-VLLM_METHODS = {"mlp": "mlp_speculator"}  # family -> vLLM's name, where it is another
-SGLANG_ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "mtp": "EAGLE", "draft_model": "STANDALONE"}
+# Family -> the options by which vLLM's speculative_config names it, where `method` is not the family's name.
+VLLM_METHODS: dict[str, dict[str, Any]] = {
+    "mlp": {"method": "mlp_speculator"},
+    "dflash2": {"method": "dflash"},
+    "peagle": {"method": "eagle3", "parallel_drafting": True},
+}
+SGLANG_ALGORITHMS = {
+    "eagle": "EAGLE", "eagle3": "EAGLE3", "mtp": "EAGLE", "draft_model": "STANDALONE", "dflash": "DFLASH",
+    "dflash2": "DFLASH", "dspark": "DSPARK",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,7 @@ class _Served:
 
 
 def _drafts(tokens: int | None, config: DrafterConfig | None) -> int:
-    heads = None
+    heads = getattr(config, "max_depth", None) or getattr(config, "num_depths", None)
     if isinstance(config, MedusaConfig):
         heads = config.num_heads
     elif isinstance(config, MLPConfig):
@@ -89,7 +98,7 @@ def _drafts(tokens: int | None, config: DrafterConfig | None) -> int:
 
 def _vllm(of: _Served) -> Way:
     options, extra, note = of.base, "", ""
-    options["method"] = VLLM_METHODS.get(of.method, of.method)
+    options |= vllm_method(of.method)
     own = of.config
     if own is None:
         given = TRAINING_FREE[of.method]
@@ -117,9 +126,14 @@ def _vllm(of: _Served) -> Way:
     return Way("vLLM", vllm_command(of.target, options) + extra, options, note)
 
 
+def vllm_method(family: str) -> dict[str, Any]:
+    """The options of vLLM's speculative_config that name a family's way to draft."""
+    return VLLM_METHODS.get(family, {"method": family})
+
+
 def vllm_command(target: str, options: Mapping[str, Any]) -> str:
     """`options`: of this runtime or of vLLM."""
-    options = {**options, "method": VLLM_METHODS.get(options["method"], options["method"])}
+    options = {**options, **vllm_method(options["method"])}
     return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(options))}"
 
 
@@ -149,6 +163,13 @@ def _sglang(of: _Served) -> Way:
         return Way("SGLang", note=f"its tap numbers and names are others: {of.again('sglang')}")
     if getattr(of.config, "adapter_of", None) or getattr(of.config, "other_tokenizer", False):
         return Way("SGLang", note="STANDALONE wants a whole model with the target's own tokenizer")
+    if isinstance(of.config, DFlashConfig):
+        flags = {
+            "speculative-algorithm": SGLANG_ALGORITHMS[of.method],
+            "speculative-draft-model-path": of.folder,
+            "speculative-num-draft-tokens": of.tokens + 1,
+        }
+        return Way("SGLang", f"{head} {_flags(flags)}", flags)
     flags = {
         "speculative-algorithm": SGLANG_ALGORITHMS[of.method],
         "speculative-draft-model-path": of.folder,

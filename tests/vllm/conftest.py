@@ -23,6 +23,7 @@ from inference import LLM, SamplingParams
 from inference.metrics import SpecDecodeCounters
 from speculators.drafter import Drafter
 from speculators.export import export_drafter, load_drafter, read_drafter_config
+from speculators.export.serving_commands import vllm_method
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from tests.vllm.process import VLLMProcess
 from tests.vllm.serve import SETTINGS as ENVIRONMENT
@@ -281,7 +282,7 @@ def same_in_vllm(same_as_ours, tmp_path: Path):
     ) -> SpecDecodeCounters:
         head = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
         model.save_pretrained(tmp_path / "target")
-        config = {"method": drafter.config.family, "model": str(head), "num_speculative_tokens": k, **options}
+        config = {**vllm_method(drafter.config.family), "model": str(head), "num_speculative_tokens": k, **options}
         return same_as_ours(tmp_path / "target", config, with_head(model, head, k), engine=engine)
 
     return check

@@ -27,6 +27,8 @@ LLAMA3 = {  # every frequency is in one of its three bands, at any length
 }  # fmt: skip
 SCALED = ("llama", {"rope_parameters": LLAMA3})
 LEAST_SQUARES = {"init": "least_squares"}
+BLOCK = {"block_size": 4, "mask_token_id": 3}
+READS_TAPS = ("eagle3", "peagle", "dflash")
 # Queries share keys and values two by two, in the targets and where a case says nothing else.
 CASES: dict[str, tuple[str, tuple[str, dict[str, Any]], dict[str, Any], dict[str, Any]]] = {
     # family, target, shape, options
@@ -43,6 +45,15 @@ CASES: dict[str, tuple[str, tuple[str, dict[str, Any]], dict[str, Any], dict[str
     "medusa, one projection, qwen2": ("medusa", ("qwen2", {}), {"num_heads": 3, "shared_lm_head": True}, {}),
     "mtp, folder of its own, scaled llama": ("mtp", SCALED, {}, {}),
     "mtp, folder of its own, qwen2": ("mtp", ("qwen2", {}), {}, {}),
+    "dflash, qwen3": ("dflash", ("qwen3", {}), {"num_layers": 1, **BLOCK}, {}),
+    "dflash, causal, reduced vocabulary": (
+        "dflash", ("llama", {}), {"num_layers": 1, "is_causal": True, "draft_vocab_size": 96, **BLOCK}, {},
+    ),
+    "dflash, sliding, qwen2": ("dflash", ("qwen2", {}), {"num_layers": 1, "sliding_window": 6, **BLOCK}, {}),
+    "dflash, three layers, qwen3": ("dflash", ("qwen3", {}), {"num_layers": 3, **BLOCK}, {}),
+    "peagle, reduced vocabulary, qwen3": (
+        "peagle", ("qwen3", {}), {"num_depths": 3, "mask_token_id": 3, "draft_vocab_size": 96, **FITTED}, LEAST_SQUARES,
+    ),
 }  # fmt: skip
 
 
@@ -70,7 +81,7 @@ def some_accepted(counters: SpecDecodeCounters) -> bool:
 def test_vllm_drafts_the_same(servable_model, own_texts, same_in_vllm, family, architecture, shape, options):
     name, overrides = architecture
     model = servable_model(name, **overrides)
-    target = FrozenTarget(model, TAPS if family == "eagle3" else ())
+    target = FrozenTarget(model, TAPS if family in READS_TAPS else ())
     drafter = trained(family, target, own_texts(target), shape, options)
     engine = {"hf_overrides": {"num_nextn_predict_layers": 1}} if family == "mtp" else None
     assert some_accepted(same_in_vllm(model, drafter, 3, engine=engine))

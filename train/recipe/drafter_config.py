@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from inference.entrypoints.loading import load_tokenizer
 from speculators.config import DrafterConfig, TargetShape
 from speculators.drafter import Drafter
 from speculators.errors import ConfigError
@@ -26,6 +27,8 @@ def drafter_config(recipe: Recipe, target: TargetShape, *, planning: bool = Fals
     if (start := start_folder(recipe, weights=not config_only)) is None:
         if "draft_vocab_size" in wanted and wanted["draft_vocab_size"] is None:
             wanted["draft_vocab_size"] = min(DEFAULT_DRAFT_VOCABULARY, target.vocab_size)
+        if "mask_token_id" in wanted and wanted["mask_token_id"] is None:
+            wanted["mask_token_id"] = default_mask_token(recipe, target)
         return fitting(recipe, config_for_target(target, recipe.family, **wanted))
     config = read_drafter_config(start, target.num_layers, config_only=config_only)
     if config.family != recipe.family:
@@ -40,6 +43,20 @@ def drafter_config(recipe: Recipe, target: TargetShape, *, planning: bool = Fals
             )
     options.accept(config)
     return fitting(recipe, config)
+
+
+def default_mask_token(recipe: Recipe, target: TargetShape) -> int:
+    """The tokenizer's mask token, or the first row of the embedding that no token uses. ConfigError without either."""
+    where = recipe.target
+    tokenizer = load_tokenizer(where.model, None, trust_remote_code=where.trust_remote_code, revision=where.revision)
+    if (token := tokenizer.mask_token_id) is None:
+        token = max(tokenizer.get_vocab().values()) + 1
+    if token >= target.vocab_size:
+        raise ConfigError(
+            f"drafter.mask_token_id: the tokenizer of {where.model} has no mask token, and its tokens use all "
+            f"{target.vocab_size} rows of the embedding; name a token that no text contains, such as a reserved one"
+        )
+    return token
 
 
 def start_folder(recipe: Recipe, *, weights: bool = True) -> Path | None:

@@ -122,7 +122,7 @@ class Eagle3Layout(Layout):
         require(fields, sizes, where, "an EAGLE-3 head")
         return build_config(
             where,
-            "eagle3",
+            self.family,
             vocab_size=fields["vocab_size"],
             draft_vocab_size=fields.get("draft_vocab_size") or fields["vocab_size"],
             target_hidden_size=fields.get("target_hidden_size") or fields["hidden_size"],
@@ -133,7 +133,12 @@ class Eagle3Layout(Layout):
             own_embeddings=owns_embeddings(fields, names),
             dtype=dtype_of(fields),
             **{switch: bool(fields.get(switch, False)) for switch in SWITCHES},
+            **self.more_fields(fields, where),
         )
+
+    def more_fields(self, fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Fields of a family that is EAGLE-3 and more."""
+        return {}
 
     def canonical(self, found: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
         if config.num_layers > 1:
