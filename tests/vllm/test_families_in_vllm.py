@@ -28,7 +28,7 @@ LLAMA3 = {  # every frequency is in one of its three bands, at any length
 SCALED = ("llama", {"rope_parameters": LLAMA3})
 LEAST_SQUARES = {"init": "least_squares"}
 BLOCK = {"block_size": 4, "mask_token_id": 3}
-READS_TAPS = ("eagle3", "peagle", "dflash")
+READS_TAPS = ("eagle3", "dflash")
 # Queries share keys and values two by two, in the targets and where a case says nothing else.
 CASES: dict[str, tuple[str, tuple[str, dict[str, Any]], dict[str, Any], dict[str, Any]]] = {
     # family, target, shape, options
@@ -48,11 +48,6 @@ CASES: dict[str, tuple[str, tuple[str, dict[str, Any]], dict[str, Any], dict[str
     "dflash, qwen3": ("dflash", ("qwen3", {}), {"num_layers": 1, **BLOCK}, {}),
     "dflash, causal, reduced vocabulary": (
         "dflash", ("llama", {}), {"num_layers": 1, "is_causal": True, "draft_vocab_size": 96, **BLOCK}, {},
-    ),
-    "dflash, sliding, qwen2": ("dflash", ("qwen2", {}), {"num_layers": 1, "sliding_window": 6, **BLOCK}, {}),
-    "dflash, three layers, qwen3": ("dflash", ("qwen3", {}), {"num_layers": 3, **BLOCK}, {}),
-    "peagle, reduced vocabulary, qwen3": (
-        "peagle", ("qwen3", {}), {"num_depths": 3, "mask_token_id": 3, "draft_vocab_size": 96, **FITTED}, LEAST_SQUARES,
     ),
 }  # fmt: skip
 
