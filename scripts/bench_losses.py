@@ -1,8 +1,7 @@
 """Peak memory and time of the chunked objective against the plain one, forward and backward over all depths.
 
-Each variant runs in a fresh process, so that none inherits another's memory; the peak is what it needed
-beyond its inputs and weights. The drafter's head is trainable, the target's frozen. Prints a table and writes
-nothing.
+Each variant runs in a fresh process; its peak is the memory beyond its inputs and weights. The drafter's head is
+trainable, the target's frozen. Prints a table and writes nothing.
 
     python scripts/bench_losses.py     # vocabulary 151,936, 2,048 positions, 7 depths, width 1,024
     python scripts/bench_losses.py --tokens 512 --dtype bfloat16
@@ -10,8 +9,6 @@ nothing.
 
 from __future__ import annotations
 
-import multiprocessing
-import resource
 import sys
 import time
 from contextlib import nullcontext
@@ -23,11 +20,11 @@ import psutil
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.measuring import in_fresh_process, table, with_peak_memory
 from train.losses.objective import chunked_objective, default_chunk_size, plain_objective
 
 VARIANTS = {
@@ -39,7 +36,7 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class Size:
-    """What one variant computes."""
+    """The sizes and settings of a measurement."""
 
     vocab: int
     tokens: int
@@ -53,15 +50,13 @@ class Size:
     repeats: int
 
     def plain_bytes(self) -> int:
-        """What the plain variant needs: log q and p of every depth, a few passing tensors, the head's
-        gradients."""
+        """Memory of the plain variant: log q and p of every depth, temporary tensors, the head's gradients."""
         logits = 4 * self.vocab * self.tokens
         return (2 * self.depths + 5) * logits + 5 * 4 * self.vocab * self.hidden
 
 
 class Problem:
-    """Random states, a trainable draft head and a frozen target head; depth k matches the positions shifted
-    by k."""
+    """Random states, a trainable draft head and a frozen target head. Depth k matches the positions shifted by k."""
 
     def __init__(self, size: Size) -> None:
         torch.manual_seed(0)
@@ -76,7 +71,7 @@ class Problem:
         self.autocast = torch.autocast(device, torch.bfloat16) if size.dtype == "bfloat16" else nullcontext()
 
     def loss(self, variant: str) -> Tensor:
-        """The sum over all depths, its graph held."""
+        """The sum over all depths, with its graph."""
         mix, chunk = {self.size.loss: 1.0}, self.size.chunk or None
         weight = torch.ones(self.index.shape[0], device=self.hidden.device)
         if variant == "joint":
@@ -103,41 +98,13 @@ class Problem:
         return time.perf_counter() - start, time.process_time() - cpu, loss.item()
 
 
-def resident(device: str) -> int:
-    """The highest number of bytes in use so far."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def measure(variant: str, size: Size) -> tuple[float, float, int, float]:
-    """(best seconds, its CPU seconds, peak bytes beyond inputs, weights, loss), in a process of its own."""
+def measure(variant: str, size: Size) -> tuple[float, float, float, int]:
+    """(best seconds, their CPU seconds, loss, peak bytes)."""
     torch.set_num_threads(size.threads)
     Problem(replace(size, vocab=64, tokens=2)).run(variant)  # load the kernels
     problem = Problem(size)
-    if size.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    before = resident(size.device)
-    runs = [problem.run(variant) for _ in range(size.repeats)]
-    seconds, cpu, loss = min(runs)
-    return seconds, cpu, resident(size.device) - before, loss
-
-
-def available_bytes(device: str) -> int:
-    return torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
-
-
-def fit(size: Size, limit: float, console: Console) -> Size:
-    """The size with its tokens halved until the plain variant fits into `limit` bytes; says so."""
-    fitted = size
-    while fitted.plain_bytes() > limit and fitted.tokens > 64:
-        fitted = replace(fitted, tokens=fitted.tokens // 2)
-    if fitted != size:
-        need, usable = size.plain_bytes() / 1e9, limit / 1e9
-        console.print(f"plain autograd needs {need:.1f} GB for {size.tokens} tokens, {usable:.1f} GB may be used:")
-        console.print(f"measuring with {fitted.tokens} tokens")
-    return fitted
+    runs, peak = with_peak_memory(lambda: [problem.run(variant) for _ in range(size.repeats)], size.device)
+    return *min(runs), peak
 
 
 def main(
@@ -156,22 +123,22 @@ def main(
     """Compare the memory and time of the chunked objective with plain autograd."""
     if dtype not in ("float32", "bfloat16"):
         raise typer.BadParameter(f"{dtype!r}: expected float32 or bfloat16", param_hint="--dtype")
-    console = Console()
     size = Size(vocab, tokens, depths, hidden, threads, dtype, device, loss, chunk, repeats)
-    size = fit(size, memory_gb * 1e9 or 0.7 * available_bytes(device), console)
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
+    while size.plain_bytes() > (memory_gb * 1e9 or 0.7 * free) and size.tokens > 64:
+        size = replace(size, tokens=size.tokens // 2)
     rows = chunk or default_chunk_size(vocab, torch.device(device))
-    shape = f"{size.tokens} tokens x {depths} depths, vocabulary {vocab:,}, width {hidden}"
+    shape = f"{size.tokens} of {tokens} tokens x {depths} depths, vocabulary {vocab:,}, width {hidden}"
     title = f"{loss}, {shape}, {dtype}, {device}, {threads} threads, chunk {rows}"
-    table = Table("variant", "time s", "CPU s", "rows/s", "peak GB", "time ratio", "memory ratio", "loss", title=title)
+    shown = table(title, "variant", "time s", "CPU s", "rows/s", "peak GB", "time ratio", "memory ratio", "loss")
     reference: tuple[float, int] | None = None
     for variant, meaning in VARIANTS.items():
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            seconds, cpu, peak, value = pool.apply(measure, (variant, size))
+        seconds, cpu, value, peak = in_fresh_process(measure, variant, size)
         reference = reference or (seconds, peak)
         ratios = f"{seconds / reference[0]:.2f}", f"{peak / reference[1]:.3f}"
         speed = f"{size.tokens * depths / seconds:,.0f}"
-        table.add_row(meaning, f"{seconds:.2f}", f"{cpu:.2f}", speed, f"{peak / 1e9:.2f}", *ratios, f"{value:.5f}")
-    console.print(table)
+        shown.add_row(meaning, f"{seconds:.2f}", f"{cpu:.2f}", speed, f"{peak / 1e9:.2f}", *ratios, f"{value:.5f}")
+    Console().print(shown)
 
 
 if __name__ == "__main__":

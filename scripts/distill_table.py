@@ -1,109 +1,86 @@
-"""Which divergence on which data makes the better draft model: every pair for the embedded target, as one table.
+"""Trains the draft model of the embedded target with every divergence on every kind of data, and writes one table.
 
-One student, cut from the target and taught to write on the responses of the data (`undistilled`), goes on from there
-with every pair for the same number of steps, and is measured in the runtime. A run that is there is not run again.
+One student is cut from the target and trained on the responses of the data (`undistilled`). Each pair continues from
+it for the same number of steps and is measured in the runtime. Finished runs are kept.
 
     make distill-table                                     # runs/distill/, and the table of docs/draft_model.md
     python scripts/distill_table.py --only forward_kl,tv
 
-data: `fixed` the responses of the data, `target` those that the target wrote to its prompts, `on_policy` texts of the
-student as it is, `mixed` both of the last two, from all the target's to all the student's in a straight line.
+data: `fixed` the responses of the data, `target` responses that the target wrote, `on_policy` texts of the current
+student, `mixed` both of the last two, moving linearly from the target's to the student's.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from inference.report.schema import load_report
-from train.pipeline.compare import Candidate, Comparison, Entry, run_all
+from scripts.measuring import markdown, put_between
+from train.pipeline.compare import Candidate, Comparison, run_all
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = Path("recipes/quickstart/distill")
-LOSSES = {
-    "supervised": "cross_entropy",
-    "forward_kl": "forward_kl",
-    "reverse_kl": "reverse_kl",
-    "jsd": "jsd",
-    "tv": "tv",
-}
+LOSSES = {"supervised": "cross_entropy"} | {name: name for name in ("forward_kl", "reverse_kl", "jsd", "tv")}
 TEXTS = "max_new_tokens: 256, prompts: 280, refresh_every: 40"  # each row is read about twice
-LONG = "regenerate.max_new_tokens=256"  # as long as those of the data, so that a step has as many tokens to learn from
+LONG = "regenerate.max_new_tokens=256"  # the length of the data's responses, so that a step has as many tokens
 DATA = {
     "fixed": ("regenerate.enabled=false",),
     "target": (LONG,),
     "on_policy": ("regenerate.enabled=false", f"on_policy={{share: 1.0, {TEXTS}}}"),
-    "mixed": (
-        LONG,
-        f"on_policy={{share: {{start: 0.0, end: 1.0}}, {TEXTS}}}",
-    ),
+    "mixed": (LONG, f"on_policy={{share: {{start: 0.0, end: 1.0}}, {TEXTS}}}"),
 }
 BASE = "undistilled"
-BEGIN, END = "<!-- distill:begin -->", "<!-- distill:end -->"
 
 
 def candidates(out: Path, losses: list[str]) -> list[Candidate]:
-    """The base, then every pair; supervised learning has a token to learn only where somebody else wrote the text."""
+    """The base, then every pair; supervised learning needs texts of another writer than the student."""
     quick = ("evaluation.lossless_check=false",)
-    found = [Candidate(BASE, RECIPES / "base.yaml", quick)]
-    for name in losses:
-        for data, changes in DATA.items():
-            if name == "supervised" and data not in ("fixed", "target"):
-                continue
-            start = f"drafter.init_from={out / BASE / 'export'}"
-            loss = f"loss={{{LOSSES[name]}: 1.0}}"
-            found.append(Candidate(f"{name}-{data}", RECIPES / "student.yaml", (*quick, start, loss, *changes)))
-    return found
+    start = f"drafter.init_from={out / BASE / 'export'}"
+    pairs = [(name, data) for name in losses for data in DATA if name != "supervised" or data in ("fixed", "target")]
+    return [Candidate(BASE, RECIPES / "base.yaml", quick)] + [
+        Candidate(
+            f"{name}-{data}", RECIPES / "student.yaml", (*quick, start, f"loss={{{LOSSES[name]}: 1.0}}", *DATA[data])
+        )
+        for name, data in pairs
+    ]
 
 
 def table(comparison: Comparison, out: Path) -> str:
-    """A row a run, and the best of each column in bold."""
-    temperatures = list(comparison.entries[0].temperatures)
-    heads, figures = ["divergence", "data"], []
-    for t in temperatures:
-        heads += [f"τ T={t}", f"expected T={t}", f"speedup T={t}", f"limit T={t}"]
+    """One row per run, with the best value of each column in bold."""
+    headings, figures = ["divergence", "data"], []
+    for t in comparison.entries[0].temperatures:
+        headings += [f"τ T={t}", f"expected T={t}", f"speedup T={t}", f"limit T={t}"]
     for entry in comparison.entries:
-        report = load_report(out / entry.name / "acceptance.json")
-        cells: list[float] = []
+        summary, cells = load_report(out / entry.name / "acceptance.json").summary, list[float]()
         for t, at in entry.temperatures.items():
-            limit = report.summary[f"t{t}.speedup_vs_autoregressive"] / report.summary[f"t{t}.efficiency"]
+            limit = summary[f"t{t}.speedup_vs_autoregressive"] / summary[f"t{t}.efficiency"]
             cells += [at.acceptance_length, at.expected_acceptance_length, at.speedup_vs_autoregressive or 0.0, limit]
         figures.append(cells)
-    best = [max(column) for column in zip(*figures, strict=True)]
-    lines = [" | ".join([*heads, "seconds"]), " | ".join(["---", "---", *["---:"] * (len(best) + 1)])]
+    best, rows = [max(column) for column in zip(*figures, strict=True)], []
     for entry, cells in zip(comparison.entries, figures, strict=True):
+        loss, _, data = entry.name.partition("-")
         shown = [f"**{x:.2f}**" if x == top else f"{x:.2f}" for x, top in zip(cells, best, strict=True)]
-        lines.append(" | ".join([*_labels(entry), *shown, f"{entry.training_seconds:.0f}"]))
-    return "\n".join(f"| {line} |" for line in lines) + "\n"
-
-
-def _labels(entry: Entry) -> list[str]:
-    name, _, data = entry.name.partition("-")
-    return [name.replace("_", " "), data.replace("_", "-") or "fixed"]
-
-
-def put(text: str, made: str) -> str:
-    """The page with the table between its marks; ValueError if they are not there."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"the page has no {BEGIN} and {END}")
-    return f"{before}{begin}\n\n{made}\n{end}{after}"
+        names = [loss.replace("_", " "), data.replace("_", "-") or "fixed"]
+        rows.append([*names, *shown, f"{entry.training_seconds:.0f}"])
+    return markdown([*headings, "seconds"], rows, left=2)
 
 
 def main(
-    only: Annotated[str, typer.Option(help="Divergences, with commas between; empty: all.")] = "",
+    only: Annotated[str, typer.Option(help="Divergences, comma-separated; empty: all.")] = "",
     out: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/distill"),
     page: Annotated[Path, typer.Option(help="The page to write into.")] = ROOT / "docs/draft_model.md",
 ) -> None:
     """Run what is missing and write the table."""
-    comparison = run_all(candidates(out, only.split(",") if only else list(LOSSES)), None, out)
-    made = table(comparison, out)
+    made = table(run_all(candidates(out, only.split(",") if only else list(LOSSES)), None, out), out)
     typer.echo(made)
     if page.exists() and not only:
-        page.write_text(put(page.read_text(encoding="utf-8"), made), encoding="utf-8")
+        page.write_text(put_between(page.read_text(encoding="utf-8"), "distill", made), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,24 @@
-"""Write the figures of an acceptance report, and of a comparison, into the README's tables of results.
+"""Writes the figures of an acceptance report, and of a comparison, into the README's tables of results.
 
     python scripts/readme_results.py                    # runs/quickstart/eagle3/acceptance.json -> README.md
 
-Rows whose last cell is a key of `summary` are filled, `t<T>` standing for the temperature of the column. Between the
-`comparison` marks stands the table of runs/compare/comparison.json, if there is one. All else stays as it is.
+Rows whose last cell is a key of `summary` are filled; `t<T>` stands for the temperature of the column. The table of
+runs/compare/comparison.json, if it exists, goes between the `comparison` marks. Everything else stays unchanged.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from inference.report.schema import load_report
+from scripts.measuring import put_between
 from train.pipeline.compare import Comparison, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,7 +26,7 @@ ROW = re.compile(r"^\| (?P<name>[^|]+) \|[^|]*\|[^|]*\| `(?P<key>[a-z_<>T.]+)` \
 
 
 def fill(text: str, summary: dict[str, float]) -> str:
-    """The README with the figures of `summary`; KeyError if a row names none."""
+    """The README with the figures of `summary`; KeyError for a row whose key is not in it."""
 
     def cell(key: str) -> str:
         value = summary[key]
@@ -36,15 +40,6 @@ def fill(text: str, summary: dict[str, float]) -> str:
     return ROW.sub(row, text)
 
 
-def put_comparison(text: str, table: str) -> str:
-    """The README with `table` between the marks; ValueError if they are not there."""
-    before, begin, rest = text.partition("<!-- comparison:begin -->\n")
-    _, end, after = rest.partition("<!-- comparison:end -->")
-    if not (begin and end):
-        raise ValueError("the README has no <!-- comparison:begin --> and <!-- comparison:end -->")
-    return f"{before}{begin}\n{table}\n{end}{after}"
-
-
 def main(
     report: Annotated[Path, typer.Argument(help="acceptance.json of a run.")] = ROOT
     / "runs/quickstart/eagle3/acceptance.json",
@@ -55,7 +50,8 @@ def main(
     """Fill the tables of results."""
     text = fill(readme.read_text(encoding="utf-8"), load_report(report).summary)
     if comparison.exists():
-        text = put_comparison(text, markdown(Comparison.model_validate_json(comparison.read_text(encoding="utf-8"))))
+        made = markdown(Comparison.model_validate_json(comparison.read_text(encoding="utf-8")))
+        text = put_between(text, "comparison", made)
     readme.write_text(text, encoding="utf-8")
 
 

@@ -15,7 +15,7 @@ import torch
 import typer
 
 from scripts import check_gpu
-from scripts.measuring import Skipped, make_trainer
+from scripts.check_gpu import Skipped, make_trainer
 from train.planner.devices import DEVICES, recognised
 
 ROOT = Path(__file__).resolve().parents[1]

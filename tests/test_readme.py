@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from inference.report.schema import SUMMARY_KEYS
-from scripts.readme_results import ROW, fill, put_comparison
+from scripts.measuring import put_between
+from scripts.readme_results import ROW, fill
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
 
@@ -27,7 +28,9 @@ def test_rows_are_filled_by_key_and_nothing_else_changes():
 
 
 def test_a_comparison_stands_between_its_marks():
-    once = put_comparison(README, "| a |\n")
-    assert "| a |" in once and put_comparison(once, "| b |\n") == put_comparison(README, "| b |\n")
+    once = put_between(README, "comparison", "| a |\n")
+    assert "| a |" in once and put_between(once, "comparison", "| b |\n") == put_between(
+        README, "comparison", "| b |\n"
+    )
     with pytest.raises(ValueError, match="comparison:begin"):
-        put_comparison("no marks", "")
+        put_between("no marks", "comparison", "")
