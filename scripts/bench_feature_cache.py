@@ -1,8 +1,8 @@
-"""What each encoding of the feature cache costs: bytes, writing and reading, KL of p, and τ after training from it.
+"""The cost of each encoding of the feature cache: bytes, speed, KL divergence of p, and τ after training from it.
 
-One recipe, the same packed rows for every encoding, written from the same features and read back. For every seed a head
-is trained online and from each encoding; τ is expected acceptance by exact replay on held-out texts of the target, so
-all it varies with is the head. What is done is kept in OUT/results.json and not done again.
+Every encoding gets the same packed rows of one recipe, written from the same features and read back. For every seed a
+head is trained online and from each encoding; τ is the expected acceptance length by exact replay on held-out texts of
+the target, so that it depends on the head alone. Finished measurements are kept in OUT/results.json.
 
     python scripts/bench_feature_cache.py recipes/quickstart/eagle3.yaml training.steps=150
     python scripts/bench_feature_cache.py RECIPE --encodings bf16,rotated3+rotated6 --seeds 0,1  # taps+last hidden
@@ -27,6 +27,7 @@ from accelerate.utils import set_seed
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from inference.entrypoints.loading import load_tokenizer
+from scripts.measuring import markdown, save_json
 from speculators.target.frozen_target import FrozenTarget
 from train.data.packing import PackedRow
 from train.features.cache import FeatureCache, ShardWriter, texts_of
@@ -48,7 +49,7 @@ ONLINE = "online"
 
 
 class Bench:
-    """One recipe's rows, their features, held-out texts, and the runs."""
+    """The rows of a recipe, their features, held-out texts, and the measurements on them."""
 
     def __init__(self, recipe: Recipe, rows: int, held_out: int, out: Path) -> None:
         self.recipe, self.out, self.stages = recipe, out, Stages(0, enabled=False)
@@ -72,7 +73,7 @@ class Bench:
         print(f"{len(self.rows)} rows, {self.tokens} tokens, made in {time.monotonic() - began:.0f} s", flush=True)
 
     def cache(self, name: str) -> FeatureCache:
-        """Of an encoding, `taps+last_hidden` or one name for both."""
+        """The cache in an encoding: `taps+last_hidden`, or one name for both."""
         taps, _, last_hidden = name.partition("+")
         key = replace(
             cache_key(self.recipe, self.target, self.data), encoding=taps, last_hidden_encoding=last_hidden or taps
@@ -80,26 +81,25 @@ class Bench:
         return FeatureCache(self.out / "features", key)
 
     def measure(self, name: str) -> dict[str, float]:
-        """Size, error, and tokens per second of processor time of one thread. Writing checks what it wrote, reading
-        decodes; what was just written is still in the system's memory."""
+        """Size, error, and tokens and megabytes per second of one thread's processor time. Writing includes a check,
+        reading includes decoding; the files are still in the system's cache."""
         cache, tokens, wrote = self.write(name)
         began = time.process_time()
         for row in self.rows:
             cache.row(row)
-        read = time.process_time() - began
-        size = tokens * cache.bytes_per_token
+        read, width = time.process_time() - began, cache.bytes_per_token
         return {
-            "bytes_per_token": cache.bytes_per_token,
-            "ratio": self.cache("bf16").bytes_per_token / cache.bytes_per_token,
+            "bytes_per_token": width,
+            "ratio": self.cache("bf16").bytes_per_token / width,
             "write_tokens": tokens / wrote,
-            "write_mb": size / wrote / 1e6,
+            "write_mb": tokens * width / wrote / 1e6,
             "read_tokens": self.tokens / read,
-            "read_mb": size / read / 1e6,
+            "read_mb": tokens * width / read / 1e6,
             "kl": self.divergence(name),
         }
 
     def write(self, name: str) -> tuple[FeatureCache, int, float]:
-        """The features of all rows in an encoding, how many tokens, and the seconds of processor time that took."""
+        """Writes the features of all rows: (the cache, number of tokens, seconds of processor time)."""
         cache = self.cache(name)
         shutil.rmtree(cache.folder, ignore_errors=True)
         began = time.process_time()
@@ -112,7 +112,7 @@ class Bench:
 
     @torch.no_grad()
     def divergence(self, name: str) -> float:
-        """Mean KL(p || p from the encoded last hidden state), over the first tokens."""
+        """Mean KL(p || p from the encoded last hidden state) over the first KL_TOKENS tokens."""
         encoding = make_encoding(name.rpartition("+")[2], self.target.hidden_size, self.target.dtype)
         states = torch.cat([made.last_hidden[0] for made in self.made])[:KL_TOKENS]
         total = 0.0
@@ -123,7 +123,7 @@ class Bench:
         return total / len(states)
 
     def train(self, name: str, seed: int) -> dict[str, float]:
-        """A head trained from an encoding; its expected acceptance length, by temperature."""
+        """Trains a head from an encoding: its expected acceptance length by temperature, loss, and processor time."""
         training = self.recipe.training.model_copy(update={"seed": seed, "eval_every": 10**9, "save_every": 10**9})
         recipe = self.recipe.model_copy(update={"training": training})
         folder = self.out / "runs" / f"{name}-{seed}"
@@ -133,7 +133,7 @@ class Bench:
         if name != ONLINE:
             cache = self.cache(name).scan()
             if any(text not in cache for row in self.rows for text, _ in texts_of(row)):
-                cache, *_ = self.write(name)  # the target wrote other responses since they were measured
+                cache, *_ = self.write(name)  # the target's responses have changed since
             features = RowFeatures(self.target, self.rows, cache=cache)
         drafter = make_drafter(recipe, self.config, self.target, features, self.stages, folder)
         trainer = Trainer(
@@ -142,43 +142,41 @@ class Bench:
         )  # fmt: skip
         began = time.process_time()
         last = trainer.run().history[-1]
-        found = {key: value for key, value in last.items() if key.startswith("expected_acceptance_length")}
-        return found | {"loss": last["loss"], "seconds": time.process_time() - began}
+        lengths = {key: value for key, value in last.items() if key.startswith("expected_acceptance_length")}
+        return lengths | {"loss": last["loss"], "seconds": time.process_time() - began}
 
 
 def table(results: dict[str, Any], names: Sequence[str], seeds: Sequence[int]) -> str:
-    """As Markdown; τ is the mean over seeds, its change that against the same seed online, ± its standard error."""
+    """A Markdown table. τ is the mean over seeds, its change relative to the same seed online, ± the standard error."""
     online = [results[f"{ONLINE}/{seed}"] for seed in seeds]
     temperatures = sorted(key for key in online[0] if key.startswith("expected_acceptance_length_t"))
-    heads = ["encoding", "bytes/token", "bf16 ÷ it", "write tokens/s (MB/s)", "read tokens/s (MB/s)", "KL of p"]
-    heads += [f"τ T={key.rpartition('_t')[2]}" for key in temperatures]
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)]]
-    lines.append([ONLINE, *["-"] * 5, *(_spread([run[key] for run in online]) for key in temperatures)])
+    headings = ["encoding", "bytes/token", "bf16 ÷ it", "write tokens/s (MB/s)", "read tokens/s (MB/s)", "KL of p"]
+    rows = [[ONLINE, *["-"] * 5]]
+    for key in temperatures:
+        headings.append(f"τ T={key.rpartition('_t')[2]}")
+        rows[0].append(f"{mean(run[key] for run in online):.3f} ({', '.join(f'{run[key]:.3f}' for run in online)})")
     for name in names:
         m = results[name]
         cells = [name.replace("+", " + "), f"{m['bytes_per_token']:,}", f"{m['ratio']:.2f}"]
         cells += [f"{m[f'{way}_tokens']:,.0f} ({m[f'{way}_mb']:.0f})" for way in ("write", "read")]
         cells.append(f"{m['kl']:.1e}")
+        pairs = [(results[f"{name}/{s}"], base) for s, base in zip(seeds, online) if f"{name}/{s}" in results]
         for key in temperatures:
-            found = [(results.get(f"{name}/{seed}"), base[key]) for seed, base in zip(seeds, online)]
-            runs = [(run[key], base) for run, base in found if run is not None]
-            change = [value / base - 1 for value, base in runs]
-            doubt = f" ± {stdev(change) / len(change) ** 0.5:.2%}" if len(change) > 1 else ""
-            cells.append(f"{mean(value for value, _ in runs):.3f} ({mean(change):+.2%}{doubt})" if runs else "-")
-        lines.append(cells)
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{mean(values):.3f} ({', '.join(f'{value:.3f}' for value in values)})"
+            change = [run[key] / base[key] - 1 for run, base in pairs]
+            error = f" ± {stdev(change) / len(change) ** 0.5:.2%}" if len(change) > 1 else ""
+            cells.append(f"{mean(run[key] for run, _ in pairs):.3f} ({mean(change):+.2%}{error})" if pairs else "-")
+        rows.append(cells)
+    return markdown(headings, rows)
 
 
 def main(
     recipe: Annotated[Path, typer.Argument(help="A recipe, such as recipes/quickstart/eagle3.yaml.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Overrides, such as training.steps=150.")] = None,
-    encodings: Annotated[str, typer.Option(help="With commas between; taps+last_hidden, or one for both.")] = ENCODINGS,
-    trained: Annotated[str, typer.Option(help="Those of them that a head is trained from; empty: all.")] = "",
-    seeds: Annotated[str, typer.Option(help="Of the trainings, with commas between.")] = "0,1",
+    encodings: Annotated[
+        str, typer.Option(help="Comma-separated; taps+last_hidden, or one name for both.")
+    ] = ENCODINGS,
+    trained: Annotated[str, typer.Option(help="Encodings that a head is trained from; empty: all.")] = "",
+    seeds: Annotated[str, typer.Option(help="Seeds of the trainings, comma-separated.")] = "0,1",
     rows: Annotated[int, typer.Option(help="Packed rows.")] = 160,
     held_out: Annotated[int, typer.Option(help="Held-out texts per temperature, workloads in turn.")] = 48,
     out: Annotated[Path, typer.Option(help="Folder of features and results.")] = Path("runs/bench-feature-cache"),
@@ -198,8 +196,7 @@ def main(
         bench = bench or Bench(load_recipe(recipe, [*(overrides or ()), f"output_dir={out}"]), rows, held_out, out)
         results[job] = work(bench)
         print(job, {key: round(value, 5) for key, value in results[job].items()}, flush=True)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(results, indent=2) + "\n")
+        save_json(file, results)
     print(table(results, names, numbers))
 
 

