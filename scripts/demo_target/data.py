@@ -1,4 +1,4 @@
-"""Training data of the quickstart's target: its tokenizer, token files, batches, and drills made on the fly.
+"""Training data of the quickstart's target: its tokenizer, token files, batches, and drills generated on the fly.
 
 The conversations are those of corpus.py, more of them than are committed; the code is the interpreter's standard
 library.
@@ -13,6 +13,8 @@ from random import Random
 
 import numpy as np
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from scripts.demo_target.corpus import TEXT, conversations, draw_table, markdown
 from scripts.demo_target.model import VOCAB
@@ -33,46 +35,30 @@ CHAT_TEMPLATE = (
     "{% else %}{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+PAD = 3
 Pairs = Iterator[tuple[str, str]]  # (shown, completion)
 WORK = Path("runs/demo-target")
 TARGET = Path("recipes/quickstart/target")
 
 
 def build_tokenizer(texts):
-    """Byte-level BPE of VOCAB tokens with ChatML markers and a template that marks what the assistant says."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
+    """Byte-level BPE of VOCAB tokens with ChatML markers, and a template that marks the assistant's tokens."""
     core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     core.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    core.train_from_iterator(texts, trainer)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    options = {"special_tokens": SPECIAL, "initial_alphabet": alphabet, "show_progress": False}
+    core.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=VOCAB, **options))
     return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token="<|im_end|>",
-        pad_token="<|pad|>",
-        mask_token="<|mask|>",
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=2048,
-        clean_up_tokenization_spaces=False,
-    )
+        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|pad|>", mask_token="<|mask|>",
+        chat_template=CHAT_TEMPLATE, model_max_length=2048, clean_up_tokenization_spaces=False,
+    )  # fmt: skip
 
 
 def write_token_files(snippets: int, seed: int, say: Callable[[str], None]) -> None:
-    """Make the tokenizer, unless TARGET has one, and the token files below WORK; `say` gets their sizes."""
-    from transformers import AutoTokenizer
-
+    """Makes the tokenizer, unless TARGET has one, and the token files below WORK; `say` gets their sizes."""
     WORK.mkdir(parents=True, exist_ok=True)
     training = [c for name, count in CONVERSATIONS.items() for c in conversations("train", count, seed, [name])]
     code = list(stdlib_source.snippets("train", snippets, seed, max_chars=1500))
@@ -81,64 +67,51 @@ def write_token_files(snippets: int, seed: int, say: Callable[[str], None]) -> N
     else:
         sample = ["\n".join(m["content"] for m in t.messages) for t in training[::10]] + code[:3000]
         tokenizer = build_tokenizer(sample)
-        TARGET.mkdir(parents=True, exist_ok=True)
         tokenizer.save_pretrained(TARGET)
     held_out = list(conversations("validation", 300, seed)), list(stdlib_source.snippets("validation", 100, seed, 1500))
     for split, (talks, texts) in {"train": (training, code), "validation": held_out}.items():
         ids, weights, ends = [], [], []
         for talk in talks:
-            out = tokenizer.apply_chat_template(
-                talk.messages, tokenize=True, return_assistant_tokens_mask=True, return_dict=True
-            )
+            out = tokenizer.apply_chat_template(talk.messages, return_assistant_tokens_mask=True, return_dict=True)
             ids += out["input_ids"]
             weights += out["assistant_masks"]
             ends.append(len(ids))
+        of_talks = len(ids)
         for text in texts:
             tokens = tokenizer(text)["input_ids"][:512]
             ids += tokens
             weights += [1] * len(tokens)
             ends.append(len(ids))
-        np.savez(
-            WORK / f"{split}.npz",
-            ids=np.array(ids, np.uint16),
-            weights=np.array(weights, np.uint8),
-            ends=np.array(ends, np.int64),
-            talks=len(talks),
-        )
-        say(
-            f"{split}: {len(talks)} conversations, {ends[len(talks) - 1]:,} tokens; "
-            f"{len(texts)} excerpts, {len(ids) - ends[len(talks) - 1]:,} tokens"
-        )
+        arrays = {"ids": np.array(ids, np.uint16), "weights": np.array(weights, np.uint8), "ends": np.array(ends)}
+        np.savez(WORK / f"{split}.npz", talks=len(talks), **arrays)
+        say(f"{split}: {len(talks)} conversations, {of_talks:,} tokens; {len(ids) - of_talks:,} tokens of code")
 
 
 class Batches:
-    """Documents of like length, `tokens` per batch, right-padded: no attention is spent across documents.
+    """Documents of similar length, about `tokens` per batch, right-padded, so that no attention crosses documents.
 
-    `at(step, rank, world)` is a pure function of its arguments, so a resumed run sees what it would have seen.
+    `at(step, rank, world)` is a pure function of its arguments, so that a resumed run continues with the same batches.
+    `code_share`, `drill_share`, `table_share`: of the steps, those on code, on drills, on tables alone.
     """
 
     def __init__(self, path: Path, tokens: int, code_share: float, drill_share: float = 0.0, table_share: float = 0.0):
         file = np.load(path)
-        self.ids, self.weights, ends = (
-            file["ids"].astype(np.int64),
-            file["weights"].astype(np.float32),
-            file["ends"],
-        )
-        self.weights[ends[int(file["talks"]) - 1] :] *= CODE_WEIGHT
+        self.ids, self.weights, ends = file["ids"].astype(np.int64), file["weights"].astype(np.float32), file["ends"]
+        talks = int(file["talks"])
+        self.weights[ends[talks - 1] :] *= CODE_WEIGHT
         self.spans = np.stack([np.concatenate([[0], ends[:-1]]), ends], 1)
-        self.talks, self.tokens, self.code_share = int(file["talks"]), tokens, code_share
-        lengths = self.spans[:, 1] - self.spans[:, 0]
-        order = np.argsort(lengths, kind="stable")
-        self.by_length = [order[order < self.talks], order[order >= self.talks]]
-        self.lengths, self.drill_share, self.tokenizer = lengths, drill_share, None
-        self.table_share = table_share  # of the steps, on tables alone: they are learnt last
+        self.lengths = self.spans[:, 1] - self.spans[:, 0]
+        order = np.argsort(self.lengths, kind="stable")
+        self.by_length = [order[order < talks], order[order >= talks]]
         before = sum(list(CONVERSATIONS.values())[: list(CONVERSATIONS).index("table")])
         self.tables = order[(order >= before) & (order < before + CONVERSATIONS["table"])]
+        self.tokens, self.code_share, self.drill_share = tokens, code_share, drill_share
+        self.table_share, self.tokenizer = table_share, None
 
     def _copy_drill(self, length: int, rng: np.random.Generator):
-        """Rows of unrelated tokens of which spans come again in any order: only looking back predicts them.
+        """Rows of random tokens, spans of which are repeated in random order: only looking back predicts them.
 
-        What the six workloads have in common is copying from the request; drilled alone it is learnt in minutes.
+        The six workloads have in common that answers copy from the request; this drill teaches it within minutes.
         """
         rows = max(self.tokens // (2 * length), 1)
         x, w = np.zeros((rows, 2 * length), np.int64), np.zeros((rows, 2 * length), np.float32)
@@ -149,18 +122,16 @@ class Batches:
                 size = min(int(rng.integers(2, 16)), 2 * length - at)
                 start = int(rng.integers(0, length - size + 1))
                 x[i, at : at + size] = x[i, start : start + size]
-                w[i, at + 1 : at + size] = 1.0  # the first token of a span cannot be known
+                w[i, at + 1 : at + size] = 1.0  # the first token of a span cannot be predicted
                 at += size
         return torch.from_numpy(x), torch.from_numpy(w)
 
     def _pair_drill(self, width: int, rng: np.random.Generator, pieces: Callable[[np.random.Generator], Pairs]):
         """Rows of `width` tokens of (shown, completion) pairs; only the completions have weight."""
-        from transformers import AutoTokenizer
-
         if self.tokenizer is None:
             self.tokenizer = AutoTokenizer.from_pretrained(TARGET)
         rows = self.tokens // width
-        x, w = np.full((rows, width), 3, np.int64), np.zeros((rows, width), np.float32)
+        x, w = np.full((rows, width), PAD, np.int64), np.zeros((rows, width), np.float32)
         for i in range(rows):
             at, end = 0, 0
             while end <= width:
@@ -180,7 +151,7 @@ class Batches:
 
     def at(self, step: int, rank: int, world: int):
         shared, rng = np.random.default_rng([step, 7]), np.random.default_rng([step, rank, 7])
-        if shared.random() < self.drill_share:  # all ranks draw rows of like length: none waits for another
+        if shared.random() < self.drill_share:  # all ranks draw rows of similar length
             return self._drill(step, shared, rng)
         pool = self.by_length[int(shared.random() < self.code_share)]
         if self.table_share and shared.random() < self.table_share:
@@ -191,7 +162,7 @@ class Batches:
         near = np.unique(pool[max(0, centre - 16 * rows) : centre + 16 * rows + 1])
         picked = rng.choice(near, size=min(rows, len(near)), replace=False)
         width = int(self.lengths[picked].max())
-        x, w = np.full((len(picked), width), 3, np.int64), np.zeros((len(picked), width), np.float32)
+        x, w = np.full((len(picked), width), PAD, np.int64), np.zeros((len(picked), width), np.float32)
         for i, doc in enumerate(picked):
             a, b = self.spans[doc]
             x[i, : b - a], w[i, : b - a] = self.ids[a:b], self.weights[a:b]
@@ -199,7 +170,7 @@ class Batches:
 
 
 def _lookups(rng: np.random.Generator) -> Pairs:
-    """A table, and cells of it asked for one after the other; two numbers of a column are compared."""
+    """A table, then questions about its cells; two numbers of a column are compared."""
     draw = Random(int(rng.integers(2**32)))
     _, table = draw_table(draw)
     yield markdown(table) + "\n\n", ""
@@ -216,7 +187,7 @@ def _lookups(rng: np.random.Generator) -> Pairs:
 
 
 def _sum(rng: np.random.Generator) -> Pairs:
-    """A sum or a comparison of the size that occurs in the workloads, and its completion."""
+    """A sum or a comparison of the sizes that occur in the workloads, and its completion."""
     kind = rng.integers(4)
     a, b = (int(n) for n in rng.integers(1, 60, 2))
     if kind == 0:
