@@ -1,7 +1,7 @@
 """`draftsmith`: the command line. Each command is a few lines over the public API; torch is imported when one runs.
 
-What a user can mend (DraftsmithError) is one red paragraph and exit code 2; anything else is a bug and shows its
-traceback. Must not know how any stage works.
+A DraftsmithError, which the user can mend, is printed in red with exit code 2; any other error is a bug and shows its
+traceback.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Commands(TyperGroup):
-    """The group of commands; turns the project's errors into a paragraph."""
+    """The group of commands; prints the project's errors."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -48,9 +48,6 @@ app = typer.Typer(
     cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     help="Train drafters for speculative decoding, and prove that they help.",
 )  # fmt: skip
-
-app.command()(push)
-app.command()(regenerate)
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe: a YAML file, such as those in recipes/.")]
 Overrides = Annotated[
@@ -92,16 +89,6 @@ def train(
 
     with _resumable():
         raise typer.Exit(run(recipe, overrides or (), dry_run=dry_run))
-
-
-app.command()(plan)
-app.command()(prepare)
-app.command()(artefact.export)
-app.command()(artefact.inspect)
-
-
-app.command()(evaluate)
-app.command()(cache_features)
 
 
 @app.command()
@@ -151,14 +138,14 @@ def generate(
     llm = LLM(
         model, dtype=dtype, speculative_config=json_option("--speculative-config", speculative_config), max_num_seqs=1
     )
-    asked: str | dict[str, Any] = prompt
+    request: str | dict[str, Any] = prompt
     if not raw and getattr(llm.get_tokenizer(), "chat_template", None):
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
         chat = chat_prompts(messages, llm.get_tokenizer(), {"add_generation_prompt": True})[0]
-        asked = {"prompt_token_ids": chat.token_ids}
+        request = {"prompt_token_ids": chat.token_ids}
     written, output = 0, None
-    for output in llm.stream(asked, params):
+    for output in llm.stream(request, params):
         typer.echo(output.outputs[0].text, nl=False)
         written += len(output.outputs[0].token_ids)
     typer.echo()
@@ -178,7 +165,7 @@ def _table(*columns: str) -> Table:
 
 @contextmanager
 def _resumable() -> Iterator[None]:
-    """A run that was asked to stop has saved itself: say so, without a traceback."""
+    """Prints where a run that was asked to stop has saved itself, without a traceback."""
     from train.trainer.trainer import Interrupted
 
     try:
@@ -200,6 +187,8 @@ def _print_speed(written: int, metrics: Any) -> None:
     Console(stderr=True).print(", ".join(parts), style="dim", highlight=False)
 
 
+for command in (push, regenerate, plan, prepare, artefact.export, artefact.inspect, evaluate, cache_features):
+    app.command()(command)
 serve.register(app)
 bench_command.register(app)
 

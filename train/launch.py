@@ -1,4 +1,4 @@
-"""What the launchers (train/eagle.py and its siblings) call: a command line for `accelerate launch`."""
+"""The command line of the launchers for `accelerate launch` (train/eagle.py and its siblings)."""
 
 from __future__ import annotations
 

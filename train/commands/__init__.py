@@ -1,4 +1,4 @@
-"""What `draftsmith` prints: one file per command that is more than a few lines.
+"""The commands of `draftsmith` that are more than a few lines, a file each.
 
 Options in, a table or JSON out.
 No work is done here that another room could do.

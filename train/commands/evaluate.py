@@ -1,4 +1,4 @@
-"""`draftsmith evaluate`. Torch is imported when it runs; must not know how anything is measured."""
+"""`draftsmith evaluate`: its options and the engines that they name. Torch is imported when it runs."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def evaluate(
     from train.pipeline.evaluate_again import evaluate_folders, evaluate_run
     from train.recipe.load import load_recipe
 
-    asked = _engines(engine, url, baseline_url, vllm_python, vllm_options, of_recipe=recipe is not None)
+    engines = _engines(engine, url, baseline_url, vllm_python, vllm_options, of_recipe=recipe is not None)
     if recipe is not None and not (model or drafter or method or prompts):
         checked = load_recipe(recipe, overrides or ())
-        raise typer.Exit(evaluate_run(checked, asked))
+        raise typer.Exit(evaluate_run(checked, engines))
     if recipe is not None or not model or bool(drafter) == bool(method):
         raise ConfigError("evaluate: give a recipe, or --model and --drafter (or --method) without one")
     page = evaluate_folders(
@@ -61,7 +61,7 @@ def evaluate(
         out,
         temperature or [0.0, 1.0],
         method=method or None,
-        engines=asked,
+        engines=engines,
         dtype=dtype,
         num_speculative_tokens=num_speculative_tokens,
         max_tokens=max_tokens,
@@ -74,7 +74,7 @@ def evaluate(
 def _engines(
     names: list[str] | None, url: str, baseline_url: str, python: str, options: str, *, of_recipe: bool
 ) -> Engines | None:
-    """The engines that are named; None: none is, and the recipe says."""
+    """The engines that are named; None if none is, so that the recipe's are used."""
     given = {"--url": url, "--baseline-url": baseline_url, "--vllm-python": python, "--vllm-options": options}
     about_vllm = [name for name, value in given.items() if value]
     if unknown := set(names or ()) - {OURS, VLLM}:

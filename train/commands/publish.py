@@ -1,4 +1,4 @@
-"""`draftsmith push`: the options of the command, and what it prints."""
+"""`draftsmith push`: the options of the command, and its output."""
 
 from __future__ import annotations
 

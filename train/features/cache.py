@@ -3,10 +3,9 @@
     DIR/<address>/key.json            everything the features depend on, whose hash is the address
     DIR/<address>/<any>.safetensors   a shard: payloads of its texts one after another, their names, lengths, checksums
 
-What is kept is kept by text, one segment of a packed row, because a text's features do not depend on what it is packed
-with: other packings and other data find the texts they share. A shard appears whole or not at all and never changes,
-so any number of processes may write and read at once; who is killed loses its last, unwritten shard. Knows tensors and
-files; not where features come from or what they are for.
+Features are stored by text, one segment of a packed row, because a text's features do not depend on the packing:
+other packings and other data find the texts they share. A shard appears whole or not at all and never changes, so any
+number of processes may write and read at once; one that is killed loses its last, unwritten shard.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from train.features.encodings import Encoding, bytes_per_token, make_encoding, r
 FORMAT = 1
 KEY_FILE = "key.json"
 OPEN_SHARDS = 128  # mapped at once; a process may have some thousand files open
-SOURCE = ("weights", "config", "tokenizer", "template")  # of a key: what makes one target another under its name
+SOURCE = ("weights", "config", "tokenizer", "template")  # fields of a key that change with the target
 
 
 @dataclass(frozen=True)
 class CacheKey:
     """Everything that features on disk depend on; hashes are sha256."""
 
-    target: str  # its name; two targets of one name are told apart by what follows
+    target: str  # its name; the hashes tell targets of one name apart
     weights: str
     config: str
     tokenizer: str
@@ -60,12 +59,12 @@ class CacheKey:
 
     @property
     def address(self) -> str:
-        """Of the content: its name plays no part."""
+        """The hash of everything but the target's name."""
         content = {name: value for name, value in asdict(self).items() if name != "target"}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     def differences(self, other: CacheKey) -> dict[str, tuple[Any, Any]]:
-        """What differs, as (here, there)."""
+        """The fields that differ, as (here, there)."""
         mine, theirs = asdict(self), asdict(other)
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
@@ -81,12 +80,12 @@ class Place:
 
 
 def text_key(input_ids: np.ndarray) -> bytes:
-    """The name of a text: its tokens."""
+    """The name of a text: a hash of its tokens."""
     return hashlib.blake2b(np.ascontiguousarray(input_ids, dtype="<i4").tobytes(), digest_size=16).digest()
 
 
 def texts_of(row: PackedRow) -> Iterator[tuple[bytes, slice]]:
-    """The texts of a packed row: their names and where they are. DataError for rows that hold more than texts."""
+    """The texts of a packed row: names and places. DataError for rows with branches."""
     if row.paths is not None:
         raise DataError("features: a row with branches (on-policy) is seen once; its features are made online only")
     ends = [*(np.flatnonzero(np.diff(row.segment_ids)) + 1).tolist(), len(row)]
@@ -99,7 +98,7 @@ def texts_of(row: PackedRow) -> Iterator[tuple[bytes, slice]]:
 
 
 class FeatureCache:
-    """The features below `root` that have this key. `scan` looks what there is; reading knows what it saw."""
+    """The features below `root` that have this key. `scan` finds the shards that can be read."""
 
     def __init__(self, root: Path, key: CacheKey) -> None:
         self.key, self.folder = key, root / key.address
@@ -126,7 +125,7 @@ class FeatureCache:
     # ---------------------------------------------------------------- reading
 
     def scan(self) -> FeatureCache:
-        """Takes in shards that were not there before. DataError names one that is not whole or not of this cache."""
+        """Finds new shards. DataError names one that is not whole or not of this cache."""
         for path in sorted(self.folder.glob("*.safetensors")):
             if path in self._scanned:
                 continue
@@ -148,14 +147,13 @@ class FeatureCache:
         return taps, self.last_hidden.decode(payload["last_hidden"].to(device))
 
     def row(self, row: PackedRow, device: torch.device | str = "cpu") -> tuple[Tensor | None, Tensor]:
-        """The same of a packed row. DataError if a text of it is not there."""
-        found = []
-        for text, _ in texts_of(row):
-            if text not in self:
-                raise DataError(f"{self.folder}: a training text has no features there; run the same command again")
-            found.append(self.read(text, device))
-        taps = torch.cat([taps for taps, _ in found]) if self.key.taps else None
-        return taps, torch.cat([last_hidden for _, last_hidden in found])
+        """Taps and last hidden states of a packed row. DataError if one of its texts has none here."""
+        names = [text for text, _ in texts_of(row)]
+        if not all(text in self for text in names):
+            raise DataError(f"{self.folder}: a training text has no features there; run the same command again")
+        texts = [self.read(text, device) for text in names]
+        taps = torch.cat([taps for taps, _ in texts]) if self.key.taps else None
+        return taps, torch.cat([last_hidden for _, last_hidden in texts])
 
     def _payload(self, place: Place) -> dict[str, Tensor]:
         shard = self._open(place.shard)
@@ -172,7 +170,7 @@ class FeatureCache:
         return ["taps", "last_hidden"] if self.key.taps else ["last_hidden"]
 
     def _opened(self, path: Path) -> Any:
-        """A shard, mapped. Whether it is whole its header tells."""
+        """Maps a shard, whose header says if it is whole."""
         try:
             shard = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
@@ -188,20 +186,20 @@ class FeatureCache:
             )
         return shard
 
-    # ---------------------------------------------------------------- what lies beside
+    # ---------------------------------------------------------------- other keys
 
     @cached_property
     def others(self) -> list[tuple[Path, CacheKey]]:
         """Features below the same root that have another key."""
-        found = []
+        others = []
         for path in sorted(self.folder.parent.glob(f"*/{KEY_FILE}")):
             if path.parent != self.folder:
                 tree = json.loads(path.read_text(encoding="utf-8"))
-                found.append((path.parent, CacheKey(**{**tree, "taps": tuple(tree["taps"])})))
-        return found
+                others.append((path.parent, CacheKey(**{**tree, "taps": tuple(tree["taps"])})))
+        return others
 
     def outdated(self) -> list[tuple[Path, CacheKey]]:
-        """Those made with a target, tokenizer or template that has the same name and is another."""
+        """Features of another target, tokenizer or template of the same name."""
         return [
             (path, key)
             for path, key in self.others
@@ -210,7 +208,7 @@ class FeatureCache:
 
 
 class ShardWriter:
-    """Gathers texts of one process and writes a shard whenever `shard_bytes` have come together."""
+    """Collects texts of one process and writes a shard for every `shard_bytes`."""
 
     def __init__(self, cache: FeatureCache, shard_bytes: float) -> None:
         self.cache, self.shard_bytes = cache, shard_bytes
@@ -224,7 +222,7 @@ class ShardWriter:
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        """What came whole is kept, also when something failed."""
+        """Writes the complete texts, also after an error."""
         self.flush()
 
     def add(self, text: bytes, taps: Tensor | None, last_hidden: Tensor) -> None:
@@ -239,7 +237,7 @@ class ShardWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what has come together: under another name, to the disk, then under its own."""
+        """Writes the collected texts as a shard, under a temporary name first."""
         if not self._texts:
             return
         lengths = [len(parts["last_hidden"]) for _, parts in self._texts]
@@ -279,7 +277,7 @@ class ShardWriter:
         return payload.flatten(1).cpu()
 
     def _prepare(self) -> None:
-        """The folder and its key; what killed writers of this machine left is removed."""
+        """Makes the folder and its key, and removes the files of killed writers of this machine."""
         folder, key = self.cache.folder, self.cache.key
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / KEY_FILE).exists():

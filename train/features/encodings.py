@@ -1,15 +1,15 @@
-"""How hidden states are written in few bits: pure functions from vectors to bytes and back.
+"""Encodings of hidden states in few bits: pure functions from vectors to bytes and back.
 
-A vector is one hidden state of one token, H numbers; its bytes stand for themselves, its scales included, so that any
-run of tokens can be read alone. Knows no file, no target and no drafter.
+A vector is one hidden state of one token, H numbers. Its bytes include its scales, so that any run of tokens can be
+read alone.
 
     exact       the numbers as they are
     bf16        rounded to bfloat16: exact for a bfloat16 target
     fp8         e4m3, one scale per vector
     int4        -7 .. 7, one scale per 64 numbers
     rotated2 .. rotated8
-                turned by a random Hadamard matrix, which makes any few large channels many small ones and the numbers
-                nearly normal; then the levels that are best for a normal distribution (Max, "Quantizing for minimum
+                rotated by a random Hadamard matrix, which spreads a few large channels over many and makes the numbers
+                nearly normal; then the best levels for a normal distribution (Max, "Quantizing for minimum
                 distortion", 1960), one scale per 256 numbers (rotations: QuaRot, arXiv 2404.00456)
 """
 
@@ -26,13 +26,13 @@ from torch import Tensor
 from speculators.errors import ConfigError
 
 GROUP = 64  # numbers that share a scale in int4
-BLOCK = 256  # numbers that are turned together, and share a scale, at most
+BLOCK = 256  # numbers that are rotated together and share a scale, at most
 FP8_MAX = 448.0  # of e4m3
-TINY = torch.finfo(torch.bfloat16).tiny  # nothing is divided by less
+TINY = torch.finfo(torch.bfloat16).tiny  # the smallest divisor
 
 
 class Encoding(ABC):
-    """One way to write vectors of `width` numbers that were computed in `dtype`."""
+    """An encoding of vectors of `width` numbers that were computed in `dtype`."""
 
     def __init__(self, name: str, width: int, dtype: torch.dtype) -> None:
         self.name, self.width, self.dtype = name, width, dtype
@@ -52,7 +52,7 @@ class Encoding(ABC):
 
 
 class Plain(Encoding):
-    """A float format and nothing else."""
+    """A float format without scales."""
 
     def __init__(self, name: str, width: int, dtype: torch.dtype, stored: torch.dtype) -> None:
         super().__init__(name, width, dtype)
@@ -70,7 +70,7 @@ class Plain(Encoding):
 
 
 class Scaled(Encoding):
-    """Groups of numbers, each with a scale in bfloat16, and their codes: scales first."""
+    """Groups of numbers, each with a scale in bfloat16 and codes; the scales come first."""
 
     group: int  # numbers with one scale
     bits: int  # of one code
@@ -100,11 +100,11 @@ class Scaled(Encoding):
 
     @abstractmethod
     def _values(self, scales: Tensor, codes: Tensor) -> Tensor:
-        """Of float32 scales and uint8 codes -> [..., groups, group]."""
+        """float32 scales [..., groups, 1], uint8 codes [..., groups, bytes] -> [..., groups, group]."""
 
 
 class Fp8(Scaled):
-    """Its exponents cover what one vector spans."""
+    """e4m3 with one scale per vector, whose range its exponents cover."""
 
     bits = 8
 
@@ -122,7 +122,7 @@ class Fp8(Scaled):
 
 
 class Int4(Scaled):
-    """Grouped, symmetric: off by at most half a step, a fourteenth of the largest number of the group."""
+    """Symmetric, in groups; the error is at most half a step, a fourteenth of the largest number of the group."""
 
     bits, group, largest = 4, GROUP, 7
 
@@ -136,7 +136,7 @@ class Int4(Scaled):
 
 
 class Rotated(Scaled):
-    """Turned at random, then the levels that are best for a normal distribution."""
+    """A random rotation, then the best levels for a normal distribution."""
 
     def __init__(self, name: str, width: int, dtype: torch.dtype, bits: int) -> None:
         super().__init__(name, width, dtype)
@@ -144,16 +144,16 @@ class Rotated(Scaled):
         self.group = max(math.gcd(width, BLOCK), GROUP)  # narrower blocks would be mostly scales: padded instead
 
     def _codes(self, grouped: Tensor) -> tuple[Tensor, Tensor]:
-        turned = grouped @ _rotation(self.group, grouped.device)
-        largest = turned.abs().amax(-1, keepdim=True).clamp(min=TINY)  # squares of the numbers themselves may overflow
-        scales = (largest * (turned / largest).square().mean(-1, keepdim=True).sqrt()).to(torch.bfloat16)
+        rotated = grouped @ _rotation(self.group, grouped.device)
+        largest = rotated.abs().amax(-1, keepdim=True).clamp(min=TINY)  # squares of the numbers themselves may overflow
+        scales = (largest * (rotated / largest).square().mean(-1, keepdim=True).sqrt()).to(torch.bfloat16)
         edges = normal_levels(self.bits)[1].to(grouped.device)
-        return scales, pack_bits(torch.bucketize(_divided(turned, scales), edges).to(torch.uint8), self.bits)
+        return scales, pack_bits(torch.bucketize(_divided(rotated, scales), edges).to(torch.uint8), self.bits)
 
     def _values(self, scales: Tensor, codes: Tensor) -> Tensor:
         levels = normal_levels(self.bits)[0].to(codes.device)
-        turned = levels[unpack_bits(codes, self.bits).int()] * scales
-        return turned @ _rotation(self.group, codes.device).T
+        rotated = levels[unpack_bits(codes, self.bits).int()] * scales
+        return rotated @ _rotation(self.group, codes.device).T
 
 
 NAMES = ("exact", "bf16", "fp8", "int4", *(f"rotated{bits}" for bits in range(2, 9)))
@@ -176,16 +176,16 @@ def make_encoding(name: str, width: int, dtype: torch.dtype) -> Encoding:
 
 
 def bytes_per_token(names: tuple[str, str], taps: int, width: int, dtype: torch.dtype) -> int:
-    """Of so many taps and the last hidden state, in the encodings of either."""
-    of_taps, of_last_hidden = (make_encoding(name, width, dtype).bytes_per_vector for name in names)
-    return taps * of_taps + of_last_hidden
+    """Bytes of `taps` taps and the last hidden state, whose encodings are `names`."""
+    tap, last_hidden = (make_encoding(name, width, dtype).bytes_per_vector for name in names)
+    return taps * tap + last_hidden
 
 
 def relative_error(vectors: Tensor, decoded: Tensor) -> Tensor:
     """|x - x̂|² / |x|² of each vector, [..., H] -> [...]; of a zero vector 0 if it came back as zeros."""
     largest = vectors.float().abs().amax(-1, keepdim=True).clamp(min=TINY)
-    x, found = vectors.float() / largest, decoded.float() / largest
-    return (x - found).square().sum(-1) / x.square().sum(-1).clamp(min=TINY)
+    x, y = vectors.float() / largest, decoded.float() / largest
+    return (x - y).square().sum(-1) / x.square().sum(-1).clamp(min=TINY)
 
 
 # --------------------------------------------------------------------------------------------- bits
@@ -217,11 +217,11 @@ def _numbers(payload: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _divided(numbers: Tensor, scales: Tensor) -> Tensor:
-    """By their scales as they are kept, in bfloat16; that of zeros is 0, and zeros come back."""
+    """Divides by the stored scales, in bfloat16; the scale of zeros is 0, and zeros come back."""
     return numbers / scales.float().clamp(min=TINY)
 
 
-# --------------------------------------------------------------------------------------------- levels and turning
+# --------------------------------------------------------------------------------------------- levels and rotations
 
 
 @cache

@@ -1,8 +1,8 @@
-"""The target's forward of the coming micro-step beside the drafter's work on this one, on a device that has streams.
+"""The target's forward of the next micro-step runs beside the drafter's work on this one, on a device with streams.
 
-A frozen target says the same whenever it is asked, so its forward need not wait for the optimizer: it is begun on a
-stream of its own before the drafter's forward is, and taken where it would have been made. Costs the memory of one
-more batch of features. Knows streams, and nothing of targets or drafters.
+A frozen target computes the same features at any time, so its forward need not wait for the optimizer: it begins on a
+stream of its own before the drafter's forward, and is taken where it would have been computed. It costs the memory of
+one more batch of features.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ STREAMS = ("cuda", "xpu")  # devices whose work can be put in several queues
 
 
 def looks_ahead(recipe: Recipe, device: str) -> bool:
-    """Whether the target's forward can be begun early: it is frozen and whole, its texts are known, and the device (its
-    kind, as torch calls it) does several things at once."""
+    """True if the target's forward can begin early: it is frozen and not sharded, its texts are known, and the device
+    type has streams."""
     changes = recipe.joint is not None or recipe.on_policy is not None
     return recipe.features.overlap and recipe.target.sharding == "none" and not changes and device in STREAMS
 
 
 class FeaturesAhead:
-    """At most one batch of features that is under way, known by its `name`.
+    """At most one batch of features in flight, known by its `name`.
 
-    The work is begun without waiting for what the device still has to do, so that it may read only what was there when
-    this was made, and what it makes itself.
+    It does not wait for earlier work of the device, so that it may read only tensors that existed when this object was
+    made, and its own.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,12 +40,12 @@ class FeaturesAhead:
         self._api.synchronize()
 
     def begin(self, name: Hashable, make: Callable[[], TargetFeatures]) -> None:
-        """Begins it; what was begun before and not taken is dropped."""
+        """Begins a batch; one that was begun before and not taken is dropped."""
         with self._api.stream(self._stream):
             self._begun = name, make()
 
     def take(self, name: Hashable) -> TargetFeatures | None:
-        """What was begun under this name, for use on the current stream from here on; None if it is not that."""
+        """The batch that was begun under this name, for use on the current stream from here on; else None."""
         begun, self._begun = self._begun, None
         current = self._api.current_stream()
         current.wait_stream(self._stream)  # also for features of rows that are kept

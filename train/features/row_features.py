@@ -1,9 +1,8 @@
-"""What the frozen target computes on training rows, once per step, once per run, or once for many runs.
+"""The frozen target's features of training rows, computed once per step, once per run, or once for many runs.
 
-A frozen target says the same of a row in every epoch. With memory to spare its answers are kept, and further epochs
-cost the head's own steps only; a cache on disk has them from earlier (`train.pipeline.features_stage`). Kept rows are
-computed one by one, so that what a step sees depends on its rows alone and never on which of them were known already.
-Knows packed rows and targets, and nothing of drafters or losses.
+The features of a row are the same in every epoch. With memory to spare they are kept, and further epochs cost the
+head's own steps only; a cache on disk has them from earlier runs. Kept rows are computed one by one, so that a step's
+features depend on its rows alone and never on which of them were kept already.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from train.features.cache import FeatureCache
 class RowFeatures:
     """Batches of packed rows and the target's features of them.
 
-    keep_bytes: how much of the features may stay in the target's memory; 0 keeps none.
-    cache: has the features of all rows; None: the target computes them.
+    keep_bytes: bytes of features that may stay on the target's device; 0 keeps none.
+    cache: holds the features of all rows; None: the target computes them.
     """
 
     def __init__(
@@ -44,13 +43,13 @@ class RowFeatures:
         return {name: to_device(tensor, self.target.device) for name, tensor in batch.items()}
 
     def of(self, indices: Sequence[int], batch: dict[str, Tensor] | None = None) -> TargetFeatures:
-        """The features of the rows; `batch`: theirs, if it is there already."""
+        """The features of the rows; `batch`: their batch, if it was made already."""
         batch = batch or self.batch(indices)
         if not self.keep_bytes and self.cache is None:
             return self.target.features(**batch)
-        T, found = batch["input_ids"].shape[1], [self._row(i) for i in indices]
-        taps = None if found[0][0] is None else _stacked([taps for taps, _ in found], T)
-        return TargetFeatures(**batch, taps=taps, last_hidden=_stacked([last for _, last in found], T))
+        T, rows = batch["input_ids"].shape[1], [self._row(i) for i in indices]
+        taps = None if rows[0][0] is None else _padded([taps for taps, _ in rows], T)
+        return TargetFeatures(**batch, taps=taps, last_hidden=_padded([last for _, last in rows], T))
 
     def _row(self, index: int) -> tuple[Tensor | None, Tensor]:
         if index in self._kept:
@@ -63,14 +62,14 @@ class RowFeatures:
         return row
 
     def made(self, index: int) -> tuple[Tensor | None, Tensor]:
-        """What the target computes of one row: taps [L, n·H], last_hidden [L, H]."""
+        """Computes one row: taps [L, n·H], last_hidden [L, H]."""
         features = self.target.features(**self.batch([index]))
         return None if features.taps is None else features.taps[0], features.last_hidden[0]
 
 
-def _stacked(rows: list[Tensor], length: int) -> Tensor:
-    """[L_i, D] -> [B, length, D], zeros behind each."""
+def _padded(rows: list[Tensor], length: int) -> Tensor:
+    """[L_i, D] -> [B, length, D], padded with zeros."""
     out = rows[0].new_zeros(len(rows), length, rows[0].shape[1])
-    for place, row in zip(out, rows):
-        place[: len(row)] = row
+    for padded, row in zip(out, rows):
+        padded[: len(row)] = row
     return out

@@ -32,7 +32,7 @@ WORKLOAD = "rollout"
 def rollout_rows(
     rollouts: Sequence[Rollout], *, depths: int, max_length: int, packing: bool = True, branches: bool = True
 ) -> list[PackedRow]:
-    """Rows of at most `max_length` tokens. `depths`: those that are trained; `branches`: what was rejected as well."""
+    """Rows of at most `max_length` tokens. `depths`: the number trained; `branches`: with the rejected drafts."""
     rows = [
         branching_row(rollout, depths, max_length)
         if branches
@@ -43,10 +43,9 @@ def rollout_rows(
 
 
 def branching_row(rollout: Rollout, depths: int, max_length: int) -> PackedRow:
-    """One text and its branches, each left out that would make the row longer than `max_length`.
+    """One text and its branches, without those that would make the row longer than `max_length`.
 
-    A round whose last tokens the end of the text cut off has no branch, and neither has one whose rejected draft no
-    depth reads.
+    A round that the end of the text cut off has no branch, and neither has one whose rejected draft no depth reads.
     """
     ids = [*rollout.prompt_ids, *rollout.output_ids]
     N, positions = len(ids), list(range(len(ids)))
@@ -80,8 +79,8 @@ def _ordinary_paths(loss_mask: np.ndarray, depths: int) -> np.ndarray:
     text = SimpleNamespace(
         loss_mask=torch.from_numpy(loss_mask)[None], segment_ids=torch.zeros(1, len(loss_mask), dtype=torch.long)
     )
-    found = [torch.where(*term_paths(text, depth), -1) for depth in range(depths)]
-    return torch.stack(found, -1)[0].int().numpy()
+    paths = [torch.where(*term_paths(text, depth), -1) for depth in range(depths)]
+    return torch.stack(paths, -1)[0].int().numpy()
 
 
 def branch_weights(batch: Any, decay: float) -> Tensor | None:
@@ -108,7 +107,8 @@ def count_suffix(batch: Any, depths: int, decay: float) -> Tensor:
 
 
 def split(steps: Sequence[DraftStep], weights: Tensor | None) -> tuple[list[DraftStep], list[DraftStep]]:
-    """(the main terms of each depth, those in suffixes with `weights` [B, T] of their targets; none of either's)."""
+    """Splits the terms of each depth into the main ones and those in suffixes, which get the `weights` [B, T] of their
+    targets."""
     if weights is None:
         return list(steps), []
     main, rejected = [], []

@@ -1,7 +1,4 @@
-"""The drafter that a run trains, with its first weights.
-
-Knows recipes, targets and families in general, and no particular one.
-"""
+"""The drafter that a run trains, with its initial weights; the same for every family."""
 
 from __future__ import annotations
 
@@ -29,15 +26,14 @@ from train.trainer import checkpoint
 def make_drafter(
     recipe: Recipe, config: DrafterConfig, target: FrozenTarget, features: RowFeatures, stages: Stages, folder: Path
 ) -> Drafter:
-    """A drafter ready to train: draft vocabulary chosen from the supervised tokens, weights warm or initialised (but
-    not fitted where a checkpoint in `folder` will replace them), on the target's device, as its features are. What is
-    random in them, an adapter of a draft model too, is drawn from the recipe's seed alone."""
+    """A drafter ready to train, on the target's device: draft vocabulary chosen from the supervised tokens, weights
+    loaded or initialised (but not fitted where a checkpoint in `folder` will replace them). Random weights, those of an
+    adapter too, are drawn from the recipe's seed alone."""
     with seeded(recipe.training.seed, target.device):
-        drafter = _with_first_weights(recipe, config, target, features, stages, folder)
-        return drafter.prepare_training(recipe.drafter)
+        return _initialised(recipe, config, target, features, stages, folder).prepare_training(recipe.drafter)
 
 
-def _with_first_weights(
+def _initialised(
     recipe: Recipe, config: DrafterConfig, target: FrozenTarget, features: RowFeatures, stages: Stages, folder: Path
 ) -> Drafter:
     drafter = family_class(config.family)(config).attach(target).to(target.device)
@@ -54,16 +50,16 @@ def _with_first_weights(
             f"      draft vocabulary: {config.draft_vocab_size} of {config.vocab_size} tokens, "
             f"{coverage(counts, ids):.2%} of the supervised text"
         )
-    seen, wanted = None, drafter.start_terms(recipe.drafter)
-    if wanted and checkpoint.latest(folder) is None:
+    sample, terms = None, drafter.start_terms(recipe.drafter)
+    if terms and checkpoint.latest(folder) is None:
         with stages.stage("fit the start", 100) as advance:
-            seen = _features_of_some_rows(drafter, features, wanted, advance)
-    drafter.initialise_from(target, recipe.drafter, features=seen)
+            sample = _sample_features(drafter, features, terms, advance)
+    drafter.initialise_from(target, recipe.drafter, features=sample)
     return drafter
 
 
 def meet_tokenizers(recipe: Recipe, drafter: Drafter, tokenizer: Any) -> None:
-    """For a drafter that has a tokenizer of its own; ConfigError if it does not fit the target's `tokenizer`."""
+    """Maps the tokenizer of a drafter that has its own; ConfigError if it does not fit the target's `tokenizer`."""
     start = start_folder(recipe)
     drafter.meet_tokenizers(
         tokenizer,
@@ -73,14 +69,13 @@ def meet_tokenizers(recipe: Recipe, drafter: Drafter, tokenizer: Any) -> None:
     )
 
 
-def _features_of_some_rows(drafter: Drafter, features: RowFeatures, wanted: int, advance) -> list[TargetFeatures]:
-    """Rows with `wanted` terms, spread over the data, one by one."""
-    terms, found = 0, []
-    order = np.random.default_rng(0).permutation(len(features.rows))
-    for index in order.tolist():
-        found.append(features.of([index]))
-        terms += int(drafter.count_terms(found[-1], 1)[0])
+def _sample_features(drafter: Drafter, features: RowFeatures, wanted: int, advance) -> list[TargetFeatures]:
+    """The features of random rows, one by one, until they have `wanted` terms."""
+    terms, sample = 0, []
+    for index in np.random.default_rng(0).permutation(len(features.rows)).tolist():
+        sample.append(features.of([index]))
+        terms += int(drafter.count_terms(sample[-1], 1)[0])
         advance(min(round(100 * terms / wanted, 1), 100.0))
         if terms >= wanted:
             break
-    return found
+    return sample

@@ -1,7 +1,6 @@
-"""The stage of a run that sees to the features of its training rows: online, or from a cache that it fills first.
+"""The stage of a run that provides the features of its training rows: online, or from a cache that it fills first.
 
-Before anything is written it is said how many bytes a token takes and how many there are in all, and a disk that does
-not have them is refused. Knows recipes and where features come from; not how they are written.
+It reports the bytes per token and in all before anything is written, and refuses a disk that is too small.
 """
 
 from __future__ import annotations
@@ -60,36 +59,36 @@ def training_features(
 
 @dataclass(frozen=True)
 class Writer:
-    """What one process writes: of the rows those of `part` (number from 0, how many), or nothing (None). `devices`:
-    numbers of those that vLLM may use; None: all that this process sees."""
+    """The rows of one process: every n-th from the i-th on for `part` (i, n), none for None. `devices`: numbers
+    of those that vLLM may use; None: all that this process sees."""
 
     part: tuple[int, int] | None = (0, 1)
     devices: tuple[int, ...] | None = None
 
 
 def vllm_writer(accelerator: Accelerator, options: Mapping[str, Any], count: int | None = None) -> Writer:
-    """Of this process: one engine for every set of devices that it takes, started by the first process of the set.
+    """The writer of this process: one engine for every set of devices that it takes, in the first process of the set.
 
     `count`: accelerators of this machine; None: as many as torch finds. Without any, one engine a machine. ConfigError
     if one engine takes more than there are."""
-    each = math.prod(int(options.get(size, 1)) for size in ENGINE_SIZES)
+    size = math.prod(int(options.get(name, 1)) for name in ENGINE_SIZES)
     if count is None:
         count = torch.accelerator.device_count() if accelerator.device.type != "cpu" else 0
     here = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
     machine, machines = accelerator.process_index // here, max(accelerator.num_processes // here, 1)
     if count == 0:
         return Writer((machine, machines) if accelerator.local_process_index == 0 else None)
-    if each > count:
-        sizes = ", ".join(f"{size}={options[size]}" for size in ENGINE_SIZES if size in options)
+    if size > count:
+        sizes = ", ".join(f"{name}={options[name]}" for name in ENGINE_SIZES if name in options)
         raise ConfigError(
-            f"features.vllm_options: an engine with {sizes} takes {each} devices, and this machine has {count}; "
+            f"features.vllm_options: an engine with {sizes} takes {size} devices, and this machine has {count}; "
             "lower the sizes"
         )
-    engines = max(min(here, count) // each, 1)
-    engine, first = divmod(accelerator.local_process_index, each)
-    if first or engine >= engines:
+    engines = max(min(here, count) // size, 1)
+    engine, place = divmod(accelerator.local_process_index, size)
+    if place or engine >= engines:
         return Writer(None)
-    return Writer((machine * engines + engine, machines * engines), tuple(range(engine * each, (engine + 1) * each)))
+    return Writer((machine * engines + engine, machines * engines), tuple(range(engine * size, (engine + 1) * size)))
 
 
 def _root(recipe: Recipe) -> Path:
@@ -115,8 +114,8 @@ def cache_key(recipe: Recipe, target: FrozenTarget, data: TrainingData) -> Cache
 
 
 def open_cache(recipe: Recipe, target: FrozenTarget, data: TrainingData, stages: Stages) -> FeatureCache:
-    """The recipe's cache. ConfigError if its folder has features of a target that has changed, unless the recipe says
-    what shall become of them; whatever else lies there unused is said."""
+    """The recipe's cache. ConfigError if its folder has features of a target that has changed, unless
+    `features.on_change` says otherwise; other features that lie there unused are reported."""
     section = recipe.features
     cache = FeatureCache(_root(recipe), cache_key(recipe, target, data))
     outdated = cache.outdated()
@@ -132,7 +131,7 @@ def open_cache(recipe: Recipe, target: FrozenTarget, data: TrainingData, stages:
             shutil.rmtree(path)
         stages.say(f"      {what}: {'deleted' if section.on_change == 'rebuild' else 'not used'}")
     for path, key in cache.others:
-        if path.exists() and path not in [each for each, _ in outdated]:
+        if (path, key) not in outdated:
             differences = [f"{name} {theirs}" for name, (_, theirs) in cache.key.differences(key).items()]
             stages.say(f"      {path}: other features, not used ({', '.join(differences)})")
     return cache
@@ -144,10 +143,10 @@ def fill(
     rows: Sequence[PackedRow],
     cache: FeatureCache,
     stages: Stages,
-    who: Writer = Writer(),
+    writer: Writer = Writer(),
 ) -> None:
-    """Writes what is missing of the rows that are this writer's. ConfigError if the disk is too small for what is
-    missing of all."""
+    """Writes the missing features of this writer's rows. ConfigError if the disk is too small for those of all
+    rows."""
     wanted = missing(cache, rows)
     tokens, section = sum(wanted.values()), recipe.features
     whole = cache.bytes_per_token * sum(map(len, rows))
@@ -158,28 +157,28 @@ def fill(
     if not wanted:
         return
     refuse_small_disk(cache, tokens)
-    if who.part is None:
+    if writer.part is None:
         return
-    number, of = who.part
-    mine = [row for row in rows[number::of] if any(text in wanted for text, _ in texts_of(row))]
+    first, step = writer.part
+    mine = [row for row in rows[first::step] if any(text in wanted for text, _ in texts_of(row))]
     texts = {text: wanted[text] for row in mine for text, _ in texts_of(row) if text in wanted}
     features = (
-        _from_vllm(recipe, target, mine, set(texts), who.devices)
+        _from_vllm(recipe, target, mine, set(texts), writer.devices)
         if section.engine == "vllm"
         else _from_target(target, mine, set(texts))
     )
     with (
         stages.stage("write features", sum(texts.values())) as advance,
-        ShardWriter(cache, section.shard_mb * 1e6) as writer,
+        ShardWriter(cache, section.shard_mb * 1e6) as shards,
         closing(features),
     ):
         done = 0
         for text, taps, last_hidden in features:
-            writer.add(text, taps, last_hidden)
+            shards.add(text, taps, last_hidden)
             done += len(last_hidden)
             advance(done)
-    errors = ", ".join(f"{name} {value:.2g}" for name, value in writer.error.items())
-    stages.say(f"      {size_text(writer.bytes)} written; relative squared error of the worst text: {errors}")
+    errors = ", ".join(f"{name} {value:.2g}" for name, value in shards.error.items())
+    stages.say(f"      {size_text(shards.bytes)} written; relative squared error of the worst text: {errors}")
 
 
 def refuse_small_disk(cache: FeatureCache, tokens: int) -> None:

@@ -1,7 +1,7 @@
-"""What a person sees while a run goes on: numbered stages, a bar with the time left, a few numbers.
+"""The progress of a run: numbered stages, a bar with the time left, a few numbers.
 
-On a terminal one live bar; elsewhere (logs, CI) a line when a stage begins and now and then while it lasts. Only the
-main process prints. Knows nothing of what the stages do.
+On a terminal it is one live bar; elsewhere (logs, CI) a line when a stage begins and now and then while it lasts. Only
+the main process prints.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which rows a step sees, and which of them each process takes: a function of the step, on any number of processes.
+"""The rows of a step and of each process: a function of the step, on any number of processes.
 
 The rows of a step are the next `rows_per_step` of an endless stream. They are cut into micro-steps, which processes
 take in turn, so that with a global batch size the union over processes is the same for any number of them. Random
-numbers are drawn by the row's place in the stream, never by the process. Knows no model and no data.
+numbers are drawn by the row's place in the stream, never by the process.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StepRows:
         return [self._micro_step(step, m * self.processes + self.process) for m in range(self.micro_steps)]
 
     def of_all(self, step: int) -> list[MicroStep]:
-        """Those of all processes."""
+        """The micro-steps of a step over all processes."""
         return [self._micro_step(step, m) for m in range(self.micro_steps * self.processes)]
 
     def _micro_step(self, step: int, index: int) -> MicroStep:
@@ -57,11 +57,11 @@ class StepRows:
         return MicroStep(range(first, first + self.rows), index * self.rows // self.batch_size)
 
     def seeds(self, places: range) -> torch.Tensor:
-        """[B] of the random numbers of each row."""
+        """[B] seeds of each row's random numbers."""
         return torch.tensor([_seed("row", self.seed, place) for place in places])
 
     def seed_everything(self, places: range) -> None:
-        """For what draws from torch's global state, dropout for one: by the micro-step, not by what came before."""
+        """Seeds torch's global state, which dropout draws from, by the micro-step."""
         torch.manual_seed(_seed("micro-step", self.seed, places.start))
 
 

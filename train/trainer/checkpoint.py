@@ -1,7 +1,7 @@
-"""Checkpoints of a run: written whole or not at all, found again, refused if another recipe made them.
+"""Checkpoints of a run: written whole or not at all, and refused if another recipe made them.
 
 A checkpoint is a folder `step-00000100` with the drafter's float32 weights (safetensors), the optimizer's state by the
-names of parameters, and `state.json`: nothing in it depends on how many processes there were. A kill between two writes
+names of parameters, and `state.json`; nothing in it depends on the number of processes. A kill between two writes
 leaves the one before."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from train.trainer.parallel import Replicated
 
 @dataclass
 class TrainState:
-    """Everything about a run that is not a tensor."""
+    """The state of a run apart from its tensors."""
 
     step: int = 0
     seconds: float = 0.0  # spent training, over every resumption
@@ -44,8 +44,8 @@ def step_folder(root: Path, step: int) -> Path:
 
 def latest(root: Path) -> Path | None:
     """The newest complete checkpoint, or None."""
-    found = sorted(path for path in root.glob("step-*") if (path / "state.json").exists())
-    return found[-1] if found else None
+    complete = (path for path in root.glob("step-*") if (path / "state.json").exists())
+    return max(complete, default=None)
 
 
 def save(
@@ -56,8 +56,8 @@ def save(
     keep: int,
     adapter: nn.Module | None = None,
 ) -> Path:
-    """Writes the checkpoint of `state.step` and removes all but the newest `keep`. `optimizer`: its state, by
-    `optimizer_state`; `adapter`: what is trained of the target."""
+    """Writes the checkpoint of `state.step` and removes all but the newest `keep`. `optimizer`: its `optimizer_state`;
+    `adapter`: the LoRA of the target."""
     root.mkdir(parents=True, exist_ok=True)
     folder, fresh = step_folder(root, state.step), root / f".step-{state.step}-{os.getpid()}"
     fresh.mkdir(exist_ok=True)
@@ -73,7 +73,7 @@ def save(
 
 
 def load(folder: Path, fingerprint: str) -> TrainState:
-    """What is known of the run. CheckpointError if the recipe has changed since."""
+    """The state of the run. CheckpointError if the recipe has changed since."""
     try:
         state = TrainState(**json.loads((folder / "state.json").read_text()))
     except (json.JSONDecodeError, TypeError) as error:
@@ -89,12 +89,12 @@ def load(folder: Path, fingerprint: str) -> TrainState:
 def load_tensors(
     folder: Path, replica: Replicated, optimizer: Any, names: Names, adapter: nn.Module | None = None
 ) -> None:
-    """Restores weights and optimizer, whatever number of processes wrote them and read them."""
+    """Restores weights and optimizer on any number of processes."""
     replica.load(load_file(folder / "drafter.safetensors"))
     if adapter is not None:
         adapter.load_state_dict(load_file(folder / "adapter.safetensors"), strict=True)
     saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
-    if "groups" not in saved:  # of a version that counted parameters
+    if "groups" not in saved:  # earlier versions numbered the parameters
         saved = by_name(saved["optimizer"], optimizer, names)
     load_optimizer_state(optimizer, saved, names)
 
@@ -137,18 +137,14 @@ def fingerprint(recipe: Recipe, target_hash: str, before: str) -> str:
     A checkpoint continues only a training of the same fingerprint.
     """
     names = {"family", "target", "drafter", "data", "regenerate", "loss", "joint", "training"}
-    if recipe.on_policy is not None:  # runs without it are what they were before there was such a section
+    training = {"activation_checkpointing"}  # it and sharding change how numbers are computed, not what they are
+    for key in ("global_batch_size", "eval_texts"):  # at their defaults runs are those from before these keys
+        if getattr(recipe.training, key) == type(recipe.training).model_fields[key].default:
+            training.add(key)
+    if recipe.on_policy is not None:  # runs without it are those from before this section
         names.add("on_policy")
-    left_out = {"regenerate": recipe.regenerate.not_in_fingerprint()}
+    left_out = {"regenerate": recipe.regenerate.not_in_fingerprint(), "training": training, "target": {"sharding"}}
     sections = recipe.model_dump(mode="json", include=names, exclude=left_out)
-    del (
-        sections["training"]["activation_checkpointing"],
-        sections["target"]["sharding"],
-    )  # they change how the numbers are computed, not what they are
-    if recipe.training.global_batch_size is None:  # neither does the absence of a global batch size
-        del sections["training"]["global_batch_size"]
-    if recipe.training.eval_texts == type(recipe.training).model_fields["eval_texts"].default:
-        del sections["training"]["eval_texts"]  # runs are those of before there was such a key
     parts = [sections, target_hash, before]
     if recipe.features.mode == "cache":
         parts += [recipe.features.engine, *recipe.features.encodings]

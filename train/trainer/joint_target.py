@@ -1,8 +1,8 @@
 """The target trained along with its heads (Medusa-2, arXiv 2401.10774): a LoRA on it, its own loss, its export.
 
-Joint training gives up losslessness with respect to the original target: what the heads draft for, and what is served,
-is the adapted one. So it is exported beside the heads, everything is measured against it, and how much its own loss on
-held-out text has changed is said. Knows no family and no loop.
+Joint training gives up losslessness with respect to the original target: the heads draft for the adapted one, which is
+served. So it is exported beside the heads, everything is measured against it, and the change of its own loss on
+held-out text is reported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from train.losses.objective import chunked_objective
 from train.recipe.sections import JointSection
 
 Texts = Sequence[tuple[Sequence[int], Sequence[int]]]  # (prompt ids, response ids)
-CHANGE = "held_out_loss.json"  # in the folder of the exported target: what happened to it
+CHANGE = "held_out_loss.json"  # its loss before and after, in the folder of the exported target
 
 
 class JointTarget(nn.Module):
@@ -67,12 +67,12 @@ class JointTarget(nn.Module):
                 parameter.copy_(state[name])
 
     def heads_weight(self, share: float) -> float:
-        """Of the heads' loss when `share` of the run is done."""
+        """The weight of the heads' loss when `share` of the run is done."""
         s = self.section
         return s.heads_loss_weight * (math.sin(math.pi / 2 * min(share, 1.0)) if s.heads_schedule == "sine" else 1.0)
 
     def features(self, batch: dict[str, Tensor]) -> TargetFeatures:
-        """What the adapted target computes, with gradients for the adapter."""
+        """The adapted target's features, with gradients for the adapter."""
         dropout = [m for name, m in self.model.named_modules() if isinstance(m, nn.Dropout) and "lora_" in name]
         for module in dropout:
             module.train()
@@ -125,7 +125,7 @@ class JointTarget(nn.Module):
         return folder
 
     def _save_merged(self, folder: Path) -> None:
-        """In the precision of the checkpoint, whatever it was trained in; transformers would name the latter."""
+        """Saves in the precision of the checkpoint; transformers would name the one it was trained in."""
         model, dtype = self.model.get_base_model(), self.target.checkpoint_dtype
         config, own = model.config, model.config.dtype
         try:
@@ -150,6 +150,6 @@ def cross_entropy(target: FrozenTarget, texts: Texts) -> float:
 
 
 def change_of(folder: Path) -> dict[str, float] | None:
-    """What `JointTarget.export` said of the target in this folder."""
+    """The loss before and after that `JointTarget.export` wrote into this folder."""
     path = folder / CHANGE
     return json.loads(path.read_text()) if path.exists() else None

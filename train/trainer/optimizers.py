@@ -3,8 +3,8 @@
 Muon (Jordan et al., https://kellerjordan.github.io/posts/muon) makes every update of a matrix equally large in all of
 its directions. Heads are trained briefly and mostly matrices, and reach the same acceptance in a fraction of the
 steps. Vocabulary projections, embeddings and norms stay with AdamW, as its authors advise.
-`learning_rate` is the schedule; the loop scales every group's `peak_lr` by it. `optimizer_state` is what a checkpoint
-holds: the state by the names of parameters, whole, whatever the number of processes.
+`learning_rate` is the schedule; the loop scales every group's `peak_lr` by it. `optimizer_state` is the part of a
+checkpoint: the state by the names of parameters, gathered, so that it does not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -60,13 +60,6 @@ class Together:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-
 
 def make_optimizer(
     drafter: Drafter,
@@ -74,19 +67,17 @@ def make_optimizer(
     others: Sequence[torch.nn.Parameter] = (),
     others_learning_rate: float | None = None,
 ) -> torch.optim.Optimizer | Together:
-    """For the drafter's trainable parameters, and `others` at a rate of their own; every group has its `peak_lr`."""
-    parameters, matrices = drafter.trainable_parameters(), []
-    if training.optimizer == "muon":
-        matrices = _matrices(drafter)
-    chosen = {id(p) for p in matrices}
-    groups: list[dict[str, Any]] = [{"params": [p for p in parameters if id(p) not in chosen]}]
+    """The optimizer of the drafter's trainable parameters, and of `others` at their own rate; every group has its
+    `peak_lr`."""
+    matrices = []
+    if training.optimizer == "muon":  # for two-dimensional weights that are neither embedding nor output head
+        matrices = [p for p in drafter.weight_matrices() if p.ndim == 2 and p.requires_grad]
+    for_muon = {id(p) for p in matrices}
+    groups: list[dict[str, Any]] = [{"params": [p for p in drafter.trainable_parameters() if id(p) not in for_muon]}]
     if others:
         groups.append({"params": list(others), "lr": others_learning_rate or training.learning_rate})
     adam = torch.optim.AdamW(
-        groups,
-        lr=training.learning_rate,
-        betas=tuple(training.betas),
-        weight_decay=training.weight_decay,
+        groups, lr=training.learning_rate, betas=tuple(training.betas), weight_decay=training.weight_decay
     )
     optimizer: torch.optim.Optimizer | Together = adam
     if matrices:
@@ -100,42 +91,37 @@ def make_optimizer(
     return optimizer
 
 
-def _matrices(drafter: Drafter) -> list[torch.nn.Parameter]:
-    """What Muon is for: two-dimensional weights that are neither an embedding nor read by the output head."""
-    return [p for p in drafter.weight_matrices() if p.ndim == 2 and p.requires_grad]
-
-
 Names = Mapping[str, nn.Parameter]  # of all trained parameters, "drafter.fc.weight" and the like
 
 
 def optimizer_state(optimizer: Any, names: Names) -> dict[str, Any]:
     """{"state": {parameter: {key: tensor}}, "groups": [{"params": [parameter], option: value}]}, in the host's memory.
 
-    All processes must ask at the same time.
+    All processes must call it at the same time.
     """
     name_of = {id(parameter): name for name, parameter in names.items()}
     state, groups = {}, []
-    for each in optimizers_in(optimizer):
-        for parameter, kept in each.state.items():
+    for single in optimizers_in(optimizer):
+        for parameter, values in single.state.items():
             state[name_of[id(parameter)]] = {
                 key: whole(value).detach().cpu().clone() if isinstance(value, Tensor) else value
-                for key, value in kept.items()
+                for key, value in values.items()
             }
-        for group in each.param_groups:
+        for group in single.param_groups:
             groups.append({**group, "params": [name_of[id(parameter)] for parameter in group["params"]]})
     return {"state": state, "groups": groups}
 
 
 def load_optimizer_state(optimizer: Any, saved: Mapping[str, Any], names: Names) -> None:
-    """What `optimizer_state` gave, into an optimizer of the same groups. CheckpointError if they are others."""
+    """Loads the result of `optimizer_state` into an optimizer of the same groups; CheckpointError for other groups."""
     name_of, first = {id(parameter): name for name, parameter in names.items()}, 0
-    for each in optimizers_in(optimizer):
-        mine = saved["groups"][first : first + len(each.param_groups)]
-        first += len(each.param_groups)
-        wanted = [[name_of[id(p)] for p in group["params"]] for group in each.param_groups]
+    for single in optimizers_in(optimizer):
+        mine = saved["groups"][first : first + len(single.param_groups)]
+        first += len(single.param_groups)
+        wanted = [[name_of[id(p)] for p in group["params"]] for group in single.param_groups]
         if wanted != [group["params"] for group in mine]:
             raise CheckpointError("the optimizer's parameters are not those of the checkpoint")
-        parameters = [parameter for group in each.param_groups for parameter in group["params"]]
+        parameters = [parameter for group in single.param_groups for parameter in group["params"]]
         number = {id(parameter): i for i, parameter in enumerate(parameters)}
         state = {
             number[id(parameter)]: {
@@ -147,24 +133,24 @@ def load_optimizer_state(optimizer: Any, saved: Mapping[str, Any], names: Names)
         }
         groups = [
             {**group, "params": [number[id(p)] for p in own["params"]]}
-            for group, own in zip(mine, each.param_groups, strict=True)
+            for group, own in zip(mine, single.param_groups, strict=True)
         ]
-        each.load_state_dict({"state": state, "param_groups": groups})
+        single.load_state_dict({"state": state, "param_groups": groups})
 
 
 def by_name(numbered: Mapping[str, Any], optimizer: Any, names: Names) -> dict[str, Any]:
-    """A state that counts parameters instead of naming them, as checkpoints once held it."""
+    """Names the parameters of a state that numbers them, as earlier versions wrote it."""
     name_of = {id(parameter): name for name, parameter in names.items()}
     state, groups = {}, []
-    for each, saved in zip(optimizers_in(optimizer), numbered.get("optimizers", [numbered]), strict=True):
-        own = [name_of[id(p)] for group in each.param_groups for p in group["params"]]
-        state |= {own[number]: kept for number, kept in saved["state"].items()}
+    for single, saved in zip(optimizers_in(optimizer), numbered.get("optimizers", [numbered]), strict=True):
+        own = [name_of[id(p)] for group in single.param_groups for p in group["params"]]
+        state |= {own[number]: values for number, values in saved["state"].items()}
         groups += [{**group, "params": [own[number] for number in group["params"]]} for group in saved["param_groups"]]
     return {"state": state, "groups": groups}
 
 
 def optimizers_in(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Those that `train.trainer.optimizers.Together` is made of, or the one."""
+    """The parts of `Together`, or the optimizer itself."""
     return list(getattr(optimizer, "optimizers", [optimizer]))
 
 

@@ -1,8 +1,8 @@
 """The drafter on several processes: whole on each of them, or sharded, parameters, gradients and optimizer state.
 
 The loss of a step is divided by counts over all processes, so that gradients are *summed*: what one process would have
-computed. Whether the drafter is sharded is what the configuration of `accelerate launch` says (`fsdp_version: 2`).
-The whole drafter stays what evaluates and is saved. Knows no loss, no data and no schedule.
+computed. The configuration of `accelerate launch` says whether the drafter is sharded (`fsdp_version: 2`). The whole
+drafter is evaluated and saved.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Result = TypeVar("Result")
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor gathered, on every process; others as they are. All processes must ask at the same time."""
+    """Gathers a sharded tensor on every process; others stay as they are. All processes must call it at the same
+    time."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def like_shards(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A tensor of a parameter's shape that every process holds whole, sharded as the parameter is; others as they
-    are."""
+    """Shards a tensor that every process holds whole as the parameter of its shape is; others stay as they are."""
     if not isinstance(parameter, DTensor) or isinstance(tensor, DTensor) or tensor.shape != parameter.shape:
         return tensor
     own = tensor.to(parameter.device)
@@ -54,8 +54,8 @@ class Replicated:
         return work()
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Over processes, in messages of a fixed size. A head has gradients once per step, after its last micro-step:
-        there is next to nothing that a message could travel beside."""
+        """Sums gradients over processes, in messages of a fixed size. A head has gradients once per step, after its
+        last micro-step, so that there is no computation to overlap a message with."""
         fill_gradients(parameters)
         if self.accelerator.num_processes == 1:
             return
@@ -77,11 +77,11 @@ class Replicated:
 
     @contextmanager
     def whole(self) -> Iterator[Drafter]:
-        """The drafter with the weights of now. All processes enter together."""
+        """The drafter with its current weights. All processes enter together."""
         yield self.drafter
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """The weights of a whole drafter."""
+        """Loads the weights of a whole drafter."""
         self.drafter.load_state_dict(state, strict=True)
 
 
@@ -115,7 +115,7 @@ class Sharded(Replicated):
         return self.module(work)
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """The last backward has summed them."""
+        """FSDP has summed them in the last backward."""
         fill_gradients(parameters)
 
     @contextmanager
@@ -144,8 +144,8 @@ def fill_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def spread(accelerator: Accelerator, drafter: Drafter, others: Sequence[nn.Parameter] = ()) -> Replicated:
-    """The drafter as the launch configuration wants it, with the weights that the first process has. `others`: what is
-    trained beside it, a target's adapter; every process gets the first one's of these too."""
+    """The drafter, replicated or sharded as the launch configuration says, with the weights of the first process.
+    `others`: parameters trained beside it (a target's adapter), which are the first process's too."""
     sharded = wants_shards(accelerator)
     if sharded and others:
         raise ConfigError(
@@ -159,7 +159,7 @@ def spread(accelerator: Accelerator, drafter: Drafter, others: Sequence[nn.Param
 
 
 def share_out(accelerator: Accelerator, target: FrozenTarget, sharding: str) -> None:
-    """The target as `target.sharding` wants it, in place; with one process it stays whole."""
+    """Shards the target in place as `target.sharding` says; with one process it stays whole."""
     if sharding == "fsdp" and accelerator.num_processes > 1:
         shard_target(target, mesh_of(accelerator)).to(accelerator.device)
 
@@ -170,7 +170,7 @@ def mesh_of(accelerator: Accelerator) -> DeviceMesh:
 
 
 def wants_shards(accelerator: Accelerator) -> bool:
-    """Whether the launch configuration asks for FSDP2. ConfigError for ways of sharding that the loop does not have."""
+    """True if the launch configuration asks for FSDP2. ConfigError for other ways of sharding."""
     kind = accelerator.distributed_type
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise ConfigError(
@@ -184,5 +184,5 @@ def wants_shards(accelerator: Accelerator) -> bool:
 
 
 def _plugin(accelerator: Accelerator) -> FullyShardedDataParallelPlugin:
-    """What the configuration says of FSDP; on CPUs accelerate leaves it in the environment."""
+    """The FSDP configuration; on CPUs accelerate leaves it in the environment."""
     return getattr(accelerator.state, "fsdp_plugin", None) or FullyShardedDataParallelPlugin()

@@ -1,4 +1,4 @@
-"""What a training step cost, beside what it learnt: tokens per second, where the time went, memory.
+"""Costs of a training step: tokens per second, time by phase, memory.
 
     telemetry.begin()
     telemetry.saw(batches)
@@ -6,7 +6,7 @@
     figures = telemetry.finish(total)       # one step's, summed over processes where that means something
 
 Phases on a GPU are timed by its own events, so that nothing waits for it in between; one that is under way on another
-stream when the step ends counts in the next. Knows no drafter and no loss.
+stream when the step ends counts in the next.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def timed(name: str) -> Callable[[Method], Method]:
-    """Of a method whose object has a `telemetry`: its time is that phase's."""
+    """Decorates a method of an object with a `telemetry`: its time counts as that phase's."""
 
     def wrap(method: Method) -> Method:
         @wraps(method)
@@ -44,7 +44,7 @@ def timed(name: str) -> Callable[[Method], Method]:
 
 
 class Telemetry:
-    """Of one process.
+    """The costs of one process, in these phases:
 
     data        which rows; with on_policy the texts that are written for them
     target      features of the target
@@ -59,7 +59,7 @@ class Telemetry:
         self.begin()
 
     def begin(self) -> None:
-        """A step; what went before, such as a held-out evaluation, is no part of it."""
+        """Begins a step; time before it, such as a held-out evaluation, does not count."""
         self._began, self._spent = time.perf_counter(), defaultdict[str, float](float)
         self._counts = torch.zeros(3, device=self.device)
 
@@ -78,7 +78,8 @@ class Telemetry:
         self._spent[name] += time.perf_counter() - began
 
     def saw(self, batches: list[Batch]) -> list[Batch]:
-        """Batches of the step: input_ids, segment_ids (-1: padding) and loss_mask, each [B, T]. Returns them."""
+        """Counts the batches of a step: input_ids, segment_ids (-1: padding) and loss_mask, each [B, T]. Returns
+        them."""
         for batch in batches:
             ids, valid, supervised = batch["input_ids"], batch["segment_ids"] >= 0, batch["loss_mask"]
             self._counts += torch.stack([torch.ones_like(ids).sum(), valid.sum(), supervised.sum()]).to(self._counts)

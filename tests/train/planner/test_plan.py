@@ -32,7 +32,7 @@ from train.planner.token_counts import assumed
 from train.recipe.load import load_recipe
 from train.recipe.recipe import make_recipe
 from train.trainer import checkpoint
-from train.trainer.optimizers import make_optimizer
+from train.trainer.optimizers import make_optimizer, optimizers_in
 
 FAMILIES = {
     "eagle": {"unroll_steps": 2},
@@ -145,9 +145,13 @@ def test_exact_bytes(family, optimizer, folder, tmp_path):
         p.grad = torch.zeros_like(p)
     made_optimizer.step()
     assert sum(p.grad.nbytes for p in parameters) == 4 * plan.trainable
-    state = made_optimizer.state_dict()
-    parts = state.get("optimizers", [state])
-    states = [t for part in parts for each in part["state"].values() for t in each.values() if torch.is_tensor(t)]
+    states = [
+        t
+        for optimizer_part in optimizers_in(made_optimizer)
+        for values in optimizer_part.state.values()
+        for t in values.values()
+        if torch.is_tensor(t)
+    ]
     assert optimizer_bytes(plan.head, plan.recipe.training) == sum(t.nbytes for t in states)
     checkpoint.save_best(tmp_path, drafter)
     assert state_bytes(plan.head) == tensor_bytes(tmp_path / "best" / "drafter.safetensors")
