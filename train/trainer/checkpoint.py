@@ -112,23 +112,16 @@ def load_best(root: Path, drafter: nn.Module, adapter: nn.Module | None = None) 
     path = root / "best" / "drafter.safetensors"
     if not path.exists():
         raise CheckpointError(f"{path}: missing; the run has no held-out evaluation yet, or was moved")
-    _load_weights(path.parent, drafter, adapter)
+    drafter.load_state_dict(load_file(path), strict=True)
+    if adapter is not None:
+        adapter.load_state_dict(load_file(path.with_stem("adapter")), strict=True)
 
 
 def _save_weights(folder: Path, drafter: nn.Module, adapter: nn.Module | None) -> None:
     for name, module in (("drafter", drafter), ("adapter", adapter)):
         if module is not None:
-            save_file(_plain(module.state_dict()), folder / f"{name}.safetensors")
-
-
-def _load_weights(folder: Path, drafter: nn.Module, adapter: nn.Module | None) -> None:
-    for name, module in (("drafter", drafter), ("adapter", adapter)):
-        if module is not None:
-            module.load_state_dict(load_file(folder / f"{name}.safetensors"), strict=True)
-
-
-def _plain(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
+            state = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in module.state_dict().items()}
+            save_file(state, folder / f"{name}.safetensors")
 
 
 def fingerprint(recipe: Recipe, target_hash: str, before: str) -> str:
