@@ -206,15 +206,13 @@ class ConversationTokenizer:
 
     def _marked_mask(self, example: Example, messages: list[Message], index: int) -> np.ndarray:
         """The tokens that the template's own markers enclose, up to turn `index`: bool [T]."""
-        out = self.tokenizer.apply_chat_template(
-            list(messages[: index + 1]),
-            tools=list(example.tools) or None,
-            chat_template=self.chat_template,
+        out = self._apply_template(
+            example,
+            messages[: index + 1],
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
             tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False},
-            **self.template_kwargs,
         )
         mask, spans = np.asarray(out["assistant_masks"], dtype=bool), out["offset_mapping"]
         for i in range(1, len(mask)):  # of the tokens that share the last character transformers marks one
@@ -277,19 +275,18 @@ class ConversationTokenizer:
     def _render(self, example: Example, messages: list[Message], end: int, *, prompt: bool) -> str:
         """The first `end` messages as text, with the generation prompt if `prompt`."""
         try:
-            return self.tokenizer.apply_chat_template(
-                list(messages[:end]),
-                tools=list(example.tools) or None,
-                chat_template=self.chat_template,
-                add_generation_prompt=prompt,
-                tokenize=False,
-                **self.template_kwargs,
-            )
+            return self._apply_template(example, messages[:end], add_generation_prompt=prompt, tokenize=False)
         except _TEMPLATE_ERRORS as error:
             if self.tokenizer.chat_template is None and self.chat_template is None:
                 raise DataError("the tokenizer has no chat template; give one with data.chat_template") from None
             why = f"the chat template refuses it: {error}"
             raise _refusal(example, messages, end - 1, "template_refuses", why) from None
+
+    def _apply_template(self, example: Example, messages: list[Message], **options: Any) -> Any:
+        tools, template = list(example.tools) or None, self.chat_template
+        return self.tokenizer.apply_chat_template(
+            messages, tools=tools, chat_template=template, **options, **self.template_kwargs
+        )
 
     def _encode(self, text: str) -> list[int]:
         """Tokens of rendered text: no BOS is added, templates write their own."""

@@ -64,8 +64,8 @@ def _shards(folder: Path, split: str) -> list[Path]:
 
     if not any(kind_of(file) for file in folder.rglob("*")):
         raise DataError(f"{folder}: the directory holds no .jsonl, .json or .parquet file")
-    found = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
-    files = {str(name): [Path(file) for file in some if kind_of(Path(file))] for name, some in found.items()}
+    splits = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
+    files = {str(name): [Path(file) for file in some if kind_of(Path(file))] for name, some in splits.items()}
     if not files.get(split):
         there = ", ".join(name for name, some in files.items() if some)
         raise DataError(f"{folder}: the directory has no split {split!r}; it has {there}")
@@ -73,7 +73,7 @@ def _shards(folder: Path, split: str) -> list[Path]:
 
 
 def _file_rows(path: Path) -> Iterator[Row]:
-    """What a file holds; where it breaks off (a torn archive), the last row says so."""
+    """The rows of a file; where it breaks off (a torn archive), the last row says so."""
     from pyarrow import ArrowException
 
     number, read = 0, {LINES: _lines, LISTS: _list, TABLES: _table}[kind_of(path) or ""]

@@ -61,30 +61,30 @@ def load_sources(sources: Sequence[Source], *, seed: int = 0, bad: BadRows | Non
 
 def read_sources(sources: Sequence[Source], *, seed: int = 0, bad: BadRows | None = None) -> list[list[Example]]:
     """The examples of each source, at most its `limit`. DataError for a source without any."""
-    found = []
+    lists = []
     for source in sources:
         before = bad.count() if bad else 0
-        found.append(list(islice(load_source(source, seed=seed, bad=bad), source.limit)))
-        if not found[-1]:
+        lists.append(list(islice(load_source(source, seed=seed, bad=bad), source.limit)))
+        if not lists[-1]:
             lost = f": all of its {bad.count() - before} rows are bad, {bad}" if bad and bad.count() > before else ""
             raise DataError(f"{source.label}: the source holds no examples{lost}")
-    return found
+    return lists
 
 
-def mix(sources: Sequence[Source], found: Sequence[Sequence[Example]], *, seed: int = 0) -> list[Example]:
+def mix(sources: Sequence[Source], lists: Sequence[Sequence[Example]], *, seed: int = 0) -> list[Example]:
     """Each example as often as its source is used; the fraction of a time is a sample drawn by `seed`."""
     examples: list[Example] = []
-    times = times_used(sources, list(map(len, found)))
-    for index, (some, often) in enumerate(zip(found, times)):
-        whole, fraction = divmod(often, 1)
+    times = times_used(sources, list(map(len, lists)))
+    for index, (some, uses) in enumerate(zip(lists, times)):
+        whole, fraction = divmod(uses, 1)
         chosen = random.Random(f"{seed}/{index}").sample(range(len(some)), round(fraction * len(some)))
         examples += list(some) * int(whole) + [some[i] for i in sorted(chosen)]
     return examples
 
 
 def times_used(sources: Sequence[Source], counts: Sequence[int]) -> list[float]:
-    """How often an example of each source is used, of which there are `counts`: its `weight`, or what its `share` of
-    the largest mixture without repetition comes to."""
+    """Uses of an example of each source, of which there are `counts`: its `weight`, or what follows from its `share` of
+    the largest mixture without repetition."""
     total = min((n / source.share for source, n in zip(sources, counts) if source.share), default=0)
     return [
         source.weight if source.share is None else min(round(source.share * total) / max(n, 1), 1.0)

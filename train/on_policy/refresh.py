@@ -164,4 +164,4 @@ def _step_of(path: Path) -> int:
 
 def _read(path: Path) -> Refresh:
     tree = json.loads(path.read_text())
-    return Refresh(tree["step"], tree["seconds"], tuple(Rollout.from_dict(each) for each in tree["rollouts"]))
+    return Refresh(tree["step"], tree["seconds"], tuple(Rollout.from_dict(entry) for entry in tree["rollouts"]))

@@ -1,4 +1,4 @@
-"""What a run leaves behind: its drafter in every format of the recipe, and the target if it was trained along.
+"""Exports a run: its drafter in every format of the recipe, and the target if it was trained along.
 
 The first format is `<output_dir>/export`, the folder that is measured; any other is a folder of its own beside it,
 `export-<format>`. Not below it: an upload or a loader that takes every *.safetensors of a folder would find several

@@ -93,8 +93,8 @@ def read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from None
     tree = _parse(text, str(path))
     if not isinstance(tree, dict):
-        found = "nothing" if tree is None else f"a {type(tree).__name__}"
-        raise ConfigError(f"{path}: expected a mapping of sections at the top, got {found}")
+        given = "nothing" if tree is None else f"a {type(tree).__name__}"
+        raise ConfigError(f"{path}: expected a mapping of sections at the top, got {given}")
     return tree
 
 

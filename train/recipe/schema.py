@@ -92,7 +92,7 @@ def _default(node: Node) -> str:
 
 
 def describe(node: Node) -> str:
-    """What a key takes, in words: `an integer >= 1 or null`."""
+    """The values that a key takes, in words: `an integer >= 1 or null`."""
     if "anyOf" in node:
         return " or ".join(map(describe, node["anyOf"]))
     if "enum" in node or "const" in node:
@@ -126,7 +126,7 @@ def explain(error: ValidationError, path: str, overridden: Sequence[Location], m
 
 
 def _concerns(at: str, override: str, within: bool) -> bool:
-    """Whether the override set the wrong key, or something around it, or (`within`) inside it."""
+    """True if the override set the wrong key, a section around it, or (`within`) a key inside it."""
     return f"{at}.".startswith(f"{override}.") or (within and f"{override}.".startswith(f"{at}."))
 
 

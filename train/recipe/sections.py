@@ -450,7 +450,7 @@ class FeaturesSection(Section):
 
     @property
     def encodings(self) -> tuple[str, str]:
-        """Of taps and of the last hidden state."""
+        """The encodings of taps and of the last hidden state."""
         return self.encoding, self.last_hidden_encoding or self.encoding
 
     def described(self) -> str:
