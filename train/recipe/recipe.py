@@ -151,9 +151,9 @@ class Recipe(Section):
                     f"evaluation.temperatures is {self.evaluation.temperatures}"
                 )
         if self.joint is not None and self.training.keep_features_gb:
-            raise ValueError("training.keep_features_gb: a target that is trained says something else at every step")
+            raise ValueError("training.keep_features_gb: a trained target's features change at every step")
         if self.joint is not None and self.features.mode == "cache":
-            raise ValueError("features.mode: a target that is trained says something else at every step; needs online")
+            raise ValueError("features.mode: a trained target's features change at every step; needs online")
         if self.joint is not None and self.on_policy is not None and not self.stages:
             raise ValueError(
                 "on_policy: a target that is trained along is no longer the one that accepted and rejected the drafts; "

@@ -258,7 +258,7 @@ MALFORMED = {
     "export: {formats: [vllm, vllm]}": AT + "export.formats: each format may be given once, got ['vllm', 'vllm']",
     "trackers: [mlflow]": AT + "trackers.0: expected one of wandb, trackio, tensorboard, got 'mlflow'",
     "features: {encoding: rotated9}": AT + "features.encoding: expected one of exact, bf16, fp8, int4, ...",
-    "joint: {}\nfeatures: {mode: cache}": AT + "features.mode: a target that is trained says something else at every "
+    "joint: {}\nfeatures: {mode: cache}": AT + "features.mode: a trained target's features change at every "
     "step; needs online",
     "data: {train: [{path: chats.jsonl}], fan_out: true}\nregenerate: {turns: all}": AT
     + "data.fan_out: with regenerate.turns: all every turn ...",
