@@ -143,7 +143,7 @@ def serving():
     running = {}
 
     def start(llm, **options) -> str:
-        app = make_app(llm, ServerOptions(**{"served_model_names": ("tiny",), "shutdown_timeout_s": 0, **options}))
+        app = make_app(llm, ServerOptions(**{"served_model_name": ("tiny",), "shutdown_timeout_s": 0, **options}))
         listening = socket.socket()
         listening.bind(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -17,13 +15,11 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    ValidationError,
     model_validator,
 )
 
 from inference.bench.figures import LATENCIES
-from inference.server.flags import FlagParser, spelled
-from speculators.errors import ConfigError
+from inference.flags import FlagParser, JsonObject, add_flags, flag_name, spelled, validated
 
 ROUTES = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 FILES = ("custom", "spec_bench", "mt_bench")
@@ -41,13 +37,6 @@ GROUPS = {  # in --help, by their first option
 Metric = Literal["ttft", "tpot", "itl", "e2el", "client_queue_time"]
 Percent = Annotated[float, Field(ge=0, le=100)]
 CommaSeparated = BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value)
-
-
-def _json_object(value: Any) -> Any:
-    return json.loads(value) if isinstance(value, str) else value
-
-
-JsonObject = Annotated[dict[str, Any], BeforeValidator(_json_object)]
 
 
 def option(default: Any, description: str = "") -> Any:
@@ -162,7 +151,7 @@ class BenchOptions(BaseModel):
             raise ValueError("--skip-chat-template needs --backend openai: other servers apply the template themselves")
         if not self.compare:
             for name in given.intersection(COMPARING):
-                raise ValueError(f"{_flag(name)} belongs to --compare; add it, or leave this out")
+                raise ValueError(f"{flag_name(name)} belongs to --compare; add it, or leave this out")
             return self
         if (self.baseline_url is None) == (self.speculative_config is None):
             raise ValueError(
@@ -178,45 +167,9 @@ class BenchOptions(BaseModel):
         return self
 
 
-class BenchParser(FlagParser):
-    def error(self, message: str) -> Any:
-        raise ConfigError(f"bench: {message}; `draftsmith bench --help` lists the flags")
-
-
 def read_options(arguments: Sequence[str]) -> BenchOptions:
     """ConfigError for options that are unknown, have a wrong value or contradict each other."""
-    given = vars(_parser().parse_args(spelled(arguments)))
-    try:
-        return BenchOptions.model_validate(given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = f"{_flag(str(first['loc'][0]))} {given.get(str(first['loc'][0]), '')}: " if first["loc"] else ""
-        raise ConfigError(f"bench: {where}{first['msg'].removeprefix('Value error, ')}") from None
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _parser() -> argparse.ArgumentParser:
-    """Every value is a text here, which the model reads."""
-    parser = BenchParser("draftsmith bench", allow_abbrev=False, usage="%(prog)s --dataset-name NAME [flags]",
-                         description="Load on an OpenAI-compatible server, as of vllm bench serve.")  # fmt: skip
-    group: Any = parser
-    for name, field in BenchOptions.model_fields.items():
-        if name in GROUPS:
-            group = parser.add_argument_group(GROUPS[name])
-        flags = [_flag(name), *(["-sc"] if name == "speculative_config" else [])]
-        default, text = field.get_default(), field.description or ""
-        if field.annotation is bool:
-            group.add_argument(*flags, action="store_true", default=argparse.SUPPRESS, help=text)
-            continue
-        if get_origin(field.annotation) is Literal:
-            form: dict[str, Any] = {"choices": get_args(field.annotation)}
-        else:
-            form = {"metavar": "VALUE"}
-        if not field.is_required():
-            shown = ",".join(f"{x}" for x in default) if isinstance(default, tuple) else default
-            text += f" ({shown})" if shown not in (None, "", {}) else ""
-        group.add_argument(*flags, required=field.is_required(), default=argparse.SUPPRESS, help=text.strip(), **form)
-    return parser
+    parser = FlagParser("bench", "%(prog)s --dataset-name NAME [flags]",
+                        description="Load on an OpenAI-compatible server, as of vllm bench serve.")  # fmt: skip
+    add_flags(parser, BenchOptions, groups=GROUPS)
+    return validated(BenchOptions, "bench", vars(parser.parse_args(spelled(arguments))))

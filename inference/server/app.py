@@ -1,6 +1,6 @@
 """The HTTP server: OpenAI's endpoints over one LLM, for many clients at a time (docs/server.md).
 
-    app = make_app(LLM("path/to/target", speculative_config=…), ServerOptions(("my-model",)))
+    app = make_app(LLM("path/to/target", speculative_config=…), ServerOptions(served_model_name=("my-model",)))
 
 Here are the routes. Requests are parsed in api/requests.py, answers are written in responses.py, and async_engine.py
 decides whose turn it is.
@@ -68,7 +68,7 @@ class Server:
 
     def __init__(self, llm: LLM, options: ServerOptions) -> None:
         self.llm, self.options, self.started = llm, options, int(time.time())
-        self.metrics = ServerMetrics(options.served_model_names[0], llm.engine.max_model_len)
+        self.metrics = ServerMetrics(options.served_model_name[0], llm.engine.max_model_len)
         self.engine = AsyncEngine(
             llm,
             self.metrics,
@@ -94,7 +94,7 @@ class Server:
 
     def model_name(self, requested: str | None) -> str:
         """The name for the answer. APIError 404 for a model that is not served."""
-        names = self.options.served_model_names
+        names = self.options.served_model_name
         if requested is not None and requested not in names:
             raise APIError(404, f"no model {requested!r} here; expected one of {', '.join(names)}", "model")
         return requested or names[0]
@@ -223,7 +223,7 @@ def make_app(llm: LLM, options: ServerOptions) -> FastAPI:
 
     app.add_middleware(
         RequestGuard,
-        api_keys=options.api_keys,
+        api_keys=options.api_key,
         max_body_bytes=options.max_body_bytes,
         body_timeout_s=options.request_timeout_s,
     )
@@ -272,7 +272,7 @@ def _add_state(app: FastAPI, server: Server) -> None:
     @app.get("/v1/models")
     async def models() -> schema.ModelList:
         root, limit = server.llm.engine.target.name_or_path, server.llm.engine.max_model_len
-        names = server.options.served_model_names
+        names = server.options.served_model_name
         cards = [schema.ModelCard(id=name, created=server.started, root=root, max_model_len=limit) for name in names]
         return schema.ModelList(data=cards)
 

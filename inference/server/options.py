@@ -1,77 +1,166 @@
-"""Options of the server, and which of them are flags of `serve`. Imports no torch."""
+"""Options of the server, which are flags of `serve` under the same names. Imports no torch."""
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from inference.flags import FlagParser, JsonList, JsonObject, add_flags, json_or_text, spelled, validated
 from speculators.errors import ConfigError
 
 SpecDecodeDetail = Literal["none", "summary", "detailed"]
 SAMPLING_FIELDS = (  # of requests, with defaults on the server
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
 )  # fmt: skip
+GROUPS = {  # in --help, by their first option
+    "served_model_name": "server",
+    "root_path": "access",
+    "max_num_queued_reqs": "limits",
+    "per_request_spec_decode_metrics": "answers",
+    "engine": "engine",
+    "host": "network and sampling defaults",
+}
 
 
-def flag(group: str, default: Any, help: str, *, at_least: float | None = None, **argument: Any) -> Any:
-    """A field of ServerOptions that is also a flag of `serve`. `argument`: keywords of argparse, where the type of the
-    default does not settle them; a default of None stands for an optional int."""
-    if default is False:
-        argument = {"action": "store_true"} | argument
-    elif "action" not in argument:
-        argument = {"type": int if default is None else type(default)} | argument
-    argument |= {"default": default, "help": help}
-    return field(default=default, metadata={"group": group, "at_least": at_least, "argument": argument})
+def option(default: Any, description: str = "", **limits: Any) -> Any:
+    return Field(default, description=description, **limits)
 
 
-@dataclass(frozen=True)
-class ServerOptions:
-    """Options of a server, under vLLM's names where vLLM has them; `flag` marks those that the command line has too."""
+def _template(given: str | None) -> str | None:
+    """The text of a template file; a template itself is returned as it is."""
+    if given is None or "{" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"could not be read: {error.strerror}") from error
 
-    served_model_names: tuple[str, ...]  # names that clients may use for the model; answers carry the first
-    api_keys: tuple[str, ...] = ()  # any of them opens the server; none: it is open
-    allowed_origins: tuple[str, ...] = ()  # of web pages that may use the server
-    chat_template: str | None = None  # in place of the tokenizer's
-    default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    sampling_defaults: dict[str, Any] = field(default_factory=dict)  # for requests that do not set them
 
-    trust_request_chat_template: bool = flag("model", False, "requests may bring a chat template of their own")
-    response_role: str = flag("model", "assistant", "role of the answers to a chat")
+class ServerOptions(BaseModel):
+    """Options of the routes, under vLLM's names where vLLM has them."""
 
-    root_path: str = flag("http", "", "path under which a proxy serves this server")
-    disable_fastapi_docs: bool = flag("http", False, "no /docs, no /openapi.json")
-    enable_log_requests: bool = flag(
-        "http", False, "a line per request: id, tokens, seconds; never a text", action=argparse.BooleanOptionalAction
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    served_model_name: tuple[str, ...] = Field(min_length=1)  # the first is in answers
+    chat_template: Annotated[str | None, BeforeValidator(_template)] = option(
+        None, "file of a chat template, or the template itself"
     )
+    default_chat_template_kwargs: JsonObject = option({}, "JSON, for the chat template")
+    trust_request_chat_template: bool = option(False, "requests may bring a chat template of their own")
+    response_role: str = option("assistant", "role of the answers to a chat")
+    sampling_defaults: dict[str, Any] = {}  # for requests that do not set them; no flag
 
-    max_num_queued_reqs: int = flag("limits", 256, "waiting responses; then 429 (%(default)s)", at_least=0)
-    request_timeout_s: float = flag("limits", 600.0, "seconds per request (%(default)s)", at_least=0.001)
-    shutdown_timeout_s: float = flag(
-        "limits", 20.0, "seconds that running requests get after SIGTERM (%(default)s)", at_least=0
-    )
-    max_body_bytes: int = flag("limits", 4 << 20, "longest body of a request (%(default)s)", at_least=1)
-    max_prompt_tokens: int | None = flag(
-        "limits", None, "longest prompt; default: what the model has room for", at_least=1
-    )
-    max_output_tokens: int | None = flag(
-        "limits", None, "longest response; default: what the model has room for", at_least=1
-    )
-    max_n: int = flag("limits", 128, "responses of a request, prompts times n (%(default)s)", at_least=1)
-    max_logprobs: int = flag("limits", 20, "log-probabilities per token; -1: no limit (%(default)s)", at_least=-1)
+    root_path: str = option("", "path under which a proxy serves this server")
+    api_key: tuple[str, ...] = option((), "keys that open the server, all but /health (or DRAFTSMITH_API_KEY)")
+    allowed_origins: JsonList = option([], "JSON, origins of web pages that may use the server")
+    disable_fastapi_docs: bool = option(False, "no /docs, no /openapi.json")
+    enable_log_requests: bool = option(False, "a line per request: id, tokens, seconds; never a text")
 
-    per_request_spec_decode_metrics: SpecDecodeDetail = flag(  # noqa: RUF009
-        "answers", "none", "acceptance of each response (%(default)s)", choices=("none", "summary", "detailed")
-    )
-    enable_per_request_metrics: bool = flag("answers", False, "times of each response")
-    enable_prompt_tokens_details: bool = flag("answers", False, "cached prompt tokens in the usage")
-    enable_drafter_swap: bool = flag("answers", False, "POST /drafter changes the drafter of a running server")
-    enable_force_include_usage: bool = flag("answers", False, "usage at the end of every stream")
+    max_num_queued_reqs: int = option(256, "waiting responses; then 429", ge=0)
+    request_timeout_s: float = option(600.0, "seconds per request", gt=0)
+    shutdown_timeout_s: float = option(20.0, "seconds that running requests get after SIGTERM", ge=0)
+    max_body_bytes: int = option(4 << 20, "longest body of a request", ge=1)
+    max_prompt_tokens: int | None = option(None, "longest prompt; default: what the model has room for", ge=1)
+    max_output_tokens: int | None = option(None, "longest response; default: what the model has room for", ge=1)
+    max_n: int = option(128, "responses of a request, prompts times n", ge=1)
+    max_logprobs: int = option(20, "log-probabilities per token; -1: no limit", ge=-1)
 
-    def __post_init__(self) -> None:
-        if not self.served_model_names:
-            raise ConfigError("served_model_names is empty; a server's model needs a name")
-        for option in fields(self):
-            value, low = getattr(self, option.name), option.metadata.get("at_least")
-            if value is not None and low is not None and not value >= low:
-                raise ConfigError(f"{option.name}={value}; expected {low} or more")
+    per_request_spec_decode_metrics: SpecDecodeDetail = option("none", "acceptance of each response")
+    enable_per_request_metrics: bool = option(False, "times of each response")
+    enable_prompt_tokens_details: bool = option(False, "cached prompt tokens in the usage")
+    enable_drafter_swap: bool = option(False, "POST /drafter changes the drafter of a running server")
+    enable_force_include_usage: bool = option(False, "usage at the end of every stream")
+
+
+class ServeFlags(ServerOptions):
+    """All flags of `serve`: those of the routes, of LLM, and of uvicorn."""
+
+    served_model_name: tuple[str, ...] = option((), "names for clients; default: --model")
+    engine: Literal["hf", "vllm"] = option("hf", "this runtime, or real vLLM")
+    vllm_python: str | None = option(None, "Python of vLLM's environment (or DRAFTSMITH_VLLM_PYTHON)")
+    model: str = option("", "the target: folder or repository id")
+    speculative_config: JsonObject | None = option(None, "JSON: how to draft, as in vLLM")
+    tokenizer: str | None = option(None, "folder or repository id; default: the model's")
+    dtype: str = option("auto", "precision of the target")
+    device: str | None = option(None, "cpu, cuda, cuda:1, …; cuda if there is one")
+    revision: str | None = option(None, "of the repository")
+    trust_remote_code: bool = option(False, "run the repository's code")
+    seed: int = option(0, "for requests without a seed")
+    max_model_len: int | None = option(None, "longest prompt and response")
+    max_num_seqs: int = option(8, "responses generated at the same time")
+    max_num_batched_tokens: int = option(512, "prompt tokens per prefill forward")
+    kv_cache_memory_bytes: int | None = option(None, "most memory for keys and values")
+    enable_prefix_caching: bool = option(True, "reuse common prefixes")
+    tensor_parallel_size: int = option(1, "accepted; one device is used")
+
+    host: str = option("0.0.0.0", "address to listen on")
+    port: int = 8000
+    uds: str | None = option(None, "a Unix socket in place of host and port")
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = "info"
+    disable_uvicorn_access_log: bool = option(False, "not even with --enable-log-requests")
+    generation_config: str = option("auto", "sampling defaults: auto (the model's), vllm (neutral), or a folder")
+    override_generation_config: JsonObject = option({}, "JSON, in place of single defaults")
+
+
+LLM_OPTIONS = (  # passed to LLM
+    "tokenizer", "dtype", "max_num_seqs", "max_model_len", "max_num_batched_tokens", "device", "seed",
+    "kv_cache_memory_bytes", "trust_remote_code", "revision", "tensor_parallel_size", "speculative_config",
+    "enable_prefix_caching",
+)  # fmt: skip
+
+
+def parser() -> FlagParser:
+    names = set(ServeFlags.model_fields) - {"sampling_defaults"}
+    usage = "%(prog)s [MODEL] [--model MODEL] [flags]"
+    return add_flags(FlagParser("serve", usage), ServeFlags, names=names, groups=GROUPS)
+
+
+def read_flags(arguments: Sequence[str]) -> tuple[ServeFlags, dict[str, Any]]:
+    """The flags declared above, and the values of all other flags by name."""
+    flags, rest = parser().parse_known_args(spelled(arguments))
+    given = vars(flags)
+    positional, rest = take_model(rest)
+    if positional and "model" in given:
+        raise ConfigError(f"serve: the model is given twice, {positional} and --model {given['model']}")
+    model = given.setdefault("model", positional)
+    if not model:
+        raise ConfigError("serve: --model is missing: the target, a folder or repository id")
+    given.setdefault("served_model_name", (model,))
+    if key := os.environ.get("DRAFTSMITH_API_KEY"):
+        given.setdefault("api_key", (key,))
+    return validated(ServeFlags, "serve", given), _undeclared(rest)
+
+
+def take_model(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The positional model, as in vLLM's command: the first word that is neither a flag nor follows one. Also the
+    other words."""
+    follows = False
+    for i, word in enumerate(words):
+        if not (word.startswith("-") or follows):
+            return word, [*words[:i], *words[i + 1 :]]
+        follows = word.startswith("-") and "=" not in word
+    return None, list(words)
+
+
+def _undeclared(words: Sequence[str]) -> dict[str, Any]:
+    """Values by name: JSON, else text; True and False for `--flag` and `--no-flag`."""
+    values: dict[str, Any] = {}
+    left = list(words)
+    while left:
+        word, equals, value = left.pop(0).partition("=")
+        if not word.startswith("--"):
+            raise ConfigError(f"serve: {word!r} is no flag; `draftsmith serve --help` lists them")
+        name = word.removeprefix("--").replace("-", "_")
+        if not equals and left and not left[0].startswith("--"):
+            value, equals = left.pop(0), "="
+        if equals:
+            values[name] = json_or_text(value)
+        else:
+            values[name.removeprefix("no_")] = not name.startswith("no_")
+    return values

@@ -9,25 +9,29 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import logging
 import os
 import shutil
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from inference.server.flags import FlagParser, add_engine, json_object, json_or_text, spelled, take_model
+from inference.flags import FlagParser, add_flags, flag_name, json_or_text, spelled, validated
+from inference.server.options import ServeFlags, take_model
 from speculators.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 PYTHON_VARIABLE = "DRAFTSMITH_VLLM_PYTHON"
 SERVER = ("-m", "vllm.entrypoints.openai.api_server")  # the `vllm` command is missing from some of its builds
 VLLM_METHODS = {"mlp": "mlp_speculator"}  # methods with other names in vLLM
-HF_FLAGS = ("request-timeout", "max-body-bytes", "max-prompt-tokens", "max-output-tokens", "max-n")
+HF_ONLY = ("request_timeout_s", "max_body_bytes", "max_prompt_tokens", "max_output_tokens", "max_n")
+READ = ("engine", "vllm_python", "model", "revision", "trust_remote_code", "speculative_config")  # read here
 
 
 def wants_vllm(arguments: Sequence[str]) -> bool:
-    chooser = FlagParser(add_help=False, allow_abbrev=False)
-    add_engine(chooser)
-    return chooser.parse_known_args(spelled(arguments))[0].engine == "vllm"
+    parser = add_flags(FlagParser("serve", add_help=False), ServeFlags, names=("engine",))
+    return vars(parser.parse_known_args(spelled(arguments))[0]).get("engine") == "vllm"
 
 
 def become_vllm(arguments: Sequence[str]) -> NoReturn:
@@ -42,42 +46,49 @@ def vllm_command(arguments: Sequence[str]) -> list[str]:
     """The command line of real vLLM for these flags. ConfigError for flags that only our own engine has."""
     from inference.entrypoints.vllm_options import DEPRECATED
 
-    flags = FlagParser(add_help=False, allow_abbrev=False)
-    add_engine(flags)
-    flags.add_argument("--model")
-    flags.add_argument("--revision")
-    flags.add_argument("--trust-remote-code", action="store_true")
-    flags.add_argument("--speculative-config", "-sc", type=json_object)
-    for name in HF_FLAGS:
-        flags.add_argument(f"--{name}")
+    parser = add_flags(FlagParser("serve", add_help=False), ServeFlags, names=(*READ, *HF_ONLY))
     for name in DEPRECATED:
-        flags.add_argument("--" + name.replace("_", "-"), type=json_or_text)
-    given, rest = flags.parse_known_args(spelled(arguments))
-    if given.model is None:
-        given.model, rest = take_model(rest)
-    if not given.model:
+        parser.add_argument(flag_name(name), dest=name, type=json_or_text, default=argparse.SUPPRESS)
+    namespace, rest = parser.parse_known_args(spelled(arguments))
+    given = vars(namespace)
+    older = {name: given.pop(name) for name in DEPRECATED if name in given}
+    if "model" not in given:
+        given["model"], rest = take_model(rest)
+    if not given["model"]:
         raise ConfigError("serve: --model is missing: the target, a folder or repository id")
-    if foreign := [f"--{name}" for name in HF_FLAGS if getattr(given, name.replace("-", "_")) is not None]:
+    if foreign := [flag_name(name) for name in HF_ONLY if name in given]:
         raise ConfigError(f"serve: {', '.join(foreign)} belong to --engine hf; vLLM has no such flag. Leave them out")
-    drafting = _drafting(given, {name: getattr(given, name) for name in DEPRECATED})
-    source = ["--revision", given.revision] if given.revision else []
-    source += ["--trust-remote-code"] if given.trust_remote_code else []
+    flags = validated(ServeFlags, "serve", given)
+    drafting = _drafting(flags, older)
+    source = ["--revision", flags.revision] if flags.revision else []
+    source += ["--trust-remote-code"] if flags.trust_remote_code else []
     speculative = ["--speculative-config", json.dumps(drafting)] if drafting else []
-    return [_python(given.vllm_python), *SERVER, "--model", given.model, *source, *speculative, *rest]
+    return [_python(flags.vllm_python), *SERVER, "--model", flags.model, *source, *speculative, *rest]
 
 
-def _drafting(given: argparse.Namespace, old: dict[str, Any]) -> dict[str, Any] | None:
+def speculative_config(flags: ServeFlags, older: dict[str, Any]) -> dict[str, Any] | None:
+    """The option speculative_config, which may be spread over flags of older vLLM versions; a warning shows it then."""
+    from inference.entrypoints.vllm_options import from_old_options
+
+    config = from_old_options({name: value for name, value in older.items() if value is not None})
+    if config is None:
+        return flags.speculative_config
+    if flags.speculative_config is not None:
+        raise ConfigError("serve: --speculative-config and also its older flags; give the former alone")
+    names = ", ".join(map(flag_name, older))
+    logger.warning("%s: older flags; now --speculative-config '%s'", names, json.dumps(config))
+    return config
+
+
+def _drafting(flags: ServeFlags, older: dict[str, Any]) -> dict[str, Any] | None:
     """speculative_config under vLLM's names, with its method."""
     from inference.entrypoints.speculative_defaults import complete
-    from inference.entrypoints.vllm_options import RULES, from_old_options
+    from inference.entrypoints.vllm_options import RULES
 
-    options = from_old_options({name: value for name, value in old.items() if value is not None})
-    if options is not None and given.speculative_config is not None:
-        raise ConfigError("serve: --speculative-config and also its older flags; give the former alone")
-    options = options or given.speculative_config
+    options = speculative_config(flags, older)
     if options is None:
         return None
-    options = complete(options, given.model, trust_remote_code=given.trust_remote_code, revision=given.revision)
+    options = complete(options, flags.model, trust_remote_code=flags.trust_remote_code, revision=flags.revision)
     if not options.get("method"):
         raise ConfigError("serve: speculative_config names neither a method nor the model of a drafter")
     if options["method"] == "lookahead":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import re
@@ -20,7 +19,8 @@ import torch
 from inference.bench.datasets import require_room
 from inference.bench.options import BenchOptions
 from inference.entrypoints.vllm_options import known_device
-from inference.server.command import _todays
+from inference.server.options import ServeFlags
+from inference.server.real_vllm import speculative_config
 from speculators.errors import ConfigError
 from tests.forked import Forked
 
@@ -114,20 +114,16 @@ def test_the_server_of_today_s_guide():
 
 
 def test_older_flags_are_shown_as_today_s(caplog):
-    flags = argparse.Namespace(speculative_config=None)
-    others = {
-        "speculative_model": "[ngram]",
-        "num_speculative_tokens": 5,
-        "ngram_prompt_lookup_max": 3,
-        "block_size": 1,
-    }
+    flags = ServeFlags()
+    older = {"speculative_model": "[ngram]", "num_speculative_tokens": 5, "ngram_prompt_lookup_max": 3}
+    config = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}
     with caplog.at_level(logging.WARNING):
-        assert _todays(others, flags) == {"block_size": 1}
-    assert flags.speculative_config == {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}
+        assert speculative_config(flags, older) == config
     assert '--speculative-config \'{"method": "ngram"' in caplog.text and "--ngram-prompt-lookup-max" in caplog.text
+    today = ServeFlags(speculative_config=config)
     with pytest.raises(ConfigError, match="older flags"):
-        _todays(others, flags)
-    assert _todays({"block_size": 1}, flags) == {"block_size": 1}
+        speculative_config(today, older)
+    assert speculative_config(today, {}) == config
 
 
 def test_a_device_that_torch_does_not_know():

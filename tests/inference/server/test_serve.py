@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from inference.server.flags import read_flags, server_options
+from inference.server.options import read_flags
 from inference.server.real_vllm import vllm_command, wants_vllm
 from speculators.errors import ConfigError
 from speculators.export import export_drafter
@@ -47,7 +47,7 @@ def test_the_model_may_come_first():
         ["target", "--no-enable-prefix-caching", "--no-async-scheduling", "--served-model-name", "a", "b"]
     )
     assert flags.model == "target" and flags.enable_prefix_caching is False and others == {"async_scheduling": False}
-    assert server_options(flags, {}).served_model_names == ("a", "b")
+    assert flags.served_model_name == ("a", "b")
     flags, others = read_flags(["--port", "1", "--block-size", "64", "target"])
     assert flags.model == "target" and others == {"block_size": 64}
 
@@ -67,20 +67,19 @@ def test_wrong_flags(line, named):
         read_flags(shlex.split(line))
 
 
-@pytest.mark.parametrize("line, named", [("--max-n 0", "max_n"), ("--chat-template nowhere.jinja", "nowhere.jinja")])
+@pytest.mark.parametrize("line, named", [("--max-n 0", "--max-n"), ("--chat-template nowhere.jinja", "nowhere.jinja")])
 def test_wrong_values(line, named):
     with pytest.raises(ConfigError, match=named):
-        server_options(read_flags(["a", *shlex.split(line)])[0], {})
+        read_flags(["a", *shlex.split(line)])
 
 
 def test_keys_and_templates(monkeypatch, tmp_path):
     (tmp_path / "t.jinja").write_text("{{ messages }}")
     flags, _ = read_flags(["a", "--api-key", "x", "y", "--chat-template", str(tmp_path / "t.jinja")])
-    options = server_options(flags, {"top_p": 0.5})
-    assert (options.api_keys, options.chat_template) == (("x", "y"), "{{ messages }}")
+    assert (flags.api_key, flags.chat_template) == (("x", "y"), "{{ messages }}")
     monkeypatch.setenv("DRAFTSMITH_API_KEY", "z")
     flags, _ = read_flags(["a", "--chat-template", "{{ 1 }}"])
-    assert (server_options(flags, {}).api_keys, server_options(flags, {}).chat_template) == (("z",), "{{ 1 }}")
+    assert (flags.api_key, flags.chat_template) == (("z",), "{{ 1 }}")
 
 
 def test_an_option_that_would_change_something_is_an_error(tmp_path):

@@ -166,7 +166,7 @@ def test_hooks_of_former_targets_are_gone(serving, drafting_llm, model, heads):
 
 def test_it_is_off_unless_asked_for_and_needs_the_key(serving, drafting_llm, model):
     assert swap(serving(drafting_llm("ngram", model)), NGRAM).status_code == 404
-    url = serving(drafting_llm("ngram", model), enable_drafter_swap=True, api_keys=("secret",))
+    url = serving(drafting_llm("ngram", model), enable_drafter_swap=True, api_key=("secret",))
     assert swap(url, NGRAM).status_code == 401
 
 

@@ -112,7 +112,7 @@ def test_what_is_no_request_at_all(url):
 
 
 def test_keys(serving, drafting_llm, model):
-    url = serving(drafting_llm("off", model), api_keys=("first", "second"))
+    url = serving(drafting_llm("off", model), api_key=("first", "second"))
     assert CLIENT.get(f"{url}/health").status_code == 200
     for path in ("/v1/models", "/version", "/metrics", "/openapi.json", "/nowhere"):
         for headers in ({}, {"Authorization": "Bearer third"}, {"Authorization": "first"}, {"Authorization": "Bearer"}):

@@ -120,7 +120,7 @@ def test_text_is_shown_and_never_run(browser, serving, drafting_llm, model):
 
 def test_with_a_key(browser, serving, drafting_llm, model):
     """The page itself needs none; without it its requests are refused, in words."""
-    browser.open(f"{serving(drafting_llm('ngram', model), api_keys=('secret',))}/")
+    browser.open(f"{serving(drafting_llm('ngram', model), api_key=('secret',))}/")
     ask(browser, "again and again")
     assert "API key" in browser.evaluate("document.getElementById('status').textContent")
     assert browser.evaluate(f"{OUTPUT}.children.length") == 0

@@ -54,7 +54,7 @@ def lines(folder: Path) -> list[dict]:
 @pytest.mark.slow
 def test_killed_and_continued_it_is_what_this_process_writes(recipe, serving, tmp_path):
     served = LLM(str(tmp_path / "target"), max_num_seqs=8)
-    url = serving(served, served_model_names=(str(tmp_path / "target"),)) + "/v1"
+    url = serving(served, served_model_name=(str(tmp_path / "target"),)) + "/v1"
     there = [
         f"regenerate.cache_dir={tmp_path / 'there'}",
         f"regenerate.endpoints=[{{url: '{url}', max_concurrency: 2}}]",

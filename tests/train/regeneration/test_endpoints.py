@@ -64,7 +64,7 @@ def here(model, tokenizer):
 
 @pytest.fixture
 def server(serving, model, tokenizer):
-    return serving(LLM(model, tokenizer=tokenizer, max_num_seqs=8), served_model_names=("target",)) + "/v1"
+    return serving(LLM(model, tokenizer=tokenizer, max_num_seqs=8), served_model_name=("target",)) + "/v1"
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_the_target_that_is_loaded_is_compared_with(write, server, here, tiny_mo
     assert kept(tmp_path / "good")[1]["written_by"][0]["agreement"] == 1.0
     other = tiny_model("qwen3", vocab_size=4096, num_hidden_layers=2)
     other.generation_config.eos_token_id = ENDS
-    wrong = serving(LLM(other, tokenizer=tokenizer), served_model_names=("target",)) + "/v1"
+    wrong = serving(LLM(other, tokenizer=tokenizer), served_model_name=("target",)) + "/v1"
     with pytest.raises(EndpointError, match="agrees with the target loaded here in .* another model"):
         write("bad", endpoints=[wrong], llm=here)
     with pytest.raises(EndpointError, match=f"{wrong}: serves target .* agrees with {server}"):
