@@ -70,6 +70,7 @@ class FakeHead:
     embedding of the token + projected features, and the state is fed back as features. Keys hold the tokens."""
 
     reads_taps, reads_last_hidden, first_token, max_length, width = True, True, 1, None, 8
+    whole_blocks = False
 
     def __init__(self, vocab_size: int, tap_layers: tuple[int, ...], hidden_size: int, draft_ids=None) -> None:
         source = torch.Generator().manual_seed(5)
