@@ -18,7 +18,7 @@ from speculators.export.layouts.dflash import (
     SGLangDFlashLayout,
     SGLangDSparkLayout,
 )
-from speculators.export.layouts.draft_model import DraftModelLayout
+from speculators.export.layouts.draft_model import DraftModelLayout, SGLangDraftModelLayout, TransformersLayout
 from speculators.export.layouts.eagle import EagleLayout
 from speculators.export.layouts.eagle3 import Eagle3Layout
 from speculators.export.layouts.medusa import MedusaLayout
@@ -26,13 +26,11 @@ from speculators.export.layouts.mlp import MLPLayout
 from speculators.export.layouts.mtp import MtpLayout
 from speculators.export.layouts.peagle import PEagleLayout
 from speculators.export.layouts.sglang import (
-    SGLangDraftModelLayout,
     SGLangEagle3Layout,
     SGLangEagleLayout,
     SGLangMtpLayout,
 )
 from speculators.export.layouts.speculators import SpeculatorsEagle3Layout
-from speculators.export.layouts.transformers import TransformersLayout
 
 NATIVE = "vllm"
 # What a format is for.

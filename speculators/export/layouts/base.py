@@ -1,4 +1,4 @@
-"""What a checkpoint format is: names, shapes and config fields of one family, written and read by the same table."""
+"""The base of all layouts: one table of a family's tensors and config fields, for writing and for reading."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from speculators.config import DecoderConfig, DrafterConfig
+from speculators.config import DecoderConfig, DrafterConfig, decoder_fields
 from speculators.drafter import Drafter
 from speculators.errors import CheckpointError
 from speculators.vocab.draft_vocab import from_offsets, to_offsets
 
 WEIGHTS = "model.safetensors"
-NUM_SPECULATIVE_TOKENS = 5  # drafts of a round, where nothing says otherwise
-TRAINED_WITH = (  # no tensor's shape tells of these
+NUM_SPECULATIVE_TOKENS = 5  # default drafts of a round
+TRAINED_WITH = (  # fields that no tensor's shape depends on
     "rope_parameters", "head_dim", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "hidden_act",
     "attention_bias",
 )  # fmt: skip
@@ -29,20 +29,20 @@ Table = dict[str, tuple[str, tuple[int, ...]]]  # name in the file -> (name in t
 class Layout:
     """One family's folder in one format. Module names are those of the family's file.
 
-    `to_config` and `from_config` speak the words of vLLM's own format; a format that says the same otherwise translates
-    in `dressed` and `plain`, and in `tensors` where it has other names.
+    `to_config` and `from_config` use the field names of vLLM's own format. A format with other fields converts them in
+    `dressed` and `plain`, and one with other tensor names overrides `tensors`.
     """
 
     family: ClassVar[str]
     format: ClassVar[str] = "vllm"
-    meanings: ClassVar[Mapping[str, str]] = {}  # field of config.json, dotted where it is nested -> what it says
-    ignored: ClassVar[tuple[str, ...]] = ()  # tensors that other tools write and no loader reads
-    exact: ClassVar[tuple[str, ...]] = ()  # endings of names whose tensors stay in float32
+    meanings: ClassVar[Mapping[str, str]] = {}  # field of config.json (dotted if nested) -> its meaning
+    ignored: ClassVar[tuple[str, ...]] = ()  # tensors of other tools that no loader reads
+    exact: ClassVar[tuple[str, ...]] = ()  # endings of the names of tensors that stay in float32
 
     # -------------------------------------------------------------- files
 
     def write(self, drafter: Drafter, config: DrafterConfig, folder: Path, dtype: torch.dtype) -> None:
-        """Everything but config.json into an empty folder."""
+        """Writes everything but config.json into an empty folder."""
         state = self.unpacked(drafter.state_dict())
         tensors = {
             name: state[inside].detach().to("cpu", torch.float32 if name.endswith(self.exact) else dtype).contiguous()
@@ -60,7 +60,7 @@ class Layout:
         self.fill(drafter, folder, self._found(drafter.config, files))
 
     def fill(self, drafter: Drafter, folder: str | Path, found: dict[str, Tensor]) -> None:
-        """Fills `drafter` from the tensors of `folder`, by their names there. Errors as of `read`."""
+        """Fills `drafter` from tensors under their names in `folder`. Errors as of `read`."""
         config = drafter.config
         try:
             found = self.canonical(found, config)
@@ -71,7 +71,7 @@ class Layout:
         drafter.load_state_dict(self.state(found, config, ids), strict=True)
 
     def load(self, config: DrafterConfig, files: Sequence[Path]) -> dict[str, Tensor]:
-        """The drafter's tensors under the names of `tensors`, whether or not they are the right ones."""
+        """Loads the drafter's tensors under the names of `tensors`, unchecked."""
         return self.canonical(self._found(config, files), config)
 
     def _found(self, config: DrafterConfig, files: Sequence[Path]) -> dict[str, Tensor]:
@@ -83,7 +83,7 @@ class Layout:
         return found
 
     def faults(self, found: Mapping[str, Tensor], config: DrafterConfig) -> list[WeightFault]:
-        """Everything about the tensors that is not as the table has it."""
+        """Lists all differences between the tensors and the table."""
         table, zeros = self.tensors(config), self.zeros(config)
         wanted = set(table) | ({"d2t"} if config.reduced_vocabulary else set())
         faults = [WeightFault("not_zero", name, f"{name} is not zero") for name in zeros if _has_values(found, name)]
@@ -100,14 +100,14 @@ class Layout:
         return faults
 
     def state(self, found: Mapping[str, Tensor], config: DrafterConfig, ids: Tensor | None) -> dict[str, Tensor]:
-        """The module's state from tensors without faults; `ids` [V_draft]: of a reduced vocabulary, the target's."""
+        """The module's state from tensors without faults. `ids` [V_draft]: target ids of a reduced vocabulary."""
         state = dict(self.packed({inside: found[name] for name, (inside, _) in self.tensors(config).items()}))
         return state if ids is None else state | {"target_ids": ids}
 
     # -------------------------------------------------------------- names, shapes and fields
 
     def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
-        """Whether a folder that does not name its family is one of these: config.json, names of the tensors."""
+        """Recognises a folder that does not name its family, by config.json and the names of the tensors."""
         raise NotImplementedError
 
     def tensors(self, config: DrafterConfig) -> Table:
@@ -115,44 +115,44 @@ class Layout:
         raise NotImplementedError
 
     def to_config(self, config: DrafterConfig) -> dict[str, Any]:
-        """The fields of config.json; what the format has no field for goes below `draftsmith`."""
+        """The fields of config.json. What the format has no field for is written below `draftsmith`."""
         raise NotImplementedError
 
     def from_config(
         self, fields: Mapping[str, Any], names: set[str], where: str, num_target_layers: int | None
     ) -> DrafterConfig:
-        """config.json and the names of the tensors beside it -> the config. CheckpointError names the field."""
+        """The config from config.json and the names of the tensors. CheckpointError names the field."""
         raise NotImplementedError
 
     def zeros(self, config: Any) -> dict[str, tuple[int, ...]]:
-        """Tensors that an engine has and the drafter has not: written as zeros, without which they would be random."""
+        """Shapes of tensors that the engine has and the drafter lacks; written as zeros, else they would be random."""
         return {}
 
     def check(self, config: Any) -> None:
-        """ConfigError that names the field of a drafter which the format's engines would run as another one."""
+        """ConfigError for a drafter that the format's engines would run wrongly; it names the field."""
 
     def dressed(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """All of config.json in the words of `to_config`, `draftsmith` whole -> in those of this format."""
+        """Converts config.json as `to_config` has it to the fields of this format."""
         return fields
 
     def plain(self, fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-        """Undoes `dressed`, for the folders of others too."""
+        """The inverse of `dressed`, also for folders of other tools."""
         return fields
 
     def belongs(self, name: str, config: Any) -> bool:
-        """Whether a tensor of the folder is the drafter's; others are not read (a target's that carries its own)."""
+        """Tells the drafter's tensors from a target's in the same folder, which are not read."""
         return True
 
     def unpacked(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The module's state in the pieces that `tensors` names."""
+        """Splits the module's state into the tensors that `tensors` names."""
         return state
 
     def packed(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Undoes `unpacked`."""
+        """The inverse of `unpacked`."""
         return state
 
     def canonical(self, found: dict[str, Tensor], config: DrafterConfig) -> dict[str, Tensor]:
-        """Tensors under the names of `tensors`, whichever of the names in the wild they have."""
+        """Renames tensors of published checkpoints to the names of `tensors`."""
         return found
 
 
@@ -176,7 +176,7 @@ COMMON_MEANINGS = {
 
 
 class WeightFault(NamedTuple):
-    """What is wrong with one tensor."""
+    """One difference between a tensor and the table."""
 
     kind: str  # missing, unexpected, shape, not_finite, not_zero, other
     name: str
@@ -184,7 +184,7 @@ class WeightFault(NamedTuple):
 
 
 class WeightsError(CheckpointError):
-    """Tensors that are not as the table has them."""
+    """Tensors that differ from the table."""
 
     def __init__(self, folder: str | Path, faults: Sequence[WeightFault]) -> None:
         super().__init__(
@@ -214,19 +214,19 @@ def _has_values(found: Mapping[str, Tensor], name: str) -> bool:
 
 
 def refuse(faults: Sequence[WeightFault], folder: str | Path) -> None:
-    """WeightsError that lists them, if there are any."""
+    """WeightsError with all faults, if there are any."""
     if faults:
         raise WeightsError(folder, faults)
 
 
 def require(fields: Mapping[str, Any], names: tuple[str, ...], where: str, kind: str) -> None:
-    """CheckpointError unless config.json has them all."""
+    """CheckpointError unless config.json has all these fields."""
     if missing := [name for name in names if fields.get(name) is None]:
         raise CheckpointError(f"{where}: fields {', '.join(missing)} are missing; is this {kind}?")
 
 
 def target_layers(fields: Mapping[str, Any], num_target_layers: int | None, where: str) -> int:
-    """Layers of the target, from what we wrote or from the target at hand."""
+    """The number of the target's layers, from `draftsmith` or from the target at hand."""
     layers = (fields.get("draftsmith") or {}).get("num_target_layers", num_target_layers)
     if layers is None:
         raise CheckpointError(f"{where}: the number of target layers is not in config.json; pass the target's")
@@ -234,8 +234,7 @@ def target_layers(fields: Mapping[str, Any], num_target_layers: int | None, wher
 
 
 def own_fields(config: DrafterConfig) -> dict[str, Any]:
-    """What every export says of itself: enough to notice a tensor whose absence would mean something else, and what of
-    the target's layers it was trained with, to notice a field that was lost or changed on the way."""
+    """The section `draftsmith`: the family, and fields that reveal a lost tensor or a changed field on reading."""
     own: dict[str, Any] = {"family": config.family, "num_target_layers": config.num_target_layers}
     if isinstance(config, DecoderConfig):
         own["trained_with"] = {name: getattr(config, name) for name in TRAINED_WITH}
@@ -243,14 +242,14 @@ def own_fields(config: DrafterConfig) -> dict[str, Any]:
 
 
 def changed_fields(fields: Mapping[str, Any], config: DrafterConfig) -> list[tuple[str, Any, Any]]:
-    """(field, what config.json says, what was trained with) of every field of the layers that no longer agrees."""
+    """(field, value in config.json, value in training) of all layer fields that differ."""
     kept = (fields.get("draftsmith") or {}).get("trained_with") or {}
     pairs = [(name, getattr(config, name, None), value) for name, value in kept.items()]
     return [(name, found, value) for name, found, value in pairs if found != value]
 
 
 def owns_embeddings(fields: Mapping[str, Any], names: set[str]) -> bool:
-    """Whether the head has a table of its own: as we said, or as the tensors do."""
+    """True if the head has its own embedding, by `draftsmith` or by the tensors."""
     return bool((fields.get("draftsmith") or {}).get("own_embeddings")) or "embed_tokens.weight" in names
 
 
@@ -258,9 +257,35 @@ def dtype_of(fields: Mapping[str, Any]) -> str:
     return str(fields.get("dtype") or fields.get("torch_dtype") or "float32")
 
 
+def architecture_of(fields: Mapping[str, Any]) -> str:
+    return (fields.get("architectures") or ["missing"])[0]
+
+
+def head_fields(
+    fields: Mapping[str, Any], num_target_layers: int | None, where: str, kind: str, architectures: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The config fields that all heads of decoder layers have. CheckpointError for missing fields of config.json, or
+    for an architecture that is not among `architectures`."""
+    if architectures and (found := architecture_of(fields)) not in architectures:
+        raise CheckpointError(f"{where}: architectures is {found!r}; {kind} has one of {', '.join(architectures)}")
+    require(fields, ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"), where, kind)
+    return dict(
+        vocab_size=fields["vocab_size"],
+        draft_vocab_size=fields.get("draft_vocab_size") or fields["vocab_size"],
+        target_hidden_size=fields.get("target_hidden_size") or fields["hidden_size"],
+        num_target_layers=target_layers(fields, num_target_layers, where),
+        dtype=dtype_of(fields),
+        **decoder_fields(fields),
+    )
+
+
+def same_names(shapes: Mapping[str, tuple[int, ...]]) -> Table:
+    """A table whose tensors have the same names in the file and in the module."""
+    return {name: (name, shape) for name, shape in shapes.items()}
+
+
 def layer_rows(config: Any, *, inputs: int | None = None, input_norm: bool = True) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of one `speculators.layers.decoder.DecoderLayer`; `inputs`: width of what its projections
-    read."""
+    """Names and shapes of one `speculators.layers.decoder.DecoderLayer`. `inputs`: input width of its projections."""
     H, I, D = config.hidden_size, config.intermediate_size, config.head_dim
     heads, kv, width = config.num_attention_heads * D, config.num_key_value_heads * D, inputs or H
     rows: dict[str, tuple[int, ...]] = {

@@ -12,18 +12,19 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from speculators.config import DrafterConfig, decoder_fields
+from speculators.config import DrafterConfig
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export.layouts.base import (
     COMMON_MEANINGS,
     LAYER_MEANINGS,
     Layout,
     Table,
-    dtype_of,
+    architecture_of,
+    head_fields,
     layer_rows,
     own_fields,
     require,
-    target_layers,
+    same_names,
 )
 from speculators.registry import build_config
 
@@ -66,7 +67,7 @@ class DFlashLayout(Layout):
     ignored = ("t2d",)
 
     def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
-        return (fields.get("architectures") or [""])[0] == self.architecture
+        return architecture_of(fields) == self.architecture
 
     def check(self, config: Any) -> None:
         if 0 in config.tap_layers:
@@ -89,7 +90,7 @@ class DFlashLayout(Layout):
         if config.reduced_vocabulary:
             shapes["lm_head.weight"] = (config.draft_vocab_size, H)
         shapes |= self.more(config)
-        return {name: (name, shape) for name, shape in shapes.items()}
+        return same_names(shapes)
 
     def layer(self, config: Any) -> dict[str, tuple[int, ...]]:
         """Tensors of one layer."""
@@ -141,25 +142,18 @@ class DFlashLayout(Layout):
     def from_config(
         self, fields: Mapping[str, Any], names: set[str], where: str, num_target_layers: int | None
     ) -> DrafterConfig:
-        require(fields, ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"), where, self.family)
         section = {**fields, **(fields.get(SECTION) or {})}
         require(section, ("mask_token_id", "target_layer_ids"), where, f"a drafter of family {self.family}")
-        own = (fields.get("draftsmith") or {}).get("num_target_layers")
-        layers = own or fields.get("num_target_layers") or target_layers(fields, num_target_layers, where)
+        layers = fields.get("num_target_layers") or num_target_layers
         return build_config(
             where,
             self.family,
-            vocab_size=fields["vocab_size"],
-            draft_vocab_size=fields.get("draft_vocab_size") or fields["vocab_size"],
-            target_hidden_size=fields.get("target_hidden_size") or fields["hidden_size"],
-            num_target_layers=layers,
+            **head_fields(fields, layers, where, self.family),
             tap_layers=tuple(layer + 1 for layer in section["target_layer_ids"]),
-            **decoder_fields(fields),
             block_size=fields.get("block_size") or section.get("block_size", 16),
             mask_token_id=section["mask_token_id"],
             sliding_window=_window(fields, where),
             is_causal=is_causal(fields),
-            dtype=dtype_of(fields),
             **{name: section[name] for name in self.own if section.get(name) is not None},
         )
 

@@ -106,6 +106,25 @@ class DraftModelLayout(Layout):
             drafter.token_map = TokenMap.load(folder, drafter.target.vocab_size, own.vocab_size)
 
 
+class TransformersLayout(DraftModelLayout):
+    """A whole model. An adapter would be a folder of peft's, which transformers loads otherwise."""
+
+    format = "transformers"
+
+    def check(self, config: Any) -> None:
+        if config.adapter_of is not None:
+            raise ConfigError(
+                f"export format transformers: adapter_of: this draft model is an adapter of {config.adapter_of}; "
+                "export it merged (drafter.peft_export: merged)"
+            )
+
+
+class SGLangDraftModelLayout(DraftModelLayout):
+    """SGLang's STANDALONE algorithm reads the same folder."""
+
+    format = "sglang"
+
+
 def _load(path: str | Path) -> Any:
     """The causal LM of a folder or repository id in float32. CheckpointError names every tensor that is not its own."""
     loaded: Any

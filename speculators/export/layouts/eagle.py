@@ -5,24 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from speculators.config import DrafterConfig, decoder_fields
-from speculators.errors import CheckpointError
+from speculators.config import DrafterConfig
 from speculators.export.layouts.base import (
     COMMON_MEANINGS,
     LAYER_MEANINGS,
     Layout,
     Table,
-    dtype_of,
+    architecture_of,
+    head_fields,
     layer_rows,
     own_fields,
-    require,
-    target_layers,
+    same_names,
 )
 from speculators.registry import build_config
 
 ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLM", "LlamaForCausalLMEagle")
-# What only the names of the tensors say in a published head. Our own folders say it as well, so that one of these that
-# is missing is noticed: field of the config -> the tensor.
+# Config fields of a published head that only the names of its tensors tell. Our own folders state them too, so that a
+# missing tensor is noticed.
 BY_NAME = {
     "own_embeddings": "embed_tokens.weight",
     "fc_bias": "fc.bias",
@@ -50,7 +49,7 @@ class EagleLayout(Layout):
     def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
         wanted = {"fc.weight", "layers.0.self_attn.q_proj.weight"}
         other = any(name.endswith(".hidden_norm.weight") or name == "hidden_norm.weight" for name in names)
-        return wanted <= names and not other and (fields.get("architectures") or [""])[0] in ARCHITECTURES
+        return wanted <= names and not other and architecture_of(fields) in ARCHITECTURES
 
     def tensors(self, config: Any) -> Table:
         H = config.hidden_size
@@ -61,7 +60,7 @@ class EagleLayout(Layout):
             shapes |= {f"layers.{i}.{name}": shape for name, shape in layer_rows(config, input_norm=i > 0).items()}
         if config.own_embeddings:
             shapes["embed_tokens.weight"] = (config.vocab_size, H)
-        return {name: (name, shape) for name, shape in shapes.items()}
+        return same_names(shapes)
 
     def to_config(self, config: Any) -> dict[str, Any]:
         own = own_fields(config)
@@ -84,22 +83,10 @@ class EagleLayout(Layout):
     def from_config(
         self, fields: Mapping[str, Any], names: set[str], where: str, num_target_layers: int | None
     ) -> DrafterConfig:
-        architecture = (fields.get("architectures") or ["missing"])[0]
-        if architecture not in ARCHITECTURES:
-            raise CheckpointError(
-                f"{where}: architectures is {architecture!r}; an EAGLE head has one of {', '.join(ARCHITECTURES)}"
-            )
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
-        require(fields, sizes, where, "an EAGLE head")
         own = fields.get("draftsmith") or {}
         return build_config(
             where,
             "eagle",
-            vocab_size=fields["vocab_size"],
-            draft_vocab_size=fields.get("draft_vocab_size") or fields["vocab_size"],
-            target_hidden_size=fields.get("target_hidden_size") or fields["hidden_size"],
-            num_target_layers=target_layers(fields, num_target_layers, where),
-            **decoder_fields(fields),
-            dtype=dtype_of(fields),
+            **head_fields(fields, num_target_layers, where, "an EAGLE head", ARCHITECTURES),
             **{field: own.get(field, tensor in names) for field, tensor in BY_NAME.items()},
         )

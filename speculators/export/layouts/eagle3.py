@@ -7,19 +7,18 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from speculators.config import DrafterConfig, decoder_fields, default_tap_layers
-from speculators.errors import CheckpointError
+from speculators.config import DrafterConfig, default_tap_layers
 from speculators.export.layouts.base import (
     COMMON_MEANINGS,
     LAYER_MEANINGS,
     Layout,
     Table,
-    dtype_of,
+    architecture_of,
+    head_fields,
     layer_rows,
     own_fields,
     owns_embeddings,
-    require,
-    target_layers,
+    same_names,
 )
 from speculators.registry import build_config
 
@@ -63,27 +62,26 @@ class Eagle3Layout(Layout):
 
     def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
         layer = any(name.endswith(".hidden_norm.weight") for name in names)
-        return layer and (fields.get("architectures") or [""])[0] in ARCHITECTURES
+        return layer and architecture_of(fields) in ARCHITECTURES
 
     def tensors(self, config: Any) -> Table:
-        H, taps = config.hidden_size, len(config.tap_layers)
-        table: Table = {"fc.weight": ("fc.weight", (H, taps * config.target_hidden_size))}
+        H, taps, width = config.hidden_size, len(config.tap_layers), config.target_hidden_size
+        shapes: dict[str, tuple[int, ...]] = {"fc.weight": (H, taps * width)}
         if config.norm_before_fc:
-            table["input_norm.weight"] = ("input_norm.weight", (taps * config.target_hidden_size,))
+            shapes["input_norm.weight"] = (taps * width,)
         if config.fc_norm:
-            for i in range(taps):
-                table[f"fc_norm.{i}.weight"] = (f"fc_norm.{i}.weight", (config.target_hidden_size,))
+            shapes |= {f"fc_norm.{i}.weight": (width,) for i in range(taps)}
+        table = same_names(shapes)
         for i in range(config.num_layers):
             outside = "midlayer" if config.num_layers == 1 else f"layers.{i}"
             rows = layer_rows(config, inputs=2 * H if i == 0 else H)
             if i == 0:
                 rows["hidden_norm.weight"] = (H,)
             table |= {f"{outside}.{name}": (f"layers.{i}.{name}", shape) for name, shape in rows.items()}
-        table["norm.weight"] = ("norm.weight", (H,))
-        table["lm_head.weight"] = ("lm_head.weight", (config.draft_vocab_size, H))
+        shapes = {"norm.weight": (H,), "lm_head.weight": (config.draft_vocab_size, H)}
         if config.own_embeddings:
-            table["embed_tokens.weight"] = ("embed_tokens.weight", (config.vocab_size, H))
-        return table
+            shapes["embed_tokens.weight"] = (config.vocab_size, H)
+        return table | same_names(shapes)
 
     def to_config(self, config: Any) -> dict[str, Any]:
         return {
@@ -112,26 +110,14 @@ class Eagle3Layout(Layout):
         self, fields: Mapping[str, Any], names: set[str], where: str, num_target_layers: int | None
     ) -> DrafterConfig:
         fields = self.plain(fields, where)
-        layers = target_layers(fields, num_target_layers, where)
-        architecture = (fields.get("architectures") or ["missing"])[0]
-        if architecture not in ARCHITECTURES:
-            raise CheckpointError(
-                f"{where}: architectures is {architecture!r}; an EAGLE-3 head has one of {', '.join(ARCHITECTURES)}"
-            )
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
-        require(fields, sizes, where, "an EAGLE-3 head")
+        head = head_fields(fields, num_target_layers, where, "an EAGLE-3 head", ARCHITECTURES)
         return build_config(
             where,
             self.family,
-            vocab_size=fields["vocab_size"],
-            draft_vocab_size=fields.get("draft_vocab_size") or fields["vocab_size"],
-            target_hidden_size=fields.get("target_hidden_size") or fields["hidden_size"],
-            num_target_layers=layers,
-            tap_layers=tuple(sorted(fields.get(TAPS) or default_tap_layers(layers))),
-            **decoder_fields(fields),
+            **head,
+            tap_layers=tuple(sorted(fields.get(TAPS) or default_tap_layers(head["num_target_layers"]))),
             qk_norm=fields.get("model_type") == "qwen3",
             own_embeddings=owns_embeddings(fields, names),
-            dtype=dtype_of(fields),
             **{switch: bool(fields.get(switch, False)) for switch in SWITCHES},
             **self.more_fields(fields, where),
         )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from speculators.config import DrafterConfig, decoder_fields
+from speculators.config import DrafterConfig
 from speculators.errors import CheckpointError
 from speculators.export.layouts.base import (
     COMMON_MEANINGS,
@@ -24,10 +24,10 @@ from speculators.export.layouts.base import (
     Layout,
     Table,
     dtype_of,
+    head_fields,
     layer_rows,
     own_fields,
     require,
-    target_layers,
 )
 from speculators.families.mtp import BORROWED, MtpConfig
 from speculators.layers.target_layer import BorrowedLayer, layer_fields, pack_experts, unpack_experts
@@ -147,13 +147,8 @@ class MtpLayout(Layout):
         return build_config(
             where,
             "mtp",
-            vocab_size=fields["vocab_size"],
-            draft_vocab_size=fields["vocab_size"],
-            target_hidden_size=fields["hidden_size"],
-            num_target_layers=target_layers(fields, count, where),
             layout=layout,
-            **decoder_fields(fields) | {"num_layers": 1},
-            **read,
+            **head_fields(fields, count, where, "an MTP module") | {"num_layers": 1} | read,
         )
 
     def _borrowed(

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export.layouts.base import Table
-from speculators.export.layouts.draft_model import DraftModelLayout
 from speculators.export.layouts.eagle import EagleLayout
 from speculators.export.layouts.eagle3 import MEANINGS as EAGLE3_MEANINGS
 from speculators.export.layouts.eagle3 import SECTION, TAPS, Eagle3Layout
@@ -88,22 +87,13 @@ class SGLangEagleLayout(EagleLayout):
         return {} if config.fc_bias else {"fc.bias": (config.hidden_size,)}
 
     def dressed(self, fields: dict[str, Any]) -> dict[str, Any]:
-        own = {"architectures": [EAGLE], "rope_scaling": _rope_scaling(fields)}
-        return (
-            {name: value for name, value in fields.items() if name != "draftsmith"}
-            | own
-            | {"draftsmith": fields["draftsmith"]}
-        )
+        rest = dict(fields)
+        own = rest.pop("draftsmith")
+        return rest | {"architectures": [EAGLE], "rope_scaling": _rope_scaling(fields), "draftsmith": own}
 
 
 class SGLangMtpLayout(MtpLayout):
     """Multi-token prediction: nothing differs."""
-
-    format = "sglang"
-
-
-class SGLangDraftModelLayout(DraftModelLayout):
-    """Draft models (STANDALONE): nothing differs."""
 
     format = "sglang"
 
