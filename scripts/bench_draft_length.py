@@ -157,15 +157,17 @@ def simulated(recorded: Mapping[str, list[list[Chain]]], costs: RoundCosts, most
     """Tokens per unit of cost."""
     responses = [chains for by_workload in recorded.values() for chains in by_workload]
     mixed = [chains for i in range(7) for chains in responses[i::7]]  # workloads in turn
-    found: Rates = {}
+    by_workload: Rates = {}
     for workload, texts in {**recorded, "all": mixed}.items():
-        found[workload] = {
+        by_workload[workload] = {
             f"K={k}": _replay(texts, costs, lambda response, right, sure, k=k: (k, k)) for k in range(most + 1)
         }
         length = AdaptiveDraftLength(most, costs)
         length.attach(SimpleNamespace(asks=asks), lambda rows, tokens: None)  # type: ignore[arg-type]
-        found[workload][ADAPTIVE] = _replay(texts, costs, lambda *chain, length=length: _choose(length, asks, *chain))
-    return found
+        by_workload[workload][ADAPTIVE] = _replay(
+            texts, costs, lambda *chain, length=length: _choose(length, asks, *chain)
+        )
+    return by_workload
 
 
 def _choose(
@@ -212,11 +214,11 @@ def _replay(responses: Sequence[Sequence[Chain]], costs: RoundCosts, choose: Cal
 # ------------------------------------------------------------------ command
 
 
-def show(found: Rates, title: str, console: Console, *, relative: bool = False) -> None:
+def show(by_workload: Rates, title: str, console: Console, *, relative: bool = False) -> None:
     """Prints a row per workload, each length relative to the best fixed one. `relative`: the rates already are."""
-    names = list(next(iter(found.values())))
+    names = list(next(iter(by_workload.values())))
     shown = table(title, "workload", *names, "best")
-    for workload, by_name in found.items():
+    for workload, by_name in by_workload.items():
         best = max((name for name in by_name if name != ADAPTIVE), key=lambda name: by_name[name])
         unit = 1.0 if relative else by_name[best]
         shown.add_row(workload, *(f"{by_name[name] / unit:.3f}" for name in names), best)
@@ -247,8 +249,8 @@ def main(
         (v, dv), (d, dd) = ([float(x) for x in text.split(",")] for text in (verify, draft))
         costs = RoundCosts([v + dv * i for i in range(most + 1)], [d + dd * i for i in range(1, most + 1)])
         llm = LLM(target, speculative_config=method | {"num_speculative_tokens": most}, max_num_seqs=16)
-        found = simulated(record(llm, chosen, max_tokens), costs, most, asks)
-        show(found, "tokens per unit of cost, best fixed length = 1", console)
+        by_workload = simulated(record(llm, chosen, max_tokens), costs, most, asks)
+        show(by_workload, "tokens per unit of cost, best fixed length = 1", console)
         return
     methods = {f"K={k}": method | {"num_speculative_tokens": k} for k in range(least, most + 1)}
     methods[ADAPTIVE] = method | {"num_speculative_tokens": most, "enable_adaptive_verification": True}

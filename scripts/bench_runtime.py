@@ -224,14 +224,14 @@ def figures_of(name: str, one: Measured, default: Measured, costs: Costs | None)
     """All figures of one method on one workload. Speed includes the prefill; a round's phases are in
     milliseconds and as shares of their sum."""
     speedup = paired_ratio(one.runs, default.runs)
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "tokens_per_second": Spread.of([tokens_per_second(run) for run in one.runs]).model_dump(),
         "speedup": speedup.model_dump() if speedup and name != DEFAULT else None,
     }
     if not one.rounds:
-        return found
+        return figures
     seconds = {phase: one.phase_seconds[phase] for phase in ROUND}
-    found |= {
+    figures |= {
         "acceptance_length": one.counters.acceptance_length,
         "drafted_share": one.counters.num_drafts / max(one.row_rounds, 1),
         "round_ms": {phase: 1e3 * value / one.rounds for phase, value in seconds.items()},
@@ -240,12 +240,12 @@ def figures_of(name: str, one: Measured, default: Measured, costs: Costs | None)
     }
     if costs is not None and speedup is not None:
         limit = limit_of(one, costs)
-        found |= {
+        figures |= {
             "costs_ms": {"V1": costs.target_step_ms, "VK": costs.verify_ms, "D": costs.draft_ms},
             "limit": limit,
             "efficiency": efficiency(speedup.median, limit),
         }
-    return found
+    return figures
 
 
 def limit_of(one: Measured, costs: Costs) -> float:

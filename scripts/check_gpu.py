@@ -157,11 +157,15 @@ def rates(device: torch.device) -> dict[str, float]:
 
 def versions(size: Figures, device: torch.device) -> Figures:
     """Installed versions, and the device's rates: measured, and from its data sheet where the device is known."""
-    found: Figures = {"torch": torch.__version__, "transformers": transformers.__version__, "cuda": torch.version.cuda}
-    found["compiler"] = next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), None)
+    figures: Figures = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "cuda": torch.version.cuda,
+    }
+    figures["compiler"] = next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), None)
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found |= {
+        figures |= {
             "device": properties.name,
             "driver": driver_version(),
             "capability": f"{properties.major}.{properties.minor}",
@@ -170,8 +174,8 @@ def versions(size: Figures, device: torch.device) -> Figures:
             "flash_attention": torch.backends.cuda.is_flash_attention_available(),
         }
         if known := recognised(properties.name, properties.total_memory):
-            found |= {"sheet_tflops": known.flops["bfloat16"] / 1e12, "sheet_gb_per_second": known.bandwidth / 1e9}
-    return found | rates(device)
+            figures |= {"sheet_tflops": known.flops["bfloat16"] / 1e12, "sheet_gb_per_second": known.bandwidth / 1e9}
+    return figures | rates(device)
 
 
 def driver_version() -> str | None:
@@ -213,7 +217,7 @@ def training(size: Figures, device: torch.device) -> Figures:
         flops = sum(phase.whole.flops for phase in phases(plan, steps=1, device=device.type))
     if not all(abs(loss) < 1e4 for loss in losses):  # false for nan too
         raise RuntimeError(f"losses {losses}")
-    found: Figures = {
+    figures: Figures = {
         "step_seconds": seconds,
         "tokens_per_second": size["batch_size"] * size["max_length"] / seconds,
         "losses_finite": True,
@@ -221,8 +225,8 @@ def training(size: Figures, device: torch.device) -> Figures:
         "share_of_measured_products": flops / seconds / rates(device)["product_tflops"] / 1e12,
     }
     if peak is not None:
-        found |= {"peak_gb": peak / 1e9, "peak_over_planned": peak / 1e9 / found["planned_gb"]}
-    return found
+        figures |= {"peak_gb": peak / 1e9, "peak_over_planned": peak / 1e9 / figures["planned_gb"]}
+    return figures
 
 
 def steps_of(size: Figures, device: torch.device, warm_up: int = 0, **options: Any) -> tuple[float, list[float], bool]:
@@ -232,10 +236,10 @@ def steps_of(size: Figures, device: torch.device, warm_up: int = 0, **options: A
         for _ in range(warm_up):
             trainer.step(0.5)
         sharded = all(isinstance(p, torch.distributed.tensor.DTensor) for p in trainer.parameters)
-        found = *timed_steps(trainer, size["steps"]), sharded
+        figures = *timed_steps(trainer, size["steps"]), sharded
         del trainer
     free_memory()
-    return found
+    return figures
 
 
 def require_close(losses: list[float], other: list[float], name: str) -> None:
@@ -276,7 +280,7 @@ def decoded(size: Figures, device: torch.device, dtype: str) -> dict[str, tuple[
     }
     if device.type == "cuda":
         modes["cuda_graphs"] = {"enforce_eager": False}
-    model, found = make_target(size["config"], device, dtype), {}
+    model, figures = make_target(size["config"], device, dtype), {}
     prompt = {"prompt_token_ids": [3 + 7 * i % (size["config"]["vocab_size"] - 3) for i in range(size["prompt"])]}
     params = SamplingParams(temperature=0, max_tokens=size["written"], ignore_eos=True)
     config = config_for_target(FrozenTarget(model), "eagle3", draft_vocab_size=size["draft_vocab_size"])
@@ -300,10 +304,10 @@ def decoded(size: Figures, device: torch.device, dtype: str) -> dict[str, tuple[
                 rounds = llm.get_metrics().num_drafts if speculate else size["written"]
                 times[speculate].append((time.perf_counter() - began) / max(rounds, 1))
                 tokens[speculate] = list(output.outputs[0].token_ids)
-            found[name] = (tokens, [median(times[speculate]) for speculate in (False, True)])
+            figures[name] = (tokens, [median(times[speculate]) for speculate in (False, True)])
             del llm
             free_memory()
-    return found
+    return figures
 
 
 def weight_count(config: dict[str, Any]) -> int:
@@ -329,11 +333,11 @@ def decoding(size: Figures, device: torch.device) -> Figures:
     if wrong:
         raise RuntimeError(f"{', '.join(wrong)}: other tokens than eager rounds without drafting, in float32")
     free_memory()
-    found: Figures = {"ways_with_the_same_tokens": len(same)}
+    figures: Figures = {"ways_with_the_same_tokens": len(same)}
     for name, (_, (plain, drafted)) in decoded(size, device, size["dtype"]).items():
-        found |= {f"{name}_ms_per_token": 1e3 * plain, f"{name}_ms_per_drafted_round": 1e3 * drafted}
-    found["weights_ms"] = weights / rates(device)["copy_gb_per_second"] / 1e6
-    return found
+        figures |= {f"{name}_ms_per_token": 1e3 * plain, f"{name}_ms_per_drafted_round": 1e3 * drafted}
+    figures["weights_ms"] = weights / rates(device)["copy_gb_per_second"] / 1e6
+    return figures
 
 
 PARTS: dict[str, Callable[[Figures, torch.device], Figures]] = {
@@ -354,13 +358,13 @@ def run_part(name: str, size: str, device: str, limit: float) -> dict[str, Any]:
             out, err = running.communicate(timeout=limit)
             lines = out.strip().splitlines()
             answer = json.loads(lines[-1]) if running.returncode == 0 and lines else None
-            found = answer or {"state": "failed", "reason": (out + err)[-3000:].strip()}
+            result = answer or {"state": "failed", "reason": (out + err)[-3000:].strip()}
         except subprocess.TimeoutExpired:
-            found = {"state": "failed", "reason": f"took longer than {limit:.0f} s"}
+            result = {"state": "failed", "reason": f"took longer than {limit:.0f} s"}
         finally:
             if running.poll() is None:  # its child processes hold the device's memory: end the whole session
                 os.killpg(running.pid, signal.SIGKILL)
-    return {**found, "seconds": round(time.monotonic() - began, 1)}
+    return {**result, "seconds": round(time.monotonic() - began, 1)}
 
 
 def one_part(name: str, size: str, device: str) -> dict[str, Any]:
@@ -393,23 +397,23 @@ def main(
     if one:
         print(json.dumps(one_part(one, size, device)))
         return
-    wanted = parts.split(",")
-    if unknown := [part for part in wanted if part not in PARTS]:
+    chosen = parts.split(",")
+    if unknown := [part for part in chosen if part not in PARTS]:
         raise typer.BadParameter(f"--parts: {', '.join(unknown)}; expected some of {', '.join(PARTS)}")
     key, console = f"{device_name(device)}/{size}", Console()
     done = json.loads(output.read_text()) if output.exists() else {}
     results = done.setdefault(key, {})
     shown = measuring.table(key, "part", "state", "seconds", "figures", left=4)
-    for part in wanted:
+    for part in chosen:
         if again or results.get(part, {}).get("state") != "ok":
             with console.status(f"{part} ({key})"):
                 results[part] = run_part(part, size, device, limit)
             measuring.save_json(output, done)
-        found = results[part]
-        figures = [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in found.get("figures", {}).items()]
-        shown.add_row(part, found["state"], f"{found['seconds']:.0f}", escape("\n".join(figures) or found["reason"]))
+        result = results[part]
+        figures = [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in result.get("figures", {}).items()]
+        shown.add_row(part, result["state"], f"{result['seconds']:.0f}", escape("\n".join(figures) or result["reason"]))
     console.print(shown, f"figures: {output}")
-    raise typer.Exit(any(results[part]["state"] == "failed" for part in wanted))
+    raise typer.Exit(any(results[part]["state"] == "failed" for part in chosen))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Checks of answers to the conversations of corpus.py, by the `expected` of a row."""
+"""Checks of answers to the conversations of corpus.py against the `expected` of a row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BUILTINS = {
     f.__name__: f
     for f in (len, sum, max, min, sorted, all, any, abs, list, set, str, int, bool, zip, enumerate, range, reversed)
 }
-# What reaches outside or can grow without end.
+# Nodes that reach outside the function or can grow without limit.
 FORBIDDEN = (
     ast.Import, ast.ImportFrom, ast.Pow, ast.LShift, ast.Lambda, ast.Global, ast.Try, ast.ClassDef, ast.Attribute,
     ast.While,
@@ -24,7 +24,7 @@ FORBIDDEN = (
 
 
 def is_right(workload: str, expected: Any, answer: str) -> bool:
-    """The answer to a conversation's last user message is right; of chat, it is in whole sentences."""
+    """True if the answer to the last user message is right; for chat, if it ends a sentence."""
     return CHECKS[workload](expected, answer)
 
 
@@ -84,7 +84,7 @@ def _python(expected: dict[str, Any], answer: str) -> bool:
 
 
 def _is_tame(tree: ast.Module) -> bool:
-    """Only definitions and asserts, nothing that reaches outside or grows large."""
+    """True if there are only definitions and asserts, nothing that reaches outside or grows large."""
     for node in ast.walk(tree):
         if isinstance(node, FORBIDDEN) or (isinstance(node, ast.Name) and node.id.startswith("_")):
             return False
@@ -95,14 +95,14 @@ def _is_tame(tree: ast.Module) -> bool:
 
 
 def _is_huge(value: Any) -> bool:
-    """A value that keeps growing in a loop, long before it hurts."""
+    """True for a value that grows in a loop, long before it fills the memory."""
     if isinstance(value, int):
         return abs(value) > LARGEST_NUMBER**2
     return isinstance(value, list | str | tuple) and len(value) > LARGEST_NUMBER
 
 
 def _within_budget(work: Callable[[], bool]) -> bool:
-    """Run `work`, stopped after LINE_BUDGET lines; any failure is False."""
+    """Runs `work`, but stops it after LINE_BUDGET lines; False if it fails in any way."""
     left = LINE_BUDGET
 
     def count(frame: Any, event: str, arg: Any) -> Any:

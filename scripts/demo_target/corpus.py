@@ -1,11 +1,11 @@
-"""A seeded generator of small conversations in six workloads: what the quickstart trains on and its target has learnt.
+"""A seeded generator of small conversations in six workloads, the training data of the quickstart and of its target.
 
-All text is in corpus.yaml; here it is put together. A user message that stands alone (the first one, and a task that
-begins after some chat) is hashed into one of a hundred buckets, and a split owns buckets. Messages are drawn again
-until they fall in the split's, so that no message which identifies a prompt of one split begins a task in another.
-Follow-ups such as "Call it `head` instead." mean nothing on their own and are not hashed.
+All text is in corpus.yaml; this file combines it. A user message that stands alone (the first one, and a task that
+begins after some chat) is hashed into one of a hundred buckets, and each split owns some buckets. Messages are redrawn
+until they fall into the split's, so that no prompt of one split begins a task in another. Follow-ups such as "Call it
+`head` instead." mean nothing on their own and are not hashed.
 
-A workload is a function (rng, style) -> (first turn, function that gives one more turn about the same matter).
+A workload is a function (rng, style) -> (first turn, function that gives one more turn about the same task).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FILES = {"train": ((11, 1140), (12, 1140), (13, 1920)), "validation": ((0, 300),
 
 @dataclass(frozen=True)
 class Turn:
-    """One user message, one right answer, and what a check of another answer needs (None: it cannot be checked)."""
+    """A user message, a right answer, and the value that checks other answers (None: they cannot be checked)."""
 
     user: str
     answer: str
@@ -47,7 +47,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A chat that ends with the assistant, and what checks its last answer."""
+    """A chat that ends with the assistant, and the value that checks its last answer."""
 
     workload: str
     messages: list[dict[str, str]]
@@ -70,8 +70,8 @@ def bucket(message: str) -> int:
 def conversations(
     split: str, count: int, seed: int = 0, workloads: Sequence[str] | None = None
 ) -> Iterator[Conversation]:
-    """`count` conversations of a split, the workloads in turn; the same for the same seed. The first n of a larger
-    count are the same n conversations. ValueError for an unknown split or workload."""
+    """`count` conversations of a split, the workloads in turn, determined by the seed; a smaller count gives the first
+    of them. ValueError for an unknown split or workload."""
     workloads = WORKLOADS if workloads is None else workloads
     if split not in BUCKETS:
         raise ValueError(f"unknown split {split!r}; there are {', '.join(BUCKETS)}")
@@ -119,7 +119,7 @@ def _conversation(split: str, workload: str, rng: Random) -> Conversation:
 
 
 def _start(split: str, workload: str, rng: Random, style: str) -> Thread:
-    """A start of the workload whose user message falls in the split."""
+    """Draws starts of the workload until the user message falls into the split."""
     while True:
         thread = GENERATORS[workload](rng, style)
         if bucket(thread[0].user) in BUCKETS[split]:
@@ -135,7 +135,7 @@ def _with_article(noun: str) -> str:
 
 
 def _person(rng: Random) -> dict[str, str]:
-    """Somebody drawn at random: the slots name, she and She."""
+    """A random person: the slots name, she and She."""
     pool, she = ("women", "she") if rng.random() < 0.5 else ("men", "he")
     return {"name": rng.choice(WORDS[pool]), "she": she, "She": _capital(she)}
 
@@ -154,7 +154,7 @@ Numbers = dict[str, int]
 
 
 def _steps(recipe: str, numbers: Numbers) -> list[tuple[str, int]]:
-    """The equation and the result of each step; "1" and "2" in a recipe are the results before."""
+    """The equation and the result of each step; "1" and "2" in a recipe are results of earlier steps."""
     steps: list[tuple[str, int]] = []
     for step in TEXT["math"]["recipes"][recipe]:
         left, operator, right = step.split()
@@ -165,12 +165,12 @@ def _steps(recipe: str, numbers: Numbers) -> list[tuple[str, int]]:
 
 
 def _fits(recipe: str, numbers: Numbers) -> bool:
-    """Every step stays above one, so that plurals hold."""
+    """True if every result is above one, so that plurals are right."""
     return all(value > 1 for _, value in _steps(recipe, numbers))
 
 
 def _math(rng: Random, style: str) -> Thread:
-    """A story in two or three steps, and follow-ups that change one of its numbers."""
+    """A word problem of two or three steps, and follow-ups that change one of its numbers."""
     text = TEXT["math"]
     story = rng.choice(text["stories"])
     recipe = story["recipe"]
@@ -221,7 +221,7 @@ def _math(rng: Random, style: str) -> Thread:
 
 @cache
 def _reference(body: str) -> Callable[..., Any]:
-    """The function itself, for the values in the asserts."""
+    """The reference function, which gives the values in the asserts."""
     namespace: dict[str, Any] = {}
     exec("def f(a, b=None):\n    " + body.replace("\n", "\n    "), namespace)
     return namespace["f"]
@@ -278,7 +278,7 @@ def _python(rng: Random, style: str) -> Thread:
 
 
 def _json(rng: Random, style: str) -> Thread:
-    """A record, an email or an invoice and the keys wanted from it, and follow-ups that want other keys."""
+    """A record, an email or an invoice with keys to extract, and follow-ups for other keys."""
     text, record = TEXT["json"], dict[str, Any]()
     of_person = rng.random() < 0.45
     record["name"] = f"{rng.sample(WORDS['names'], 1)[0]} {rng.choice(WORDS['surnames'])}"
@@ -317,7 +317,7 @@ POOLS["fruit"] = "fruits"
 
 
 def _passage(rng: Random) -> tuple[list[str], dict[str, str]]:
-    """Three to five sentences about one person, and its slots. What else occurs in a sentence occurs in no other."""
+    """Three to five sentences about one person, and their slots; no other thing occurs in two sentences."""
     text, slots = TEXT["rewrite"], _person(rng)
     slots |= {"city": rng.choice(WORDS["cities"]), "job": _with_article(rng.choice(WORDS["jobs"]))}
     slots |= {"day": rng.choice(WORDS["days"])}
@@ -360,7 +360,7 @@ def _edit(rng: Random) -> tuple[str, str, str]:
 
 
 def _rewrite(rng: Random, style: str) -> Thread:
-    """A passage with an edit whose result is fixed to the letter, and follow-ups with other passages."""
+    """A passage with an edit that has exactly one result, and follow-ups with other passages."""
     text = TEXT["rewrite"]
 
     def turn(forms: list[str]) -> Turn:
@@ -378,12 +378,12 @@ Table = dict[str, list[str]]  # column -> cells; the first column names the rows
 
 
 def draw_table(rng: Random) -> tuple[str, Table]:
-    """(what a row is, the table)"""
+    """(noun for a row, the table)"""
     theme = rng.choice(TEXT["table"]["themes"])
     count = rng.choice((3, 3, 4))
     table = {theme["key"]: rng.sample(WORDS[theme["rows"]], count)}
     for head, form, *bounds in rng.sample(theme["columns"], rng.choice((1, 1, 2))):
-        if bounds:  # different numbers, whose last digits differ too
+        if bounds:  # numbers with different last digits
             digits = rng.sample(range(10), count)
             cells = [form.format(rng.choice([n for n in range(*bounds) if n % 10 == digit])) for digit in digits]
         else:
@@ -404,7 +404,7 @@ def _number(cell: str) -> int:
 
 
 def _question(rng: Random, noun: str, table: Table, style: str) -> tuple[str, str, str, str]:
-    """(question, answer, the bold part, column). An answer reads the rows that it needs before it concludes."""
+    """(question, answer, the bold part, column). An answer repeats the rows that it needs before its conclusion."""
     text = TEXT["table"]
     col = rng.choice(list(table)[1:])
     names, cells = next(iter(table.values())), table[col]
@@ -435,7 +435,7 @@ def _question(rng: Random, noun: str, table: Table, style: str) -> tuple[str, st
 
 
 def _table(rng: Random, style: str) -> Thread:
-    """A small table with a question, and follow-ups about the same table; the answer stands in bold."""
+    """A small table with a question, and follow-ups about the same table; the answer is in bold."""
     text = TEXT["table"]
     noun, table = draw_table(rng)
 
@@ -460,7 +460,7 @@ def _chat(rng: Random, style: str) -> Thread:
     """A question about a topic, answered from its few facts, and follow-ups about it or about one like it."""
     text = TEXT["chat"]
     kind = text["kinds"][rng.choice(text["shares"])]
-    used: set[str] = set()  # facts that an answer has given
+    used: set[str] = set()  # facts of earlier answers
 
     def about(facts: dict[str, str]) -> dict[str, str]:
         """The slots of a topic."""

@@ -1,4 +1,4 @@
-"""The quickstart's target as a network: its shape, a start that can already copy, and how it grows."""
+"""The network of the quickstart's target: its shape, starting weights that copy, and its growth during training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LAYERS = 16
 
 
 def build_model(layers: int = LAYERS, vocab: int = VOCAB):
-    """Deep and narrow, as real targets are relative to their heads: Qwen3, 16 layers of 256."""
+    """A Qwen3 of 16 layers of width 256: deep and narrow, as real targets are relative to their heads."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -31,7 +31,7 @@ def build_model(layers: int = LAYERS, vocab: int = VOCAB):
         initializer_range=0.02,
     )
     model = Qwen3ForCausalLM(config)
-    for name, p in model.named_parameters():  # residual writes start small in a deep net
+    for name, p in model.named_parameters():  # small initial residual updates, for depth
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             p.data.mul_(1 / math.sqrt(2 * config.num_hidden_layers))
     return model
@@ -39,21 +39,21 @@ def build_model(layers: int = LAYERS, vocab: int = VOCAB):
 
 @torch.no_grad()
 def start_with_copying(model) -> None:
-    """Initial weights that already look back: what followed the last time this token stood here?
+    """Sets induction heads as initial weights: they predict the token that followed the last occurrence of this one.
 
-    Copying from the request is what the workloads have in common, and small models find it late: it takes two layers
-    that are no use without each other. So the first layer begins with two heads that look at the tokens one and two
-    places back, the second with two that look for the place where these are the current ones. All of it is trained
-    on, and whatever serves better replaces it. (Circuit: Olsson et al., arXiv 2209.11895.)
+    All workloads copy from the request, and small models learn that late, because it takes two layers that are useless
+    without each other. The first layer begins with two heads that attend to the tokens one and two places back, the
+    second with two that attend to the place where these equal the current ones. Training changes all of them. (Circuit:
+    Olsson et al., arXiv 2209.11895.)
     """
     config, last = model.config, model.config.hidden_size - 1
     D, half = config.head_dim, config.head_dim // 2
     embedding = model.model.embed_tokens.weight
     embedding.normal_(std=0.05)
-    embedding[:, last] = 0.5  # the same for all tokens: what a head reads that only asks where, not what
+    embedding[:, last] = 0.5  # a constant, for heads that attend by position and not by token
 
     def directions(count: int) -> torch.Tensor:
-        """Random orthonormal rows [count, H] that do not read the constant."""
+        """Random orthonormal rows [count, H] that ignore the constant."""
         rows = torch.linalg.qr(torch.randn(last, count)).Q.T
         return torch.nn.functional.pad(rows, (0, 1))
 
@@ -63,7 +63,7 @@ def start_with_copying(model) -> None:
     for attention in (first, second):
         attention.q_norm.weight.fill_(2.0)
         attention.k_norm.weight.fill_(1.5)
-    sharp = torch.arange(5)  # rotary pairs quick enough to tell neighbouring places apart
+    sharp = torch.arange(5)  # fast rotary pairs distinguish neighbouring places
     turn = config.rope_parameters["rope_theta"] ** (-sharp / half)
     first.k_proj.weight[:D] = 0.0
     first.k_proj.weight[sharp, last] = 5.0
@@ -74,7 +74,7 @@ def start_with_copying(model) -> None:
         first.q_proj.weight[head * D + half + sharp, last] = -5 * torch.sin(distance * turn)
         first.o_proj.weight[:, rows] = 0.4 * into.T
     first.v_proj.weight[:D] = 0.2 * reads
-    slow = torch.arange(half - 12, half)  # rotary pairs that hardly turn within a conversation: what, not where
+    slow = torch.arange(half - 12, half)  # slow rotary pairs hardly turn within a conversation
     places = torch.cat([slow, slow + half])
     for group, (query, key) in enumerate(((reads, one_back), (one_back, two_back))):
         head, kv = 2 * group * D, group * D
@@ -87,9 +87,9 @@ def start_with_copying(model) -> None:
 
 
 def grow(small):
-    """A model of LAYERS layers that computes what `small` does: the layers put between add nothing at first.
+    """A model of LAYERS layers that computes the same as `small`: the inserted layers add nothing at first.
 
-    Most of what the workloads ask is learnt with few layers, at a third of the cost of a step.
+    Few layers learn most of the workloads, at a third of the cost of a step.
     """
     model, kept = build_model(), len(small.model.layers)
     state = {name: t for name, t in small.state_dict().items() if ".layers." not in name}
