@@ -7,7 +7,8 @@ A family is one file in `speculators/families/` with one class that derives from
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -38,6 +39,37 @@ class DraftStep:
     target_index: Tensor
     anchor_index: Tensor
     weight: Tensor
+
+
+@dataclass(frozen=True)
+class DraftInput:
+    """The committed text that a drafter has not read yet: slots to append to rows [start, stop) of its ragged cache.
+
+    Slot p of a row holds the pair (token x_{p+1}, target features of position p), or token x_p alone where
+    `first_token` is 0. Row start + i gets counts[i] slots; `token_ids` [b, M], `taps` [b, M, n·H] and `last_hidden`
+    [b, M, H] are padded to M.
+    """
+
+    cache: Any
+    start: int
+    stop: int
+    token_ids: Tensor
+    taps: Tensor | None
+    last_hidden: Tensor | None
+    counts: Sequence[int]
+
+
+# Yields the draft logits [b, V_draft] of each depth and is sent the target token ids [b] that were drafted from them.
+DraftSteps = Generator[Tensor, Tensor | None, None]
+
+
+def take_drafts(steps: DraftSteps, k: int, sample: Callable[[Tensor], Tensor]) -> Tensor:
+    """Drafts `k` >= 1 tokens by `sample` (draft logits [b, V_draft] -> target token ids [b]): [b, k]."""
+    drafted: list[Tensor] = []
+    with closing(steps):
+        for _ in range(k):
+            drafted.append(sample(steps.send(drafted[-1] if drafted else None)))
+    return torch.stack(drafted, dim=1)
 
 
 @dataclass
@@ -306,41 +338,26 @@ class Drafter(nn.Module):
         only that have a term. What it costs follows (train/planner/work.py)."""
         return [], self.weight_matrices()
 
-    def draft(
-        self,
-        cache,
-        start: int,
-        stop: int,
-        token_ids: Tensor,
-        taps: Tensor | None,
-        last_hidden: Tensor | None,
-        counts: Sequence[int],
-        k: int,
-        sample: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        """Inference: appends true slots, then drafts `k` tokens per row with the same maths as `unroll`.
+    def append(self, inputs: DraftInput) -> None:
+        """Inference: appends slots to the cache and drafts nothing."""
+        raise NotImplementedError
 
-        `cache` is the ragged cache of the head's own layers, of which rows [start, stop) are used. Slot p of a row
-        holds the pair (token x_{p+1}, target features of position p), or token x_p alone where `first_token` is 0.
-        `token_ids` [b, M], `taps` [b, M, n·H] and `last_hidden` [b, M, H] hold `counts[i]` true slots per row, padded
-        to M. `sample` maps draft logits [b, V_draft] to target token ids [b] and is called once per depth. Speculative
-        slots are rolled back before returning. `k=0` only appends. Returns target token ids [b, k].
+    def draft_steps(self, inputs: DraftInput, k: int) -> DraftSteps:
+        """Inference: appends slots, then drafts up to `k` >= 1 tokens per row by the same maths as `unroll`.
+
+        A generator of the draft logits [b, V_draft] of depths 0 to k-1. It is sent the target token ids [b] drafted
+        from the logits of one depth to go on to the next. When it is closed, at any depth, the cache holds the appended
+        slots and no draft.
         """
         raise NotImplementedError
 
-    def draft_tree(
-        self,
-        cache,
-        start: int,
-        stop: int,
-        token_ids: Tensor,
-        taps: Tensor | None,
-        last_hidden: Tensor | None,
-        counts: Sequence[int],
-        grow: Grow,
-        k: int,
-    ) -> None:
-        """As `draft`, but a tree of at most `k` levels below the newest true slot of each row: `grow` says level by
-        level which drafts to go on from, and keeps what is drafted. On the way to any draft the logits are those of a
-        chain of these tokens."""
+    def draft(self, inputs: DraftInput, k: int, sample: Callable[[Tensor], Tensor]) -> Tensor:
+        """Runs all `k` >= 1 of `draft_steps`; `sample` maps draft logits [b, V_draft] to target token ids [b]. Returns
+        target token ids [b, k]."""
+        return take_drafts(self.draft_steps(inputs, k), k, sample)
+
+    def draft_tree(self, inputs: DraftInput, k: int, grow: Grow) -> None:
+        """As `draft`, but a tree of at most `k` levels below the newest slot of each row: `grow` says level by level
+        which drafts to go on from, and keeps what is drafted. On the way to any draft the logits are those of a chain
+        of these tokens."""
         raise ConfigError(f"a drafter of family {self.config.family} drafts chains only; ask for no tree")

@@ -19,7 +19,7 @@ from inference.outputs import RequestOutput
 from inference.report.measurement import Costs, TimedRun
 from inference.sampling.sampler import argmax, seeded
 from inference.sampling_params import SamplingParams
-from speculators.drafter import Drafter
+from speculators.drafter import Drafter, DraftInput
 from speculators.target.frozen_target import FrozenTarget
 from speculators.vocab.draft_vocab import to_target_ids
 
@@ -144,16 +144,17 @@ class IsolatedCosts:
         next_ids = ids.roll(-drafter.first_token, 1)  # slot p holds token p + first_token
         before, after = slice(None, self.context - kept), slice(self.context - kept, None)
 
-        def part(which: slice) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        def part(which: slice, count: int) -> DraftInput:
             read = taps[:, which] if taps is not None and drafter.reads_taps else None
-            return next_ids[:, which], read, last_hidden[:, which] if drafter.reads_last_hidden else None
+            last = last_hidden[:, which] if drafter.reads_last_hidden else None
+            return DraftInput(self.head_cache, 0, rows, next_ids[:, which], read, last, [count] * rows)
 
-        self.appended, filled = part(after), part(before)
-        drafter.draft(self.head_cache, 0, rows, *filled, [self.context - kept] * rows, 0, self._best)
+        self.appended = part(after, kept)
+        drafter.append(part(before, self.context - kept))
         self.filled = list(self.head_cache.lengths)
 
     def _draft(self) -> None:
-        self.drafter.draft(self.head_cache, 0, self.rows, *self.appended, [self.kept] * self.rows, self.k, self._best)
+        self.drafter.draft(self.appended, self.k, self._best)
         for row, length in enumerate(self.filled):
             self.head_cache.truncate(row, length)
 

@@ -6,7 +6,7 @@ that lead to it, so chains and trees are the same here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -105,20 +105,17 @@ def process_draft_logits(
     return processed
 
 
-def along_a_chain(
-    choose: Callable[[Tensor], Tensor], requests: Sequence[Request], draft_to_target: Tensor | None, vocab_size: int
-) -> Callable[[Tensor], Tensor]:
-    """`choose` (logits [b, V_draft] of the next depth -> target ids [b]), of processed logits if any row wants them."""
+def process_chain_logits(
+    logits: Tensor,
+    requests: Sequence[Request],
+    drafted: Sequence[Tensor],
+    draft_to_target: Tensor | None,
+    vocab_size: int,
+) -> Tensor:
+    """Processes the draft logits [b, V_draft] of the depth after the tokens `drafted` ([b] per depth), if any request
+    asks for it."""
     if not any(request.processors.active(len(request.token_ids)) for request in requests):
-        return choose
-    drafted: list[list[int]] = [[] for _ in requests]
-
-    def choose_processed(logits: Tensor) -> Tensor:
-        paths = [[path] for path in drafted]
-        processed = process_draft_logits(logits.unsqueeze(1), requests, paths, draft_to_target, vocab_size)
-        token_ids = choose(processed.squeeze(1))
-        for path, token in zip(drafted, token_ids.tolist(), strict=True):
-            path.append(token)
-        return token_ids
-
-    return choose_processed
+        return logits
+    chains = torch.stack(list(drafted), dim=1).tolist() if drafted else [[] for _ in requests]
+    paths = [[chain] for chain in chains]
+    return process_draft_logits(logits.unsqueeze(1), requests, paths, draft_to_target, vocab_size).squeeze(1)

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from speculators.drafter import take_drafts
 from speculators.export.layouts.mlp import MLPLayout
 from speculators.families.mlp import MLPSpeculator
 
@@ -34,7 +35,7 @@ class MLPSpeculatorModel(nn.Module):
 
     def forward(self, last_hidden: Tensor, token_ids: Tensor, k: int, sample: Callable[[Tensor], Tensor]) -> Tensor:
         """The target's last hidden state [b, H] and the token it gave [b] -> k drafted tokens [b, k]."""
-        return self.speculator.chain(self.speculator.start(last_hidden), token_ids, k, sample)
+        return take_drafts(self.speculator.chain(self.speculator.start(last_hidden), token_ids, k), k, sample)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """All of the checkpoint's tensors; the names of all parameters, none of which keeps what it was made with."""

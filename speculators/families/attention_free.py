@@ -2,19 +2,19 @@
 
 Slot t of such a head reads what the target computed at t and no other slot, so that depth k, which predicts x_{t+2+k},
 is a function of that one state and, if the family wants them, of the tokens x_{t+1} .. x_{t+1+k}. `unroll` does that
-for all slots that have a term, `draft` for the newest slot of each row; both run the family's `start`, `advance` and
-`read`. The cache of such a head holds no keys, only the lengths of its rows. Knows no tensor of any family.
+for all slots that have a term, `draft_steps` for the newest slot of each row; both run the family's `start`, `advance`
+and `read`. The cache of such a head holds no keys, only the lengths of its rows. Knows no tensor of any family.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from speculators.drafter import Drafter, DraftStep, Grow, term_paths
+from speculators.drafter import Drafter, DraftInput, DraftStep, DraftSteps, Grow, term_paths
 from speculators.layers.checkpointing import kept_or_recomputed
 from speculators.precision import on_device
 from speculators.target.frozen_target import TargetFeatures
@@ -75,44 +75,27 @@ class SlotwiseDrafter(Drafter):
         state = self.advance(state, token_ids, depth)
         return state, self.head(self.read(state, depth), depth)
 
-    def draft(
-        self,
-        cache,
-        start: int,
-        stop: int,
-        token_ids: Tensor,
-        taps: Tensor | None,
-        last_hidden: Tensor | None,
-        counts: Sequence[int],
-        k: int,
-        sample: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        """See `Drafter.draft`."""
-        state, tokens = self._true_slots(cache, start, stop, token_ids, last_hidden, counts)
-        return self.chain(state, tokens, k, sample)
+    def append(self, inputs: DraftInput) -> None:
+        """See `Drafter.append`: such a cache holds lengths alone."""
+        inputs.cache.reserve(inputs.start, inputs.stop, inputs.token_ids.shape[1])
+        for row, count in enumerate(inputs.counts, inputs.start):
+            inputs.cache.advance(row, count)
 
-    def chain(self, state: Tensor, token_ids: Tensor, k: int, sample: Callable[[Tensor], Tensor]) -> Tensor:
-        """State before depth 0 [b, S] and the newest token [b] of each row -> [b, k] drafted tokens."""
-        drafted = [token_ids]
+    def draft_steps(self, inputs: DraftInput, k: int) -> DraftSteps:
+        """See `Drafter.draft_steps`."""
+        self.append(inputs)
+        yield from self.chain(*self._newest(inputs), k)
+
+    def chain(self, state: Tensor, token_ids: Tensor | None, k: int) -> DraftSteps:
+        """The steps after a state before depth 0 [b, S] and the newest token [b] of each row."""
         for depth in range(k):
-            state, logits = self.step(state, drafted[-1], depth)
-            drafted.append(sample(logits))
-        return torch.stack(drafted, dim=1)[:, 1:]
+            state, logits = self.step(state, token_ids, depth)
+            token_ids = yield logits
 
-    def draft_tree(
-        self,
-        cache,
-        start: int,
-        stop: int,
-        token_ids: Tensor,
-        taps: Tensor | None,
-        last_hidden: Tensor | None,
-        counts: Sequence[int],
-        grow: Grow,
-        k: int,
-    ) -> None:
+    def draft_tree(self, inputs: DraftInput, k: int, grow: Grow) -> None:
         """See `Drafter.draft_tree`. Heads that read no draft are computed once per depth."""
-        state, tokens = self._true_slots(cache, start, stop, token_ids, last_hidden, counts)
+        self.append(inputs)
+        state, tokens = self._newest(inputs)
         states, tokens, depth = state[:, None], tokens[:, None], 0  # [b, w, S], [b, w]
         while True:
             rows = states if self.reads_drafts else states[:, :1]
@@ -125,13 +108,8 @@ class SlotwiseDrafter(Drafter):
             states, tokens = level.of_parents(state), level.token_ids
             depth += 1
 
-    def _true_slots(
-        self, cache, start: int, stop: int, token_ids: Tensor, last_hidden: Tensor | None, counts: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        """Counts the slots; the state before depth 0 [b, S] and the token [b] of each row's newest one."""
-        cache.reserve(start, stop, token_ids.shape[1])
-        for row, count in enumerate(counts, start):
-            cache.advance(row, count)
-        rows = torch.arange(len(counts), device=token_ids.device)
-        newest = on_device(counts, token_ids.device) - 1
-        return self.start(last_hidden[rows, newest]), token_ids[rows, newest]
+    def _newest(self, inputs: DraftInput) -> tuple[Tensor, Tensor]:
+        """The state before depth 0 [b, S] and the token [b] of each row's newest slot."""
+        rows = torch.arange(len(inputs.counts), device=inputs.token_ids.device)
+        newest = on_device(inputs.counts, rows.device) - 1
+        return self.start(inputs.last_hidden[rows, newest]), inputs.token_ids[rows, newest]

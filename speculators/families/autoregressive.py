@@ -2,9 +2,8 @@
 
 Slot t of such a head pairs the token x_{t+1} with what the target computed at t and predicts x_{t+2}; depth k of the
 slot reads x_{t+1+k} and the depth k-1 output, at rotary position t + k, and predicts x_{t+2+k}. `unroll` does that for
-all slots at once (training-time test, arXiv 2503.01840), `draft` for the newest slot of each row with a cache; both run
-the family's `run`. The tokens that deeper depths read may be drafts that were rejected (`term_paths`). Knows no tensor
-of any family.
+all slots at once (training-time test, arXiv 2503.01840), `draft_steps` for the newest slot of each row with a cache;
+both run the family's `run`. The tokens that deeper depths read may be drafts that were rejected (`term_paths`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speculators.drafter import Drafter, DraftStep, Grow, term_paths
+from speculators.drafter import Drafter, DraftInput, DraftStep, DraftSteps, Grow, term_paths
 from speculators.layers.attention import cached_attends, unrolled_attention
 from speculators.layers.checkpointing import kept_or_recomputed
 from speculators.layers.decoder import Attend, Rotary, RotaryTable
@@ -152,48 +151,30 @@ class ChainDrafter(Drafter):
 
     # -------------------------------------------------------------- inference
 
-    def draft(
-        self,
-        cache,
-        start: int,
-        stop: int,
-        token_ids: Tensor,
-        taps: Tensor | None,
-        last_hidden: Tensor | None,
-        counts: Sequence[int],
-        k: int,
-        sample: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        """See `Drafter.draft`."""
-        if k == 0:
-            nobody = token_ids[:, :0]  # nothing is drafted: keys and values are all that is wanted
-            self._true_slots(cache, start, stop, token_ids, taps, last_hidden, counts, nobody if self.asks else None)
-            return nobody
-        state = self._true_slots(cache, start, stop, token_ids, taps, last_hidden, counts)
-        drafted = [sample(self.head(state[:, 0]))]
-        for _ in range(k - 1):
-            state = self._extend(cache, start, stop, drafted[-1][:, None], state)
-            for row in range(start, stop):
-                cache.advance(row, 1)
-            drafted.append(sample(self.head(state[:, 0])))
-        for row in range(start, stop):
-            cache.truncate(row, cache.lengths[row] - (k - 1))
-        return torch.stack(drafted, dim=1)
+    def append(self, inputs: DraftInput) -> None:
+        """See `Drafter.append`: keys and values are all that is wanted."""
+        self._append(inputs, inputs.token_ids[:, :0] if self.asks else None)
 
-    def draft_tree(
-        self,
-        cache,
-        start: int,
-        stop: int,
-        token_ids: Tensor,
-        taps: Tensor | None,
-        last_hidden: Tensor | None,
-        counts: Sequence[int],
-        grow: Grow,
-        k: int,
-    ) -> None:
+    def draft_steps(self, inputs: DraftInput, k: int) -> DraftSteps:
+        """See `Drafter.draft_steps`: one forward per depth."""
+        cache, start, stop = inputs.cache, inputs.start, inputs.stop
+        state = self._append(inputs)
+        lengths = cache.lengths[start:stop]
+        try:
+            token_ids = yield self.head(state[:, 0])
+            for _ in range(k - 1):
+                state = self._extend(cache, start, stop, token_ids[:, None], state)
+                for row in range(start, stop):
+                    cache.advance(row, 1)
+                token_ids = yield self.head(state[:, 0])
+        finally:
+            for row, length in enumerate(lengths, start):
+                cache.truncate(row, length)
+
+    def draft_tree(self, inputs: DraftInput, k: int, grow: Grow) -> None:
         """See `Drafter.draft_tree`."""
-        states = self._true_slots(cache, start, stop, token_ids, taps, last_hidden, counts)
+        cache, start, stop = inputs.cache, inputs.start, inputs.stop
+        states = self._append(inputs)
         base, depth = cache.lengths[start:stop], 0
         while (level := grow(self.head(states))) is not None:
             mask = cache.tree_mask(start, stop, base, level.visible)[0]
@@ -208,25 +189,16 @@ class ChainDrafter(Drafter):
         for row, length in enumerate(base, start):
             cache.truncate(row, length)
 
-    def _true_slots(
-        self,
-        cache,
-        start: int,
-        stop: int,
-        token_ids: Tensor,
-        taps: Tensor | None,
-        last_hidden: Tensor | None,
-        counts: Sequence[int],
-        asking: Tensor | None = None,
-    ) -> Tensor:
-        """Appends counts[i] slots per row; the state of the newest one of each [b, 1, H], unless nobody is asking."""
-        states = self._extend(cache, start, stop, token_ids, self.first_state(taps, last_hidden), asking)
-        for row, count in enumerate(counts, start):
-            cache.advance(row, count)
+    def _append(self, inputs: DraftInput, asking: Tensor | None = None) -> Tensor:
+        """Appends the slots of each row; the state of its newest one [b, 1, H], unless `asking` is empty."""
+        state = self.first_state(inputs.taps, inputs.last_hidden)
+        states = self._extend(inputs.cache, inputs.start, inputs.stop, inputs.token_ids, state, asking)
+        for row, count in enumerate(inputs.counts, inputs.start):
+            inputs.cache.advance(row, count)
         if states.shape[1] <= 1:
             return states
-        last = on_device(counts, states.device) - 1
-        return states[torch.arange(len(counts), device=states.device), last][:, None]
+        last = on_device(inputs.counts, states.device) - 1
+        return states[torch.arange(len(last), device=states.device), last][:, None]
 
     def _extend(
         self,

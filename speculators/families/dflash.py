@@ -12,7 +12,7 @@ ragged cache. Tensor names are those of vLLM's loader.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from speculators.config import DecoderConfig, TargetShape
-from speculators.drafter import Drafter, DraftStep, Grow, term_paths
+from speculators.drafter import Drafter, DraftInput, DraftStep, DraftSteps, Grow, term_paths
 from speculators.families.autoregressive import slots_in_use
 from speculators.layers.attention import cached_attends
 from speculators.layers.block_attention import Blocks, block_attention
@@ -324,47 +324,31 @@ class DFlash(Drafter):
 
     # -------------------------------------------------------------- inference
 
-    def draft(
-        self,
-        cache,
-        start: int,
-        stop: int,
-        token_ids: Tensor,
-        taps: Tensor | None,
-        last_hidden: Tensor | None,
-        counts: Sequence[int],
-        k: int,
-        sample: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        """See `Drafter.draft`. All `k` states come from one forward of k slots, or k + 1 with `fill_in`."""
-        self._append_context(cache, start, stop, taps, counts)
-        if k == 0:
-            return token_ids[:, :0]
-        tokens = _newest(token_ids, counts)
-        states, carry, drafted = self._block(cache, start, stop, tokens, k), None, []
+    def append(self, inputs: DraftInput) -> None:
+        """See `Drafter.append`: the context's keys and values of each layer."""
+        cache, start, stop, M = inputs.cache, inputs.start, inputs.stop, inputs.taps.shape[1]
+        rotary = self._rotary(cache, start, stop, M, inputs.taps)
+        view = cache.view(start, stop, M)
+        for i, (key, value) in enumerate(self.context(inputs.taps, rotary)):
+            view.update(key, value, i)
+        for row, count in enumerate(inputs.counts, start):
+            cache.advance(row, count)
+
+    def draft_steps(self, inputs: DraftInput, k: int) -> DraftSteps:
+        """See `Drafter.draft_steps`. All `k` states come from one forward of k slots, or k + 1 with `fill_in`."""
+        self.append(inputs)
+        tokens = _newest(inputs.token_ids, inputs.counts)
+        states, carry = self._block(inputs.cache, inputs.start, inputs.stop, tokens, k), None
         for depth in range(k):
             hidden, carry = self.read(states[:, depth], tokens, carry)
-            tokens = sample(self.head(hidden, depth))
-            drafted.append(tokens)
-        return torch.stack(drafted, dim=1)
+            tokens = yield self.head(hidden, depth)
 
-    def draft_tree(
-        self,
-        cache,
-        start: int,
-        stop: int,
-        token_ids: Tensor,
-        taps: Tensor | None,
-        last_hidden: Tensor | None,
-        counts: Sequence[int],
-        grow: Grow,
-        k: int,
-    ) -> None:
+    def draft_tree(self, inputs: DraftInput, k: int, grow: Grow) -> None:
         """See `Drafter.draft_tree`. One block serves all branches: marginals where drafts are not read, otherwise the
         distribution after each parent."""
-        self._append_context(cache, start, stop, taps, counts)
-        tokens = _newest(token_ids, counts)[:, None]  # [b, w]
-        states, carry = self._block(cache, start, stop, tokens[:, 0], k), None
+        self.append(inputs)
+        tokens = _newest(inputs.token_ids, inputs.counts)[:, None]  # [b, w]
+        states, carry = self._block(inputs.cache, inputs.start, inputs.stop, tokens[:, 0], k), None
         for depth in range(k):
             w = tokens.shape[1] if self.reads_drafts else 1
             state = states[:, depth, None].expand(-1, w, -1)
@@ -374,16 +358,6 @@ class DFlash(Drafter):
                 return
             tokens = level.token_ids
             carry = None if carry is None else level.of_parents(carry)
-
-    def _append_context(self, cache, start: int, stop: int, taps: Tensor, counts: Sequence[int]) -> None:
-        """Keys and values of counts[i] more positions of each row, for good."""
-        M = taps.shape[1]
-        rotary = self._rotary(cache, start, stop, M, taps)
-        view = cache.view(start, stop, M)
-        for i, (key, value) in enumerate(self.context(taps, rotary)):
-            view.update(key, value, i)
-        for row, count in enumerate(counts, start):
-            cache.advance(row, count)
 
     def _block(self, cache, start: int, stop: int, anchor_ids: Tensor, k: int) -> Tensor:
         """Normed states of the slots that predict the next `k` tokens [b, k, H]. The cache stays as it is: the block's

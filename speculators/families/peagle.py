@@ -7,7 +7,6 @@ which deeper depths keep fewer, nested within each other: depth d keeps max(rati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from speculators.drafter import Grow
+from speculators.drafter import DraftInput, DraftSteps, Grow
 from speculators.families.eagle3 import Eagle3, Eagle3Config, Eagle3Options
 from speculators.options import Count, PositiveInt, Share
 from speculators.precision import on_device
@@ -99,57 +98,32 @@ class PEagle(Eagle3):
 
     # -------------------------------------------------------------- inference
 
-    def draft(
-        self,
-        cache,
-        start: int,
-        stop: int,
-        token_ids: Tensor,
-        taps: Tensor | None,
-        last_hidden: Tensor | None,
-        counts: Sequence[int],
-        k: int,
-        sample: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        """See `Drafter.draft`: one forward over the true slots and k - 1 unknown ones behind them."""
-        if k == 0:
-            return super().draft(cache, start, stop, token_ids, taps, last_hidden, counts, k, sample)
-        states = self._all_depths(cache, start, stop, token_ids, taps, counts, k)
-        return torch.stack([sample(self.head(states[:, depth])) for depth in range(k)], dim=1)
+    def draft_steps(self, inputs: DraftInput, k: int) -> DraftSteps:
+        """See `Drafter.draft_steps`: one forward over the true slots and k - 1 unknown ones behind them."""
+        states = self._all_depths(inputs, k)
+        for depth in range(k):
+            yield self.head(states[:, depth])
 
-    def draft_tree(
-        self,
-        cache,
-        start: int,
-        stop: int,
-        token_ids: Tensor,
-        taps: Tensor | None,
-        last_hidden: Tensor | None,
-        counts: Sequence[int],
-        grow: Grow,
-        k: int,
-    ) -> None:
+    def draft_tree(self, inputs: DraftInput, k: int, grow: Grow) -> None:
         """See `Drafter.draft_tree`. Every branch has the distributions of its depth."""
-        states, width = self._all_depths(cache, start, stop, token_ids, taps, counts, k), 1
+        states, width = self._all_depths(inputs, k), 1
         for depth in range(k):
             logits = self.head(states[:, depth])[:, None]
             if (level := grow(logits.expand(-1, width, -1))) is None:
                 return
             width = level.token_ids.shape[1]
 
-    def _all_depths(
-        self, cache, start: int, stop: int, token_ids: Tensor, taps: Tensor, counts: Sequence[int], k: int
-    ) -> Tensor:
-        """Appends counts[i] slots per row; the states of the newest one and of k - 1 unknown ones [b, k, H]."""
-        b, M = token_ids.shape
-        true = on_device(counts, token_ids.device)[:, None]  # [b, 1]
+    def _all_depths(self, inputs: DraftInput, k: int) -> Tensor:
+        """Appends the slots of each row; the states of the newest one and of k - 1 unknown ones [b, k, H]."""
+        token_ids, (b, M) = inputs.token_ids, inputs.token_ids.shape
+        true = on_device(inputs.counts, token_ids.device)[:, None]  # [b, 1]
         place = torch.arange(M + k - 1, device=token_ids.device).expand(b, -1)
         known = place < true  # [b, M + k - 1]
         ids = nn.functional.pad(token_ids, (0, k - 1)).masked_fill(~known, self.config.mask_token_id)
-        state = nn.functional.pad(self.first_state(taps, None), (0, 0, 0, k - 1))
+        state = nn.functional.pad(self.first_state(inputs.taps, None), (0, 0, 0, k - 1))
         state = torch.where(known[..., None], state, self._unknown())
-        states = self._extend(cache, start, stop, ids, state)
-        for row, count in enumerate(counts, start):
-            cache.advance(row, count)
+        states = self._extend(inputs.cache, inputs.start, inputs.stop, ids, state)
+        for row, count in enumerate(inputs.counts, inputs.start):
+            inputs.cache.advance(row, count)
         wanted = true - 1 + torch.arange(k, device=ids.device)  # [b, k]
         return states.gather(1, wanted[..., None].expand(-1, -1, states.shape[-1]))

@@ -98,21 +98,27 @@ class FakeHead:
     def cache_positions(self, token_ids):
         return len(token_ids)
 
-    def draft(self, cache, start, stop, token_ids, taps, last_hidden, counts, k, sample):
-        state = self._extend(cache, start, stop, token_ids, torch.cat([taps, last_hidden], -1) @ self.project)
-        for row, count in enumerate(counts, start):
-            cache.advance(row, count)
-        state = torch.stack([state[i, max(count - 1, 0)] for i, count in enumerate(counts)])
-        drafted = []
-        for depth in range(k):
-            if depth:
-                state = self._extend(cache, start, stop, drafted[-1][:, None], state[:, None])[:, 0]
+    def append(self, inputs):
+        features = torch.cat([inputs.taps, inputs.last_hidden], -1) @ self.project
+        state = self._extend(inputs.cache, inputs.start, inputs.stop, inputs.token_ids, features)
+        for row, count in enumerate(inputs.counts, inputs.start):
+            inputs.cache.advance(row, count)
+        return torch.stack([state[i, max(count - 1, 0)] for i, count in enumerate(inputs.counts)])
+
+    def draft_steps(self, inputs, k):
+        cache, start, stop = inputs.cache, inputs.start, inputs.stop
+        state = self.append(inputs)
+        lengths = cache.lengths[start:stop]
+        try:
+            token_ids = yield state @ self.output
+            for _ in range(k - 1):
+                state = self._extend(cache, start, stop, token_ids[:, None], state[:, None])[:, 0]
                 for row in range(start, stop):
                     cache.advance(row, 1)
-            drafted.append(sample(state @ self.output))
-        for row in range(start, stop):
-            cache.truncate(row, cache.lengths[row] - max(k - 1, 0))
-        return torch.stack(drafted, 1) if k else token_ids[:, :0]
+                token_ids = yield state @ self.output
+        finally:
+            for row, length in enumerate(lengths, start):
+                cache.truncate(row, length)
 
     def _extend(self, cache, start, stop, token_ids, features):
         """features [b, M, D] -> states [b, M, D]."""

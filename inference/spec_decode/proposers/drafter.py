@@ -1,15 +1,15 @@
 """Drafts of a trained head: feeds it the target's features of the committed text and samples its logits.
 
 Slot p of the head's cache is (token x_{p+1}, features of position p), so features wait here until their next token is
-known; a draft model reads no features, and its slots are tokens alone. The maths is the family's (`Drafter.draft`);
-which draft is taken is decided here, as the request's sampling parameters say. Knows no verification rule and no file
-format.
+known; a draft model reads no features, and its slots are tokens alone. The maths is the family's
+(`Drafter.draft_steps`); the tokens are sampled here, as each request's sampling parameters say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import closing
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,11 +17,12 @@ from torch import Tensor
 from inference.kv_cache.ragged_cache import RaggedCache
 from inference.requests.request import Request
 from inference.sampling.sampler import argmax, batch_probabilities, check_drawn, inverse_cdf, uniforms
-from inference.spec_decode.logits import along_a_chain
+from inference.spec_decode.logits import process_chain_logits
 from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.proposers.base import GoOn, Proposer
 from inference.spec_decode.tree_drafting import TreeGrowth
 from inference.spec_decode.tree_shape import TreeShape
+from speculators.drafter import DraftInput
 from speculators.precision import on_device
 from speculators.vocab.draft_vocab import scatter_to_target, to_target_ids
 
@@ -89,9 +90,8 @@ class HeadProposer(Proposer):
             if known[i] < count:  # the last position: its next token is not sampled yet, or is the anchor
                 self._hold(row, [1], *(_slots(each, i, known[i]) for each in (taps, last_hidden)))
         if any(known):
-            features = [None if f is None else f[:, : max(known)] for f in self._read(taps, last_hidden)]
-            stop, token_ids = first_row + len(requests), self._next_tokens(first_row, requests, known)
-            self._drafter.draft(self._cache, first_row, stop, token_ids, *features, known, 0, self._best)
+            taps, last_hidden = (None if f is None else f[:, : max(known)] for f in self._read(taps, last_hidden))
+            self._drafter.append(self._inputs(first_row, requests, known, taps, last_hidden))
 
     def observe(
         self, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
@@ -135,21 +135,17 @@ class HeadProposer(Proposer):
             depth = self._depth  # a row's drafts must not depend on how many its neighbours may have
         if not depth:
             if max(self._waiting(requests)) + self._depth + 1 > self._room:
-                self._append(requests)
+                self._drafter.append(self._take_waiting(requests))
             return Proposal.empty(rows, self._device)
         vocabularies = self._draft_to_target, self._vocab_size
         if self._tree is not None:
             grow = TreeGrowth(self._tree, requests, counts, *vocabularies, probabilistic=self._probabilistic)
-            self._feed(requests, self._drafter.draft_tree, grow, self._depth)
+            self._drafter.draft_tree(self._take_waiting(requests), self._depth, grow)
             return grow.proposal()
         chain = None
         if self._probabilistic and not all(request.params.greedy for request in requests):
             chain = _SampledChain(requests, counts, depth, self._draft_to_target, self._device)
-        sample = chain or self._best
-        if self.go_on is None:
-            token_ids, confidence = self._append(requests, depth, sample), None
-        else:
-            token_ids, confidence = self._append_asking(requests, depth, sample, self.go_on)
+        token_ids, confidence = self._draft_chain(requests, depth, chain or self._best, self.go_on)
         width = token_ids.shape[1]
         if not width:
             return Proposal.empty(rows, self._device)
@@ -161,9 +157,10 @@ class HeadProposer(Proposer):
     def rehearse(self, requests: Sequence[Request], depth: int) -> bool:
         rows, seen, held = len(requests), list(self._seen), list(self._held)
         lengths = self._cache.lengths[:rows]
-        self._append(requests, depth).tolist()
+        self._draft_chain(requests, depth, self._best)[0].tolist()
         self._seen, self._held = seen, held
-        self._roll_back(lengths)
+        for row, length in enumerate(lengths):
+            self._cache.truncate(row, length)
         return True
 
     def _waiting(self, requests: Sequence[Request]) -> list[int]:
@@ -171,47 +168,57 @@ class HeadProposer(Proposer):
         first = self._drafter.first_token
         return [len(request.token_ids) - first - seen for request, seen in zip(requests, self._seen)]
 
-    def _append(
-        self, requests: Sequence[Request], depth: int = 0, sample: Callable[[Tensor], Tensor] | None = None
-    ) -> Tensor:
-        """Feeds all that waits and drafts `depth` tokens after it: [b, depth]."""
-        choose = along_a_chain(sample or self._best, requests, self._draft_to_target, self._vocab_size)
-        return self._feed(requests, self._drafter.draft, depth, choose)
+    def _draft_chain(
+        self, requests: Sequence[Request], depth: int, sample: Callable[[Tensor], Tensor], go_on: GoOn | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Drafts a chain of up to `depth` tokens per row: token ids [b, d], d less than `depth` if `go_on` ended it.
 
-    def _feed(self, requests: Sequence[Request], draft: Callable[..., Any], *how: Any) -> Any:
-        """Hands all that waits to one of the drafter's ways to draft, and what it wants to know after that."""
+        On a GPU `go_on` is not asked, since its answer would wait for the device; it gets the confidences [b, depth].
+        """
+        drafted: list[Tensor] = []
+        confidences: list[Tensor] = []
+        with closing(self._drafter.draft_steps(self._take_waiting(requests), depth)) as steps:
+            for _ in range(depth):
+                logits = steps.send(drafted[-1] if drafted else None)
+                logits = process_chain_logits(logits, requests, drafted, self._draft_to_target, self._vocab_size)
+                wanted = depth - len(drafted)  # further drafts, this one included
+                if go_on is not None:
+                    confidence = _confidence(logits)
+                    if self.asks:
+                        wanted = go_on(confidence.tolist())
+                    else:
+                        confidences.append(confidence)
+                if wanted:
+                    drafted.append(sample(logits))
+                if wanted <= 1:
+                    break
+        token_ids = torch.stack(drafted, 1) if drafted else torch.zeros(len(requests), 0).long()
+        return token_ids, torch.stack(confidences, 1) if confidences else None
+
+    def _take_waiting(self, requests: Sequence[Request]) -> DraftInput:
+        """All that waits, which counts as seen from now on."""
         rows, waiting = len(requests), self._waiting(requests)
         taps = None if self._taps is None else self._taps[:rows, : max(waiting)]
         last_hidden = None if self._last_hidden is None else self._last_hidden[:rows, : max(waiting)]
         self._held[:rows] = [0] * rows
-        return draft(self._cache, 0, rows, self._next_tokens(0, requests, waiting), taps, last_hidden, waiting, *how)
+        return self._inputs(0, requests, waiting, taps, last_hidden)
 
-    def _append_asking(
-        self, requests: Sequence[Request], depth: int, sample: Callable[[Tensor], Tensor], go_on: GoOn
-    ) -> tuple[Tensor, Tensor | None]:
-        """The same with lengths chosen on the way: [b, up to depth], and the confidences [b, depth] if nobody was asked
-        because the answer would have to wait for the device."""
-        asking = _Asking(sample, go_on if self.asks else None, self._cache, len(requests))
-        try:
-            token_ids = self._append(requests, depth, asking)
-        except _Enough:
-            self._roll_back(asking.lengths)
-            token_ids = torch.stack(asking.drawn, 1) if asking.drawn else torch.zeros(len(requests), 0).long()
-        return token_ids, torch.stack(asking.confidences, 1) if asking.confidences else None
-
-    def _roll_back(self, lengths: Sequence[int]) -> None:
-        for row, length in enumerate(lengths):
-            self._cache.truncate(row, length)
-
-    def _next_tokens(self, first_row: int, requests: Sequence[Request], counts: Sequence[int]) -> Tensor:
-        """Of the next counts[i] slots of row first_row + i, which count as seen from now on: [b, M]."""
-        width = max(counts)
-        tokens = []
+    def _inputs(
+        self,
+        first_row: int,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        taps: Tensor | None,
+        last_hidden: Tensor | None,
+    ) -> DraftInput:
+        """The next counts[i] slots of row first_row + i, which count as seen from now on."""
+        width, tokens = max(counts), []
         for i, (request, count) in enumerate(zip(requests, counts, strict=True)):
             start = self._seen[first_row + i] + self._drafter.first_token
             tokens.append(request.token_ids[start : start + count] + [0] * (width - count))
             self._seen[first_row + i] += count
-        return on_device(tokens, self._device)
+        token_ids, stop = on_device(tokens, self._device), first_row + len(requests)
+        return DraftInput(self._cache, first_row, stop, token_ids, taps, last_hidden, counts)
 
     def _best(self, logits: Tensor) -> Tensor:
         """[b, V_draft] -> [b] target ids."""
@@ -248,41 +255,6 @@ class HeadProposer(Proposer):
         # a round writes at most `room` padded true slots, and the speculative ones, behind the text
         speculative = self._depth if self._tree is None else self._tree.speculative_slots
         return self._drafter.cache_length(positions + self._room + max(0, speculative - self.max_places))
-
-
-class _Enough(Exception):
-    """No further draft is wanted: raised through `Drafter.draft`, whose speculative slots are then rolled back here."""
-
-
-class _Asking:
-    """Between the head and the dice: how sure the head is of each draft, and whether it is drawn at all.
-
-    confidences  [b] per depth, the largest probability of the head's own distribution, if there is nobody to ask
-    drawn        [b] per depth, the drafts so far, if there is
-    lengths      of the cache's rows before the speculative slots
-    """
-
-    def __init__(self, sample: Callable[[Tensor], Tensor], go_on: GoOn | None, cache: RaggedCache, rows: int) -> None:
-        self._sample, self._go_on, self._cache, self._rows = sample, go_on, cache, rows
-        self.confidences: list[Tensor] = []
-        self.drawn: list[Tensor] = []
-        self.lengths: list[int] = []
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        """[b, V_draft] of the next depth -> [b] target ids."""
-        logits = logits.float()
-        confidence = logits.softmax(-1).amax(-1)
-        if self._go_on is None:
-            self.confidences.append(confidence)
-            return self._sample(logits)
-        if not self.drawn:
-            self.lengths = self._cache.lengths[: self._rows]
-        wanted = self._go_on(confidence.tolist())
-        if wanted:
-            self.drawn.append(self._sample(logits))
-        if wanted <= 1:
-            raise _Enough
-        return self.drawn[-1]
 
 
 class _SampledChain:
@@ -323,6 +295,11 @@ class _SampledChain:
         """[b, depth, V_draft], having checked that every draft could be drawn."""
         check_drawn(torch.cat(self._drawn).tolist(), self._q[0].shape[-1])
         return torch.stack(self._q, dim=1)
+
+
+def _confidence(logits: Tensor) -> Tensor:
+    """Draft logits [b, V_draft] -> [b], the largest probability of the drafter's own distribution."""
+    return logits.float().softmax(-1).amax(-1)
 
 
 def _slots(features: Tensor | None, row: int, position: int) -> Tensor | None:

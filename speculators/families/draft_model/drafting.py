@@ -7,12 +7,12 @@ no loss and no checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from speculators.drafter import Drafter, Grow
+from speculators.drafter import Drafter, DraftInput, DraftSteps, Grow
 from speculators.errors import ConfigError
 from speculators.families.draft_model.fast_decoder import PlainDecoder, plain_decoder
 from speculators.precision import on_device
@@ -53,49 +53,38 @@ class TokenDrafter(Drafter):
         """Ids within its own table; what only the padding of the target's could bring becomes its last token."""
         return token_ids.clamp(max=self.config.vocab_size - 1)
 
-    def draft(
-        self,
-        cache,
-        start: int,
-        stop: int,
-        token_ids: Tensor,
-        taps: Tensor | None,
-        last_hidden: Tensor | None,
-        counts: Sequence[int],
-        k: int,
-        sample: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        """See `Drafter.draft`; slot p holds token x_p."""
-        state = self._true_slots(cache, start, stop, token_ids, counts)
-        if k == 0:
-            return token_ids[:, :0]
-        kept, drafted = cache.lengths[start:stop], [sample(self.head(state))]
-        for _ in range(k - 1):
-            ids, counts = self._spelt(drafted[-1][:, None], [1] * (stop - start), kept)  # one each: they are shared
-            state = self._extend(cache, start, stop, ids)[:, 0]
-            for row in range(start, stop):
-                cache.advance(row, 1)
-            drafted.append(sample(self.head(state)))
-        for row, length in enumerate(kept, start):
-            cache.truncate(row, length)
-        return torch.stack(drafted, dim=1)
+    def append(self, inputs: DraftInput) -> Tensor:
+        """See `Drafter.append`; slot p holds token x_p. Returns the state after the newest token of each row [b, D]."""
+        cache, start, stop = inputs.cache, inputs.start, inputs.stop
+        ids, counts = self._spelt(inputs.token_ids, inputs.counts, cache.lengths[start:stop])
+        states = self._extend(cache, start, stop, ids)
+        for row, count in enumerate(counts, start):
+            cache.advance(row, count)
+        return self._newest(cache, start, stop, states, counts)
 
-    def draft_tree(
-        self,
-        cache,
-        start: int,
-        stop: int,
-        token_ids: Tensor,
-        taps: Tensor | None,
-        last_hidden: Tensor | None,
-        counts: Sequence[int],
-        grow: Grow,
-        k: int,
-    ) -> None:
+    def draft_steps(self, inputs: DraftInput, k: int) -> DraftSteps:
+        """See `Drafter.draft_steps`: one forward per depth."""
+        cache, start, stop = inputs.cache, inputs.start, inputs.stop
+        state = self.append(inputs)
+        lengths = cache.lengths[start:stop]
+        try:
+            token_ids = yield self.head(state)
+            for _ in range(k - 1):
+                ids, _ = self._spelt(token_ids[:, None], [1] * (stop - start), lengths)  # one each: they are shared
+                state = self._extend(cache, start, stop, ids)[:, 0]
+                for row in range(start, stop):
+                    cache.advance(row, 1)
+                token_ids = yield self.head(state)
+        finally:
+            for row, length in enumerate(lengths, start):
+                cache.truncate(row, length)
+
+    def draft_tree(self, inputs: DraftInput, k: int, grow: Grow) -> None:
         """See `Drafter.draft_tree`. ConfigError with another tokenizer: a draft may be several of its tokens there."""
         if self.token_map is not None:
             raise ConfigError("a draft model with another tokenizer than its target's drafts chains only; ask for none")
-        states = self._true_slots(cache, start, stop, token_ids, counts)[:, None]
+        cache, start, stop = inputs.cache, inputs.start, inputs.stop
+        states = self.append(inputs)[:, None]
         base, depth = cache.lengths[start:stop], 0
         first = on_device(base, states.device)[:, None]
         while (level := grow(self.head(states))) is not None:
@@ -112,14 +101,6 @@ class TokenDrafter(Drafter):
             depth += 1
         for row, length in enumerate(base, start):
             cache.truncate(row, length)
-
-    def _true_slots(self, cache, start: int, stop: int, token_ids: Tensor, counts: Sequence[int]) -> Tensor:
-        """Appends counts[i] tokens per row; the state after the newest one of each [b, D]."""
-        ids, counts = self._spelt(token_ids, counts, cache.lengths[start:stop])
-        states = self._extend(cache, start, stop, ids)
-        for row, count in enumerate(counts, start):
-            cache.advance(row, count)
-        return self._newest(cache, start, stop, states, counts)
 
     def _spelt(self, token_ids: Tensor, counts: Sequence[int], before: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
         """counts [b] target tokens of rows that hold `before` [b] of its own -> its own ids [b, M'] and counts."""

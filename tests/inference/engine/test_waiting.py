@@ -98,7 +98,7 @@ def drafting(case, model, device: str) -> tuple[HeadProposer, list[int]]:
 
 def two_rounds(proposer: HeadProposer, widths: list[int], params: list[dict], device: str, guard) -> None:
     """Prefill, then two chains: after one token for each row, and after 1, 2 and 3 of them. `guard(draft)` wraps the
-    drafter's `draft`."""
+    drafting of a chain."""
     requests = requests_of(params)
 
     def features(slots: int) -> list[Tensor | None]:
@@ -107,7 +107,7 @@ def two_rounds(proposer: HeadProposer, widths: list[int], params: list[dict], de
 
     with torch.inference_mode():
         proposer.prefill(0, requests, [request.num_prompt_tokens for request in requests], *features(len(PROMPT)))
-        proposer._drafter.draft = guard(proposer._drafter.draft)
+        proposer._draft_chain = guard(proposer._draft_chain)
         for counts in ([1, 1, 1], [1, 2, 3]):
             for request, count in zip(requests, counts, strict=True):
                 request.commit([20 + i for i in range(count)])

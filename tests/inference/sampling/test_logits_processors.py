@@ -14,6 +14,7 @@ from inference.sampling.penalties import TokenCounts, along_paths
 from inference.sampling.sampler import probabilities
 from inference.spec_decode.logits import cut_at_dead_ends, process_draft_logits, process_logits
 from inference.spec_decode.proposal import Kept, Proposal
+from inference.spec_decode.proposers import drafter as head
 from inference.spec_decode.verification.rejection_sampler import verify_and_sample
 from speculators.errors import ConfigError, DraftsmithError
 from tests.inference.engine.test_engine import SMALL_PROMPT, WRITTEN, check_counts_fit, ids_of
@@ -186,7 +187,7 @@ def test_processed_drafts_are_accepted_more_often(model, drafting_llm, monkeypat
         llm = drafting_llm("fake", model)
         with monkeypatch.context() as patch:
             if not processed:
-                patch.setattr("inference.spec_decode.proposers.drafter.along_a_chain", lambda choose, *others: choose)
+                patch.setattr(head, "process_chain_logits", lambda logits, *others: logits)
             llm.generate(prompts, params, False)
         accepted.append(llm.get_metrics().num_accepted_tokens)
     assert accepted[0] > 2 * accepted[1]

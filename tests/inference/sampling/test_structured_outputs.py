@@ -15,6 +15,7 @@ from inference import SamplingParams, StructuredOutputsParams
 from inference.sampling.sampler import probabilities
 from inference.sampling.structured_outputs import Grammars
 from inference.spec_decode.proposal import Proposal
+from inference.spec_decode.proposers import drafter as head
 from inference.spec_decode.proposers.base import Proposer
 from speculators.errors import ConfigError
 from tests.inference.engine.test_engine import check_counts_fit, ids_of
@@ -128,7 +129,7 @@ def test_a_head_whose_logits_are_masked_too_is_accepted_more_often(model, drafti
         llm = drafting_llm("fake", model)
         with monkeypatch.context() as patch:
             if not masked:
-                patch.setattr("inference.spec_decode.proposers.drafter.along_a_chain", lambda choose, *others: choose)
+                patch.setattr(head, "process_chain_logits", lambda logits, *others: logits)
             llm.generate([PROMPTS[0]] * 4, SamplingParams(seed=1, max_tokens=80, structured_outputs=JSON), False)
         accepted.append(llm.get_metrics().num_accepted_tokens)
     assert accepted[0] > 3 * accepted[1]

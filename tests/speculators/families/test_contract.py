@@ -23,11 +23,12 @@ from inference.kv_cache import memory_limit as kv_memory
 from inference.kv_cache.ragged_cache import RaggedCache
 from inference.sampling.sampler import probabilities
 from inference.spec_decode.replay import ReplayResult
-from speculators.drafter import Drafter
+from speculators.drafter import Drafter, DraftInput
 from speculators.errors import CheckpointError
 from speculators.export import export_drafter, load_drafter, read_drafter_config
 from speculators.registry import FAMILIES, family_class
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from speculators.vocab.draft_vocab import to_target_ids
 from train.data.loss_mask import TokenRow
 from train.data.packing import pack
 from train.recipe.recipe import recipe_class
@@ -73,7 +74,8 @@ def draft_logits(world: World, ids: torch.Tensor, anchor: int, k: int, forced: t
         if count:
             features = read(drafter, None if taps is None else taps[:, part], last[:, part])
             next_ids = ids[None, part.start + first : part.stop + first]
-            drafter.draft(cache, 0, 1, next_ids, *features, [count], depth, sample)
+            inputs = DraftInput(cache, 0, 1, next_ids, *features, [count])
+            drafter.draft(inputs, depth, sample) if depth else drafter.append(inputs)
     spelt = getattr(drafter, "token_map", None)
     held = slots if spelt is None else len(spelt.opening_ids) + len(spelt.spell(ids[:slots].tolist()))
     assert cache.lengths[0] == held  # speculative slots are rolled back
@@ -144,8 +146,7 @@ def assert_ragged_rows_draft_as_alone(world: World, rows: list[torch.Tensor]) ->
     drafter.freeze()
 
     def greedy(logits):
-        best, ids = logits.argmax(-1), drafter.draft_to_target
-        return best if ids is None else ids[best]
+        return to_target_ids(logits.argmax(-1), drafter.draft_to_target)
 
     def run(chosen: list[int]) -> torch.Tensor:
         cache, first = RaggedCache(len(chosen), 64), drafter.first_token
@@ -160,11 +161,42 @@ def assert_ragged_rows_draft_as_alone(world: World, rows: list[torch.Tensor]) ->
             if seen is not None:
                 taps[j, :n] = seen
         counts = [lengths[i] - first for i in chosen]
-        return drafter.draft(cache, 0, len(chosen), ids, *read(drafter, taps, last), counts, DEPTHS, greedy)
+        inputs = DraftInput(cache, 0, len(chosen), ids, *read(drafter, taps, last), counts)
+        return drafter.draft(inputs, DEPTHS, greedy)
 
     together = run(list(range(len(rows))))
     for i in range(len(rows)):
         assert torch.equal(together[i], run([i])[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("taken", [1, 2, DEPTHS])
+def test_steps_that_are_closed_leave_the_appended_slots_alone(world: World, taken: int) -> None:
+    """At any depth, and the next call drafts as if nothing had been drafted before."""
+    target, drafter = world
+    ids, first, cache = packed([9])["input_ids"], drafter.first_token, RaggedCache(1, 64)
+    taps, last = target(ids[:, : 9 - first])
+    features = read(drafter, taps, last)
+
+    def inputs(start: int, stop: int) -> DraftInput:
+        part = [None if f is None else f[:, start:stop] for f in features]
+        return DraftInput(cache, 0, 1, ids[:, first + start : first + stop], *part, [stop - start])
+
+    def greedy(logits: torch.Tensor) -> torch.Tensor:
+        return to_target_ids(logits.argmax(-1), drafter.draft_to_target)
+
+    drafter.append(inputs(0, 4))
+    steps, token_ids = drafter.draft_steps(inputs(4, 6), DEPTHS), None
+    for _ in range(taken):
+        token_ids = greedy(steps.send(token_ids))
+    steps.close()
+    held = list(cache.lengths)
+    after = drafter.draft(inputs(6, 9 - first), DEPTHS, greedy)
+    cache.truncate(0, 0)
+    drafter.append(inputs(0, 4))
+    drafter.append(inputs(4, 6))
+    assert cache.lengths == held
+    assert torch.equal(after, drafter.draft(inputs(6, 9 - first), DEPTHS, greedy))
 
 
 # ---------------------------------------------------------------------- export

@@ -17,6 +17,7 @@ from torch.nn.functional import gelu
 
 from inference import LLM
 from inference.kv_cache.ragged_cache import RaggedCache
+from speculators.drafter import DraftInput
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export import export_drafter, load_drafter, read_drafter_config
 from speculators.registry import config_for_target
@@ -83,7 +84,7 @@ def test_the_export_under_the_published_formula_gives_the_drafted_logits(make, t
         seen.append(logits[0])
         return logits.argmax(-1)
 
-    drafted = drafter.draft(RaggedCache(1, 16), 0, 1, ids[:, 1:], None, states, [4], heads, sample)
+    drafted = drafter.draft(DraftInput(RaggedCache(1, 16), 0, 1, ids[:, 1:], None, states, [4]), heads, sample)
     read = [7, *drafted[0].tolist()]
     for got, expected in zip(seen, published(tensors, heads, scale, states[0, 3], read), strict=True):
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)

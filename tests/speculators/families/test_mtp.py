@@ -20,6 +20,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from inference.kv_cache.ragged_cache import RaggedCache
+from speculators.drafter import DraftInput
 from speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
 from speculators.export import export_drafter, load_drafter, load_weights, read_drafter_config
 from speculators.export.convert import write_back
@@ -228,7 +229,7 @@ def test_qwen3_next_trains_and_drafts_alike(qwen3_next) -> None:
 
         upto = slice(0, anchor + 1)
         last = target.states(IDS[:, upto])
-        drafter.draft(cache, 0, 1, IDS[:, 1 : anchor + 2], None, last, [anchor + 1], 3, sample)
+        drafter.draft(DraftInput(cache, 0, 1, IDS[:, 1 : anchor + 2], None, last, [anchor + 1]), 3, sample)
         for step, logits in zip(steps, seen, strict=True):
             expected = drafter.head(step.hidden[step.anchor_index == anchor])[0]
             torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)

@@ -10,7 +10,7 @@ from torch import nn
 
 from inference.kv_cache.ragged_cache import RaggedCache
 from speculators.config import DrafterConfig
-from speculators.drafter import valid_terms
+from speculators.drafter import DraftInput, valid_terms
 from speculators.families.attention_free import SlotwiseDrafter
 
 WIDTH, VOCAB, DEPTHS = 6, 11, 3
@@ -92,8 +92,8 @@ def test_drafting_moves_the_lengths_by_the_true_slots_only(features, kind) -> No
     def best(logits):
         return logits.argmax(-1)
 
-    assert drafter.draft(cache, 1, 3, ids[:, :1], None, states[:, :1], [1, 1], 0, best).shape == (2, 0)
-    drafted = drafter.draft(cache, 1, 3, ids, None, states, counts, DEPTHS, best)
+    drafter.append(DraftInput(cache, 1, 3, ids[:, :1], None, states[:, :1], [1, 1]))
+    drafted = drafter.draft(DraftInput(cache, 1, 3, ids, None, states, counts), DEPTHS, best)
     assert cache.lengths == [0, 5, 3] and cache.bytes() == 0
     for row, count in enumerate(counts):
         state, token = states[row, count - 1 : count], ids[row, count - 1 : count]

@@ -10,7 +10,7 @@ from inference.entrypoints.llm import LLM
 from inference.kv_cache.ragged_cache import RaggedCache
 from inference.sampling_params import SamplingParams
 from inference.spec_decode.tree_shape import DynamicTree, StaticTree
-from speculators.drafter import TreeLevel
+from speculators.drafter import DraftInput, TreeLevel
 
 STATIC = StaticTree.parse([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0), (2, 0, 0)])
 DYNAMIC = DynamicTree(topk=3, depth=3, budget=8)
@@ -32,10 +32,9 @@ def chains(drafter, target, texts, paths, depth):
 
             cache = RaggedCache(1, 128)
             tokens = ids[:, drafter.first_token :]
-            drafter.draft(
-                cache, 0, 1, tokens, None if taps is None else taps[:, :slots],
-                last_hidden[:, :slots], [slots], depth, sample,
-            )  # fmt: skip
+            taps = None if taps is None else taps[:, :slots]
+            inputs = DraftInput(cache, 0, 1, tokens, taps, last_hidden[:, :slots], [slots])
+            drafter.draft(inputs, depth, sample)
             found.append(seen[len(path)][0])
     return found
 
@@ -75,10 +74,10 @@ def test_a_tree_is_as_many_chains(world):
     taps, last_hidden = target(ids)
     first = drafter.first_token
     counts = [len(text) - first for text in texts]
-    drafter.draft_tree(
-        cache, 0, 2, ids[:, first : first + max(counts)], None if taps is None else taps[:, : max(counts)],
-        last_hidden[:, : max(counts)], counts, grow, deepest,
-    )  # fmt: skip
+    longest = max(counts)
+    taps = None if taps is None else taps[:, :longest]
+    token_ids = ids[:, first : first + longest]
+    drafter.draft_tree(DraftInput(cache, 0, 2, token_ids, taps, last_hidden[:, :longest], counts), deepest, grow)
     assert cache.lengths == counts  # the drafts are rolled back
     by_row = [[step[b, i] for step in seen for i in range(step.shape[1])] for b in range(2)]
     wanted = chains(drafter, target, texts, paths, deepest)

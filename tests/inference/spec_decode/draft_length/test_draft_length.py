@@ -14,6 +14,7 @@ import torch
 from inference import LLM, SamplingParams
 from inference.entrypoints.loading import make_draft_length
 from inference.entrypoints.speculative_config import parse_speculative_config
+from inference.sampling.sampler import batch_probabilities, inverse_cdf
 from inference.spec_decode.draft_length.acceptance_estimator import AcceptanceEstimator, RequestHistory
 from inference.spec_decode.draft_length.costs import MeasuredCosts, RoundCosts
 from inference.spec_decode.draft_length.policy import AdaptiveDraftLength, DraftLength
@@ -177,7 +178,7 @@ class Threshold(DraftLength):
 class Bigrams:
     """A head that drafts by the last token alone, much as the target goes on after the prompt and that token."""
 
-    reads_taps = reads_last_hidden = False
+    reads_taps = reads_last_hidden = whole_blocks = False
     first_token, max_length, draft_to_target = 1, None, None
     config = SimpleNamespace(tap_layers=())
 
@@ -196,15 +197,16 @@ class Bigrams:
     def cache_length(self, slots):
         return slots
 
-    def draft(self, cache, start, stop, token_ids, taps, last_hidden, counts, k, sample):
-        cache.reserve(start, stop, token_ids.shape[1])
-        for row, count in enumerate(counts, start):
-            cache.advance(row, count)
-        tokens, drafted = token_ids[torch.arange(len(counts)), torch.tensor(counts) - 1], []
+    def append(self, inputs):
+        inputs.cache.reserve(inputs.start, inputs.stop, inputs.token_ids.shape[1])
+        for row, count in enumerate(inputs.counts, inputs.start):
+            inputs.cache.advance(row, count)
+
+    def draft_steps(self, inputs, k):
+        self.append(inputs)
+        tokens = inputs.token_ids[torch.arange(len(inputs.counts)), torch.tensor(inputs.counts) - 1]
         for _ in range(k):
-            tokens = sample(self.logits[tokens])
-            drafted.append(tokens)
-        return torch.stack(drafted, 1) if k else token_ids[:, :0]
+            tokens = yield self.logits[tokens]
 
 
 LENGTHS = {"adaptive": lambda: adaptive(DEAR), "threshold": lambda: Threshold(K)}
@@ -237,19 +239,20 @@ def test_joint_of_the_first_tokens(length, asks, small, monkeypatch):  # noqa: F
 def test_a_length_that_looks_at_the_draft_is_noticed(small, monkeypatch):  # noqa: F811
     """The power of the test above: what is shown is the probability of the token that was drawn."""
 
-    def peeking(self, logits):
-        if not self.drawn:
-            self.lengths = self._cache.lengths[: self._rows]
-        token = self._sample(logits)
-        drawn = torch.softmax(logits.float(), -1)[0, self._sample._drawn[-1]]
-        if not self._go_on(drawn.tolist()):
-            for each in (self._sample._q, self._sample._drawn):
-                each.pop()
-            raise head._Enough
-        self.drawn.append(token)
-        return token
+    samplers = []
 
-    monkeypatch.setattr(head._Asking, "__call__", peeking)
+    class Sampler(head._SampledChain):
+        def __init__(self, *args):
+            super().__init__(*args)
+            samplers.append(self)
+
+    def probability_of_the_draft(logits):
+        sample = samplers[-1]
+        drawn = inverse_cdf(batch_probabilities(logits[:, None], sample._params)[:, 0], sample._noise[len(sample._q)])
+        return logits.softmax(-1).gather(1, drawn[:, None])[:, 0]
+
+    monkeypatch.setattr(head, "_SampledChain", Sampler)
+    monkeypatch.setattr(head, "_confidence", probability_of_the_draft)
     with pytest.raises(AssertionError):
         joint_fits(Threshold(K), small)
 

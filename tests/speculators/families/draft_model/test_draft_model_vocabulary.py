@@ -11,6 +11,7 @@ import torch
 from inference import LLM, SamplingParams
 from inference.kv_cache import memory_limit as kv_memory
 from inference.kv_cache.ragged_cache import RaggedCache
+from speculators.drafter import DraftInput
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export import export_drafter, load_drafter, read_drafter_config
 from speculators.families.draft_model.model import DraftModel
@@ -129,9 +130,8 @@ def test_only_shared_tokens_are_drafted(tiny_model) -> None:
     whole = drafter.runner.logits(hidden).softmax(-1)[:, drafter.token_map.draft_ids]
     torch.testing.assert_close(drafter.head(hidden).softmax(-1), whole / whole.sum(-1, keepdim=True))
     cache = RaggedCache(1, 64)
-    ids = drafter.draft(
-        cache, 0, 1, torch.tensor([[5, 9, 8]]), None, None, [3], 20, lambda q: drafter.draft_to_target[q.argmax(-1)]
-    )
+    inputs = DraftInput(cache, 0, 1, torch.tensor([[5, 9, 8]]), None, None, [3])
+    ids = drafter.draft(inputs, 20, lambda q: drafter.draft_to_target[q.argmax(-1)])
     assert torch.isin(ids, drafter.token_map.target_ids).all()
 
 
