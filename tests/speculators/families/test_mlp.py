@@ -183,7 +183,7 @@ def test_one_head_cannot_be_tied(tiny_model) -> None:
 def test_more_drafts_than_heads_are_refused(make, tmp_path: Path) -> None:
     """Wherever an LLM is put together, and before a run generates anything."""
     target, drafter = make(n_predict=2)
-    said = "num_speculative_tokens is 3, but this drafter of family mlp has 2 heads"
+    said = "num_speculative_tokens is 3, but this drafter of family mlp was made to draft 2 tokens"
     with pytest.raises(ConfigError, match=said):
         LLM._assemble(target, drafter=drafter, num_speculative_tokens=3)
     folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
