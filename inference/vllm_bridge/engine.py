@@ -193,9 +193,7 @@ class VllmEngine(MeasuredEngine):
                 "speculative_config": {**self.config, **self.options.drafting} if speculate else None,
             }
             self.workers[speculate] = Worker(self.python, question)
-            self._found = self.workers[speculate].facts
-            if speculate and max(temperatures) > 0 and not self._found["sampling_is_sound"]:
-                raise ConfigError(unsound(f"vLLM {self._found['version']}", temperatures))
+            self._facts = self.workers[speculate].facts
 
     @cached_property
     def _target(self) -> Any:
@@ -209,14 +207,8 @@ class VllmEngine(MeasuredEngine):
         return str(dtype).removeprefix("torch.")
 
     def facts(self) -> EngineFacts:
-        found = {name: value for name, value in self._found.items() if name in EngineFacts.model_fields}
-        return EngineFacts(
-            name=VLLM, draft_sample_method=self.config.get("draft_sample_method") or self._greedy, **found
-        )
-
-    @property
-    def _greedy(self) -> str | None:
-        return "greedy" if self.drafting.drafter is not None else None
+        method = self.config.get("draft_sample_method") or (None if self.drafting.drafter is None else "greedy")
+        return EngineFacts(name=VLLM, draft_sample_method=method, **self._facts)
 
     def in_float32(self, rows: int) -> VllmEngine | None:
         return None if self._dtype == "float32" else VllmEngine(self.drafting.in_float32(rows), self.options)
@@ -295,11 +287,10 @@ def speculative_config(drafting: Drafting) -> tuple[dict[str, Any], dict[str, An
 
 
 def unsound(where: str, temperatures: Sequence[float]) -> str:
-    """Why nothing is measured above temperature 0."""
-    asked = ", ".join(f"{t:g}" for t in temperatures if t > 0)
+    """The reason for measuring nothing above temperature 0."""
+    above = ", ".join(f"{t:g}" for t in temperatures if t > 0)
     return (
         f"{where}: on a CPU this build verifies drafts at temperatures above 0 with whatever lies in memory in place "
-        f"of temperature and top_p, so what it accepts at {asked} means nothing. Measure at temperature 0 alone "
-        "(--temperature 0, or evaluation.vllm.temperatures: [0]), or install draftsmith in vLLM's environment: its "
-        "plugin repairs this"
+        f"of temperature and top_p, so what it accepts at {above} means nothing. Measure at temperature 0 alone "
+        "(--temperature 0), or leave out --url: a vLLM that is started for the evaluation is repaired"
     )

@@ -1,7 +1,7 @@
-"""The heads of an MLP speculator as a model that vLLM loads: those of speculators/families/mlp.py, and no second ones.
+"""The heads of an MLP speculator (speculators/families/mlp.py) as a model that vLLM loads.
 
-Unlike vLLM's own loaders it is strict: every tensor that is missing, unexpected or of another shape is named, and so is
-a target that the heads were not made for. On several devices each rank holds all of them, as vLLM asks for this method.
+Unlike vLLM's own loaders it is strict: it names every tensor that is missing, unexpected or of another shape, and a
+target that the heads were not made for. On several devices each rank holds all heads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from speculators.families.mlp import MLPSpeculator
 
 
 class MLPSpeculatorModel(nn.Module):
-    """What vLLM finds under `MLPSpeculatorPreTrainedModel`."""
+    """The model of the architecture `MLPSpeculatorPreTrainedModel`."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()

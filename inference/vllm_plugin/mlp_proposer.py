@@ -1,6 +1,6 @@
-"""Medusa's proposer of vLLM with a recurrence in it: what an MLP speculator drafts from is the sampled token, too.
+"""vLLM's Medusa proposer with a recurrence: an MLP speculator drafts from the sampled token, too.
 
-Loaded by the runner that drafts; see mlp_speculator.py. Knows when and from what is drafted, and nothing of the heads.
+The runner that drafts loads it (mlp_speculator.py). The heads are mlp_model.py's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The MLP speculator in vLLM, which knows its name and its config.json but has neither model nor proposer for it.
+"""MLP speculators in vLLM, which knows their name and config.json but has neither a model nor a proposer for them.
 
     speculative_config={"method": "mlp_speculator", "model": DIR, "num_speculative_tokens": K}
 
@@ -21,10 +21,9 @@ logger = logging.getLogger("vllm.draftsmith")
 METHOD = "mlp_speculator"
 ARCHITECTURE = "MLPSpeculatorPreTrainedModel"
 MODEL = "inference.vllm_plugin.mlp_model:MLPSpeculatorModel"
-TESTED = "0.32."  # how the versions of vLLM begin that the tests ran with
-WHAT = f"method {METHOD!r}"
+TESTED = "0.32."  # prefix of the versions of vLLM that the tests ran with
 
-# What the runner's propose_draft_token_ids is told, of which the proposer wants these.
+# Arguments of the runner's propose_draft_token_ids that the proposer needs.
 PROPOSING = (
     "scheduler_output",
     "sampled_token_ids",
@@ -35,7 +34,7 @@ PROPOSING = (
 
 
 def register() -> None:
-    """Makes vLLM know the model. The runner follows in the processes that draft (`extend_runner`)."""
+    """Registers the model with vLLM. `extend_runner` follows in the processes that draft."""
     from vllm import ModelRegistry
     from vllm.config import SpeculativeConfig
 
@@ -65,7 +64,7 @@ def require_heads(tokens: int | None, heads: Any) -> None:
 
 
 def _with_heads_counted(post_init: Any) -> Any:
-    """Before any weight is read; vLLM's own check asks for a multiple of n_predict, as heads that repeat want it."""
+    """Checks the number of heads before any weight is read; vLLM's own check wants a multiple of n_predict."""
 
     def __post_init__(self: Any) -> None:
         refused: ValueError | None = None
@@ -133,4 +132,4 @@ def _name_version() -> None:
     from vllm import __version__ as version
 
     if not version.startswith(TESTED):
-        logger.warning("Draftsmith: %s was tested with vLLM %sx, and this is %s", WHAT, TESTED, version)
+        logger.warning("Draftsmith: method %r was tested with vLLM %sx, and this is %s", METHOD, TESTED, version)

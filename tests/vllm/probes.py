@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from serve import make_llm, runner_of, serve
 
 
@@ -34,20 +37,30 @@ def engine_beside_numba(job: dict) -> dict:
     return serve(job)
 
 
-def by_rule(job: dict) -> dict:
-    """Texts by `rejection_sample_method`, temperatures as they were meant to be expanded."""
+@contextmanager
+def temperatures_expanded() -> Iterator[None]:
+    """Drafts are verified at the temperature and top-p of their request, which fault 1 prevents."""
     from vllm.v1.sample import rejection_sampler
 
     broken = rejection_sampler.expand_batch_to_tokens
     rejection_sampler.expand_batch_to_tokens = _expand
     try:
-        config = job["speculative_config"]
-        return {
-            rule: serve(job | {"speculative_config": config | {"rejection_sample_method": rule}})["token_ids"]
-            for rule in ("standard", "block")
-        }
+        yield
     finally:
         rejection_sampler.expand_batch_to_tokens = broken
+
+
+def sampled(job: dict) -> dict:
+    """As `serve`, without fault 1."""
+    with temperatures_expanded():
+        return serve(job)
+
+
+def by_rule(job: dict) -> dict:
+    """Texts by `rejection_sample_method`, without fault 1."""
+    config = job["speculative_config"]
+    jobs = {r: job | {"speculative_config": config | {"rejection_sample_method": r}} for r in ("standard", "block")}
+    return {rule: sampled(asked)["token_ids"] for rule, asked in jobs.items()}
 
 
 def _expand(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):

@@ -9,12 +9,10 @@ from functools import partial
 import pytest
 import torch
 
-from inference.evaluation.engines import Drafting
 from inference.evaluation.evaluate import EvaluationSettings, evaluate
 from inference.report.merge_engines import lay_beside
 from inference.vllm_bridge.engine import VllmOptions
 from inference.vllm_bridge.server import VllmServers
-from speculators.errors import ConfigError
 from speculators.export import export_drafter
 from speculators.families.eagle3 import Eagle3, Eagle3Options
 from speculators.registry import config_for_target
@@ -99,21 +97,11 @@ def test_a_matcher_without_a_checkpoint_is_measured(folders, offline) -> None:
     assert 0 < cell.num_drafts < rounds and cell.output_tokens <= cell.prompts + rounds + cell.num_accepted_tokens
 
 
-def test_sampling_is_refused_or_right(folders, offline) -> None:
-    """The CPU build as it is verifies with uninitialised memory; repaired, it accepts what is expected of it."""
+def test_sampled_drafts_are_accepted_as_expected(folders, offline) -> None:
+    """Verification at temperature 1, which the CPU build does with uninitialised memory and the worker repairs."""
     sampled = replace(SETTINGS, temperatures=(1.0,), repeats=0, max_tokens=96)
-    engine = offline(Drafting.of(*folders, None, num_speculative_tokens=K, rows=4, seed=0, options={}))
-    try:
-        engine.prepare(PROMPTS, 8, [0.0])
-        sound = engine.workers[True].facts["sampling_is_sound"]
-    finally:
-        engine.stop()
-    if sound:
-        gap, error = evaluate(*folders, WORKLOADS, sampled, engine=offline).cell("all", 1).expected.gap
-        assert gap < 4 * error
-        return
-    with pytest.raises(ConfigError, match="whatever lies in memory in place of temperature"):
-        evaluate(*folders, WORKLOADS, sampled, engine=offline)
+    gap, error = evaluate(*folders, WORKLOADS, sampled, engine=offline).cell("all", 1).expected.gap
+    assert gap < 4 * error
 
 
 @pytest.fixture(scope="module")
