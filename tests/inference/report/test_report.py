@@ -15,10 +15,9 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from inference.report.build import bin_width, build_cells, build_report, check_gates, output_position_bins
-from inference.report.cell import Cell, LosslessCheck, Spread, TokenDifference
-from inference.report.docs import acceptance_markdown
+from inference.report.cell import Cell, Spread
 from inference.report.html import render_html, write_html
-from inference.report.measurement import CellMeasurement, Costs, RequestRounds, TimedRun
+from inference.report.measurement import CellMeasurement, Costs, LosslessCheck, RequestRounds, TimedRun, TokenDifference
 from inference.report.merge_engines import lay_beside
 from inference.report.schema import SUMMARY_KEYS, AcceptanceReport, Bound, Provenance, load_report, save_report
 from inference.report.table import print_report
@@ -353,8 +352,5 @@ def test_the_table_fits_a_terminal(report: AcceptanceReport) -> None:
     assert "missed" in text and "…" not in text
 
 
-def test_every_field_is_documented_and_the_page_of_docs_is_current() -> None:
-    text = acceptance_markdown()
+def test_every_field_is_documented() -> None:
     assert all(field.description for field in [*Cell.model_fields.values(), *Provenance.model_fields.values()])
-    docs = Path(__file__).resolve().parents[3] / "docs" / "acceptance-json.md"
-    assert docs.read_text(encoding="utf-8") == text, "run: python -m inference.report.docs docs/acceptance-json.md"

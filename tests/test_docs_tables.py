@@ -1,4 +1,4 @@
-"""docs/formats.md is what the tables say, and the tables say every field that is written."""
+"""The tables of docs/ are current, and name every field of config.json that is written."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ from typing import Any
 
 import pytest
 
-from speculators.export.format_docs import SAMPLES, formats_markdown
+from scripts.docs_tables import SAMPLES, pages
 from speculators.export.formats import LAYOUTS
 from speculators.registry import build_config
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "formats.md"
 
-
-def test_the_page_is_what_the_tables_say() -> None:
-    assert PAGE.read_text(encoding="utf-8") == formats_markdown(), (
-        "run: python -m speculators.export.format_docs docs/formats.md"
-    )
+@pytest.mark.parametrize("page, text", pages().items(), ids=lambda value: getattr(value, "name", ""))
+def test_the_tables_of_the_docs_are_what_the_code_says(page: Path, text: str) -> None:
+    assert page.read_text(encoding="utf-8") == text, "run: python scripts/docs_tables.py"
 
 
 def flat(fields: dict[str, Any], prefix: str = "") -> set[str]:
