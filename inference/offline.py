@@ -27,8 +27,8 @@ from inference.evaluation.demo_prompts import demo_prompts
 from inference.evaluation.side_by_side import DEFAULT, Measured, SideBySide
 from inference.provenance import environment
 from inference.report.build import paired_ratio, tokens_per_second
-from inference.report.cell import LosslessCheck, Spread, TokenDifference
-from inference.report.measurement import TimedRun
+from inference.report.cell import Spread
+from inference.report.measurement import LosslessCheck, TimedRun, TokenDifference
 from inference.sampling_params import SamplingParams
 from inference.whole_file import check_writable, write_whole
 from speculators.errors import ConfigError

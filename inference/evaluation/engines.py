@@ -1,7 +1,6 @@
-"""What an evaluation asks of an engine, whichever it is: responses to prompts with drafting on and off, and what was
-drafted for them. This project's own runtime is the first of them.
+"""The interface of an engine that is measured, and this project's runtime as the first of them.
 
-An engine hands over counts and texts; it computes no rate, and must not know workloads, temperatures or reports.
+An engine writes responses to prompts, with drafting and without, and counts the drafts. It computes no rate.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from inference.entrypoints.loading import (
 from inference.evaluation.timing import IsolatedCosts, transformers_generate
 from inference.outputs import RequestOutput
 from inference.provenance import package_version
-from inference.report.cell import OUR_ENGINE
+from inference.report.measurement import OUR_ENGINE
 from inference.report.schema import EngineFacts
 from inference.sampling_params import SamplingParams
 from speculators.drafter import Drafter
@@ -35,14 +34,15 @@ from speculators.precision import free_memory
 from speculators.target.frozen_target import FrozenTarget
 
 Prompts = Sequence[Sequence[int]]  # token ids, as serving would send them
-LOOKUP = {"ngram": {"prompt_lookup_min": 2, "prompt_lookup_max": 4}}  # spelled out: engines have other defaults
-# A request sees its own text only: with a memory of others, what is measured would depend on what was measured before.
-FORGETFUL = {"suffix": {"suffix_decoding_max_cached_requests": 0}}
+TRAINING_FREE = {  # options of the methods without a checkpoint
+    "ngram": {"prompt_lookup_min": 2, "prompt_lookup_max": 4},  # spelled out: engines have other defaults
+    "suffix": {"suffix_decoding_max_cached_requests": 0},  # no text of earlier requests: the order must not matter
+}
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """What is measured: a target, and who drafts for it.
+    """The target and the drafter that are measured.
 
     model       the target: folder or repository id
     method      the drafter's family, or a training-free method
@@ -61,13 +61,13 @@ class Drafting:
 
     @classmethod
     def of(cls, model: str, drafter: str | None, method: str | None, **rest: Any) -> Drafting:
-        """The method of an export is what its config.json says. ConfigError if neither or both are given."""
+        """Reads the method of an export from its config.json. ConfigError if neither or both are given."""
         if (drafter is None) == (method is None):
             raise ConfigError("evaluate: give the folder of an exported drafter, or a training-free method without one")
-        if method is not None and method not in (*LOOKUP, *FORGETFUL):
+        if method is not None and method not in TRAINING_FREE:
             raise ConfigError(
-                f"evaluate: method {method!r}; expected {' or '.join((*LOOKUP, *FORGETFUL))}, which need no checkpoint "
-                "(of a trained drafter give the folder; its config.json says the method)"
+                f"evaluate: method {method!r}; expected {' or '.join(TRAINING_FREE)}, which need no checkpoint (for a "
+                "trained drafter give its folder; config.json names the method)"
             )
         if method is None:
             layers = target_config(model, **source_of(rest["options"])).num_hidden_layers
@@ -80,11 +80,11 @@ class Drafting:
         config: dict[str, Any] = {"method": self.method, "num_speculative_tokens": self.num_speculative_tokens}
         if self.drafter is not None:
             config["model"] = self.drafter
-        return config | LOOKUP.get(self.method, {}) | FORGETFUL.get(self.method, {})
+        return config | TRAINING_FREE.get(self.method, {})
 
     @property
     def source(self) -> dict[str, Any]:
-        """Where the target comes from, besides its name."""
+        """The options of an LLM that say which revision of the target is loaded, and how."""
         return source_of(self.options)
 
     def in_float32(self, rows: int) -> Drafting:
@@ -102,16 +102,16 @@ class Drafting:
 
 
 def source_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Where a target comes from, among options of an LLM."""
+    """Selects the options of an LLM that say which revision of a target is loaded, and how."""
     return {name: options[name] for name in ("revision", "trust_remote_code") if name in options}
 
 
 class MeasuredEngine(ABC):
-    """One engine around one target, with who drafts for it.
+    """One engine with one target and one drafter.
 
-    drafting_off        whether it can write without drafting as well
-    runs_transformers   whether `transformers` can be asked of it
-    device              where what is timed runs, if it is this process that launches it
+    drafting_off        True if it can write without drafting as well
+    runs_transformers   True if it has `transformers`
+    device              the device of the timed work, if this process launches it
     """
 
     drafting_off = True
@@ -122,32 +122,32 @@ class MeasuredEngine(ABC):
         self.drafting = drafting
 
     def prepare(self, prompts: Prompts, max_tokens: int, temperatures: Sequence[float]) -> None:  # noqa: B027
-        """Before anything is written: every prompt, the longest response, and every temperature.
+        """Called first, with every prompt, the longest response and every temperature.
 
-        ConfigError for what it cannot do."""
+        ConfigError for something that the engine cannot do."""
 
     @abstractmethod
     def write(
         self, prompts: Prompts, params: Sequence[SamplingParams], *, speculate: bool, batch: int, counted: bool = True
     ) -> list[RequestOutput]:
-        """The responses, `batch` prompts in flight at most. `counted`: their `metrics` are wanted."""
+        """The responses, with at most `batch` prompts in flight. `counted`: with their `metrics`."""
 
     @abstractmethod
     def facts(self) -> EngineFacts:
-        """What it is."""
+        """Name, version and platform of the engine."""
 
     @abstractmethod
     def in_float32(self, rows: int) -> MeasuredEngine | None:
-        """The same in float32, for at most `rows` prompts in flight; None if it has one precision only."""
+        """The same engine in float32, for at most `rows` prompts in flight; None if it has one precision only."""
 
     @cached_property
     def models(self) -> tuple[FrozenTarget, Drafter | None]:
-        """Target and drafter in this runtime. Asked for once the engine has stopped."""
+        """Target and drafter in this runtime. Used after the engine has stopped."""
         return self.drafting.load()
 
     @property
     def target(self) -> FrozenTarget:
-        """That of `models`."""
+        """The target of `models`."""
         return self.models[0]
 
     @cached_property
@@ -156,17 +156,17 @@ class MeasuredEngine(ABC):
         return load_tokenizer(drafting.model, drafting.options.get("tokenizer"), **drafting.source)
 
     def replayed(self, temperature: float) -> bool:
-        """Whether replay expects what is drafted here: a head's drafts, sampled above temperature 0."""
+        """True if replay models the drafts: those of a head, sampled above temperature 0."""
         sampled = self.facts().draft_sample_method == "probabilistic"
         return self.drafting.drafter is not None and (temperature == 0 or sampled)
 
     @property
     def phase_seconds(self) -> Mapping[str, float]:
-        """Seconds by phase of the latest `write`; empty if it does not tell."""
+        """Seconds by phase of the latest `write`; empty if unknown."""
         return {}
 
     def isolated_costs(self, context: Sequence[int], rows: int, kept: int) -> IsolatedCosts | None:
-        """The parts of a round, to be timed alone at this context; None if they cannot be."""
+        """The parts of a round, ready to be timed alone at this context; None if that is not possible."""
         return None
 
     def transformers(self, prompts: Prompts, params: SamplingParams, seed: int) -> int:
@@ -174,10 +174,10 @@ class MeasuredEngine(ABC):
         raise NotImplementedError
 
     def stop(self) -> None:  # noqa: B027 (most have nothing to do)
-        """It is asked for no more responses: what it holds may go, but for `models`."""
+        """Frees everything but `models`. No further responses are asked for."""
 
     def close(self) -> None:
-        """It is asked for nothing any more: all that it and `models` hold is given back to the device."""
+        """Frees everything, `models` included."""
         self.stop()
         self.__dict__.pop("models", None)
         free_memory()
@@ -205,13 +205,13 @@ class RuntimeEngine(MeasuredEngine):
 
     @cached_property
     def models(self) -> tuple[FrozenTarget, Drafter | None]:
-        """The target that is served, and a drafter of its own: the one that is replayed and timed alone."""
+        """The target that is served, and a second drafter, which is replayed and timed alone."""
         target, folder = self.llm.engine.target, self.drafting.drafter
         return target, None if folder is None else load_drafter(folder, target)
 
     @property
     def target(self) -> FrozenTarget:
-        """The one that is served, without a second drafter beside it."""
+        """The target that is served; it loads no second drafter."""
         return self.llm.engine.target
 
     @property

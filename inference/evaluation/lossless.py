@@ -1,9 +1,8 @@
-"""Is greedy output with drafting the output without? Token for token, and what to make of the first difference.
+"""Compares greedy outputs with drafting and without, token for token, and judges the first difference.
 
 In float32 any difference is a failure. In bfloat16 the same position, run at another batch shape, gives slightly other
 logits, so two tokens may lie closer than arithmetic can tell: such a tie is counted apart. A difference is a tie only
-if the noise that is *measured* there, by re-running that very position, is as large as what separates the two tokens.
-This module must not know how the outputs were made, nor any drafter.
+if the noise that is *measured* there, by re-running that very position, is as large as the gap between the two tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from inference.kv_cache.ragged_cache import RaggedCache
-from inference.report.cell import LosslessCheck, TokenDifference
+from inference.report.measurement import LosslessCheck, TokenDifference
 from speculators.errors import DataError
 from speculators.target.frozen_target import FrozenTarget
 

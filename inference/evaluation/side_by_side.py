@@ -18,8 +18,7 @@ from inference.evaluation.lossless import compare_greedy
 from inference.evaluation.timing import Run, interleaved
 from inference.metrics import SpecDecodeCounters
 from inference.outputs import RequestOutput
-from inference.report.cell import LosslessCheck
-from inference.report.measurement import TimedRun
+from inference.report.measurement import LosslessCheck, TimedRun
 from inference.sampling_params import SamplingParams
 from speculators.errors import ConfigError
 from speculators.target.frozen_target import FrozenTarget

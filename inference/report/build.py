@@ -1,11 +1,7 @@
-"""From raw measurements to the cells, summary and gates of the acceptance report.
+"""Builds the cells, summary and gates of the acceptance report from raw measurements.
 
-evaluation/evaluate.py hands over `CellMeasurement`s (inference.report.measurement); this file turns them into
-`report.Cell`s, one per (workload, temperature, method, engine) and one `all` per (temperature, method, engine), pools
-included through the very same function.
-
-It must not know how a model is run, nor how the report is shown. Acceptance numbers come from
-inference.metrics.
+Each `CellMeasurement` becomes a `Cell`. One `all` per (temperature, method, engine) is built by the same function from
+the pooled measurements. Acceptance rates are those of inference.metrics.
 """
 
 from __future__ import annotations
@@ -15,8 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from inference.metrics import acceptance_length, conditional_rates, influences, joint_rates, sum_of_squares
 from inference.report.cell import (
-    ALL_WORKLOADS,
-    PHASES,
     Cell,
     CostModel,
     ExpectedAcceptance,
@@ -28,7 +22,7 @@ from inference.report.cell import (
     known,
 )
 from inference.report.cost_model import efficiency, speedup_limit
-from inference.report.measurement import CellMeasurement, Costs, RequestRounds, TimedRun, pool
+from inference.report.measurement import ALL_WORKLOADS, PHASES, CellMeasurement, Costs, RequestRounds, TimedRun, pool
 from inference.report.schema import AcceptanceReport, Bound, Gate, Provenance
 from inference.spec_decode.replay import ReplayResult
 from speculators.errors import ConfigError, DataError
@@ -182,23 +176,18 @@ def expected_acceptance(
 
 
 def tokens_per_second(run: TimedRun) -> float:
+    """Output tokens per second of one run. DataError if it wrote none, or took no time."""
     if run.seconds <= 0 or run.tokens <= 0:
         raise DataError(f"a timed run has {run.tokens} tokens in {run.seconds} s: both must be positive")
     return run.tokens / run.seconds
 
 
 def _throughput(measured: CellMeasurement) -> TokensPerSecond | None:
-    def spread(runs: Sequence[TimedRun]) -> Spread | None:
-        return Spread.of([tokens_per_second(run) for run in runs]) if runs else None
-
-    speculative = spread(measured.speculative)
-    if speculative is None:
+    engines = (measured.speculative, measured.autoregressive, measured.transformers_generate)
+    spreads = [Spread.of([tokens_per_second(run) for run in runs]) if runs else None for runs in engines]
+    if spreads[0] is None:
         return None
-    return TokensPerSecond(
-        speculative=speculative,
-        autoregressive=spread(measured.autoregressive),
-        transformers_generate=spread(measured.transformers_generate),
-    )
+    return TokensPerSecond(speculative=spreads[0], autoregressive=spreads[1], transformers_generate=spreads[2])
 
 
 def paired_ratio(runs: Sequence[TimedRun], reference: Sequence[TimedRun]) -> Spread | None:
@@ -234,15 +223,8 @@ def _cost_model(costs: Costs | None, tau: float, speedup: Spread | None, timed: 
     if rounds:
         tau = acceptance_length(sum(run.num_accepted for run in timed), rounds)
     limit = speedup_limit(tau, step_cost=costs.target_step_ms, verify_cost=costs.verify_ms, draft_cost=costs.draft_ms)
-    return CostModel(
-        target_step_ms=costs.target_step_ms,
-        verify_ms=costs.verify_ms,
-        draft_ms=costs.draft_ms,
-        batch_size=costs.batch_size,
-        context_length=costs.context_length,
-        limit_speedup=limit,
-        efficiency=efficiency(speedup.median, limit) if speedup else None,
-    )
+    ratio = efficiency(speedup.median, limit) if speedup else None
+    return CostModel(**vars(costs), limit_speedup=limit, efficiency=ratio)
 
 
 def summarise(cells: Iterable[Cell], method: str, engine: str) -> dict[str, float]:
@@ -261,13 +243,13 @@ def summarise(cells: Iterable[Cell], method: str, engine: str) -> dict[str, floa
         summary["expected_measured_gap"] = max(gaps)
     for cell in pooled:
         throughput, cost = cell.tokens_per_second, cell.cost_model
-        figures: dict[str, float | None] = {
+        figures = {
             "acceptance_length": cell.acceptance_length,
             "expected_acceptance_length": cell.expected.acceptance_length if cell.expected else None,
             "expected_measured_gap": cell.expected.gap[0] if cell.expected else None,
             "tokens_per_second": throughput.speculative.median if throughput else None,
-            "speedup_vs_autoregressive": _median(cell.speedup_vs_autoregressive),
-            "speedup_vs_transformers": _median(cell.speedup_vs_transformers),
+            "speedup_vs_autoregressive": cell.speedup_vs_autoregressive and cell.speedup_vs_autoregressive.median,
+            "speedup_vs_transformers": cell.speedup_vs_transformers and cell.speedup_vs_transformers.median,
             "limit_speedup": cost.limit_speedup if cost else None,
             "efficiency": cost.efficiency if cost else None,
         }
@@ -275,10 +257,6 @@ def summarise(cells: Iterable[Cell], method: str, engine: str) -> dict[str, floa
             if value is not None:
                 summary[f"t{cell.temperature:g}.{name}"] = float(value)
     return summary
-
-
-def _median(spread: Spread | None) -> float | None:
-    return None if spread is None else spread.median
 
 
 def check_gates(summary: Mapping[str, float], bounds: Mapping[str, Bound]) -> list[Gate]:
@@ -289,7 +267,6 @@ def check_gates(summary: Mapping[str, float], bounds: Mapping[str, Bound]) -> li
             measured = ", ".join(sorted(summary)) or "nothing"
             raise ConfigError(f"gates.{name}: no such figure in this evaluation; measured were: {measured}")
         value = summary[name]
-        above = bound.min is None or value >= bound.min
-        below = bound.max is None or value <= bound.max
-        gates.append(Gate(name=name, value=value, min=bound.min, max=bound.max, passed=above and below))
+        passed = (bound.min is None or value >= bound.min) and (bound.max is None or value <= bound.max)
+        gates.append(Gate(name=name, value=value, min=bound.min, max=bound.max, passed=passed))
     return gates

@@ -1,9 +1,7 @@
 """One cell of the acceptance report: one method on one workload at one temperature, and its parts.
 
-A cell checks on construction that its counters agree with each other and with the rates beside them, so a
-report that was edited or mixed up does not load. The descriptions of the fields are their documentation.
-
-It must not know how anything was measured, nor how it is shown.
+A cell checks on construction that its counters agree with each other and with the rates beside them, so that an
+edited report does not load. The descriptions of the fields are their documentation (docs/acceptance-json.md).
 """
 
 from __future__ import annotations
@@ -11,20 +9,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import numpy as np
+from pydantic import Field, model_validator
 
 from inference.metrics import acceptance_length, conditional_rates, joint_rates
+from inference.report.measurement import OUR_ENGINE, PHASES, LosslessCheck, Record
 from speculators.errors import DataError
-
-ALL_WORKLOADS = "all"
-OUR_ENGINE = "draftsmith"  # this project's runtime
-PHASES = ("draft", "verify", "sample", "schedule", "commit", "prefill", "other")
-
-
-class Record(BaseModel):
-    """Base of every part of the report: no unknown keys, no NaN or infinity (JSON has neither)."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
 class Spread(Record):
@@ -40,20 +30,8 @@ class Spread(Record):
         """Median and quartiles (linear interpolation between the sorted repeats)."""
         if not repeats:
             raise DataError("a spread needs at least one repeat and got none: measure at least once")
-        ordered = sorted(repeats)
-        return cls(
-            median=_quantile(ordered, 0.5),
-            low=_quantile(ordered, 0.25),
-            high=_quantile(ordered, 0.75),
-            repeats=list(repeats),
-        )
-
-
-def _quantile(ordered: list[float], fraction: float) -> float:
-    place = fraction * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+        low, median, high = np.quantile(repeats, (0.25, 0.5, 0.75)).tolist()
+        return cls(median=median, low=low, high=high, repeats=list(repeats))
 
 
 class TokensPerSecond(Record):
@@ -152,35 +130,6 @@ class OutputPositionBin(Record):
     acceptance_length: float = Field(description="1 + accepted ÷ rounds, over these rounds.")
 
 
-class TokenDifference(Record):
-    """The first difference between an output and its reference, and whether it is a tie."""
-
-    prompt: str = Field(description="Which prompt: an id or its place in the workload.")
-    position: int = Field(description="Output index of the first difference.")
-    reference_token: int | None = Field(description="Token id of the reference, null if it had ended.")
-    token: int | None = Field(description="Token id that was produced, null if the output had ended.")
-    top_two_gap: float | None = Field(
-        default=None, description="The target's top-two logit gap there, teacher-forced on the common prefix."
-    )
-    noise: float | None = Field(
-        default=None,
-        description="Largest change of the gap between two leading logits when the same position is run at "
-        "another batch shape.",
-    )
-    tie: bool = Field(description="True if the gap is below the noise: arithmetic, not drafting, decided.")
-
-
-class LosslessCheck(Record):
-    """Greedy outputs with drafting against a reference without, token for token."""
-
-    dtype: str = Field(description="Weights' dtype during this check; float32 must be equal, bfloat16 may tie.")
-    reference: str = Field(description="What was compared with: `autoregressive` or `transformers_generate`.")
-    checked_prompts: int = Field(description="Prompts compared.")
-    mismatches: int = Field(description="Prompts that differ by more than a tie. Anything but 0 is a failure.")
-    ties: int = Field(description="Prompts whose first difference is a tie.")
-    details: list[TokenDifference] = Field(default=[], description="One entry per differing prompt.")
-
-
 class Cell(Record):
     """One method on one workload at one temperature."""
 
@@ -262,8 +211,7 @@ class Cell(Record):
 
 def accepted_histogram(per_pos: list[int], num_drafts: int) -> list[int]:
     """Rounds that accepted exactly j drafts, j = 0…K, from the rounds that accepted at least k, k = 1…K."""
-    at_least = [num_drafts, *per_pos, 0]
-    return [at_least[j] - at_least[j + 1] for j in range(len(per_pos) + 1)]
+    return [-difference for difference in np.diff([num_drafts, *per_pos, 0]).tolist()]
 
 
 def known(rates: list[float]) -> list[float | None]:
@@ -272,8 +220,5 @@ def known(rates: list[float]) -> list[float | None]:
 
 
 def _close(left: Any, right: Any) -> bool:
-    if isinstance(left, list):
-        return len(left) == len(right) and all(_close(a, b) for a, b in zip(left, right, strict=True))
-    if left is None or right is None:
-        return left is right
-    return math.isclose(left, right, rel_tol=1e-9, abs_tol=1e-9)
+    a, b = np.array(left, dtype=float), np.array(right, dtype=float)  # None becomes NaN
+    return a.shape == b.shape and np.allclose(a, b, rtol=1e-9, atol=1e-9, equal_nan=True)

@@ -14,10 +14,8 @@ One round of speculative decoding costs V(K+1) + D(K) and commits τ tokens; wit
 The limit counts nothing but forwards. Left out are sampling and accept decisions, scheduling, committing and
 rolling back, detokenising, prefill (which drafting does not speed up, so it dilutes the measured speedup),
 rounds cut short by the end of a text, and rows that wait for others in a batch: the efficiency is what they
-cost. It is no bound by nature: the same overheads also slow the run without drafting, and where they weigh
+cost. It is no strict bound: the same overheads also slow the run without drafting, and where they weigh
 more there (one scheduling step per token rather than per τ tokens) efficiency exceeds 1.
-
-This module must not know how times are taken or where they are shown.
 """
 
 from __future__ import annotations
@@ -35,21 +33,20 @@ def speedup_limit(acceptance_length: float, *, step_cost: float, verify_cost: fl
     """
     if not (math.isfinite(acceptance_length) and acceptance_length >= 1.0):
         raise DataError(f"acceptance_length is {acceptance_length}, expected at least 1: every round commits a token")
-    _check("step_cost, V(1)", step_cost, positive=True)
-    _check("verify_cost, V(K+1)", verify_cost, positive=True)
+    _check("step_cost, V(1)", step_cost)
+    _check("verify_cost, V(K+1)", verify_cost)
     _check("draft_cost, D(K)", draft_cost, positive=False)
     return acceptance_length * step_cost / (verify_cost + draft_cost)
 
 
 def efficiency(measured_speedup: float, limit: float) -> float:
     """Measured speedup against the same engine ÷ `speedup_limit`."""
-    _check("measured_speedup", measured_speedup, positive=True)
-    _check("limit", limit, positive=True)
+    _check("measured_speedup", measured_speedup)
+    _check("limit", limit)
     return measured_speedup / limit
 
 
-def _check(name: str, value: float, *, positive: bool) -> None:
-    fine = math.isfinite(value) and (value > 0 if positive else value >= 0)
-    if not fine:
-        wanted = "a positive number" if positive else "zero or a positive number"
-        raise DataError(f"{name} is {value}, expected {wanted}: measure it again")
+def _check(name: str, value: float, *, positive: bool = True) -> None:
+    if not math.isfinite(value) or value < 0 or (positive and value == 0):
+        expected = "a positive number" if positive else "zero or a positive number"
+        raise DataError(f"{name} is {value}, expected {expected}: measure it again")

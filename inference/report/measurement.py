@@ -1,27 +1,67 @@
 """Raw measurements of an evaluation, before any statistic: counted per request, timed per run, pooled.
 
-evaluation/evaluate.py fills one `CellMeasurement` per (workload, temperature, method). `pool` joins the workloads of
+evaluation/evaluate.py makes one `CellMeasurement` per (workload, temperature, method). `pool` joins the workloads of
 one temperature and method into one measurement of the same kind, so that the report's `all` is built from sums like any
-other cell and can never be a mean of means.
-
-It must not know how a model is run, nor what the report does with the numbers.
+other cell and can never be a mean of means. This module imports nothing of the report that is made of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
-from inference.report.cell import ALL_WORKLOADS, OUR_ENGINE, PHASES, LosslessCheck
+from pydantic import BaseModel, ConfigDict, Field
+
 from inference.spec_decode.replay import ReplayResult
+
+ALL_WORKLOADS = "all"
+OUR_ENGINE = "draftsmith"  # this project's runtime
+PHASES = ("draft", "verify", "sample", "schedule", "commit", "prefill", "other")
+
+
+class Record(BaseModel):
+    """Base of every part of the report: no unknown keys, no NaN or infinity (JSON has neither)."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+class TokenDifference(Record):
+    """The first difference between an output and its reference, and whether it is a tie."""
+
+    prompt: str = Field(description="Which prompt: an id or its place in the workload.")
+    position: int = Field(description="Output index of the first difference.")
+    reference_token: int | None = Field(description="Token id of the reference, null if it had ended.")
+    token: int | None = Field(description="Token id that was produced, null if the output had ended.")
+    top_two_gap: float | None = Field(
+        default=None, description="The target's top-two logit gap there, teacher-forced on the common prefix."
+    )
+    noise: float | None = Field(
+        default=None,
+        description="Largest change of the gap between two leading logits when the same position is run at "
+        "another batch shape.",
+    )
+    tie: bool = Field(description="True if the gap is below the noise: arithmetic, not drafting, decided.")
+
+
+class LosslessCheck(Record):
+    """Greedy outputs with drafting against a reference without, token for token."""
+
+    dtype: str = Field(description="Weights' dtype during this check; float32 must be equal, bfloat16 may tie.")
+    reference: str = Field(description="What was compared with: `autoregressive` or `transformers_generate`.")
+    checked_prompts: int = Field(description="Prompts compared.")
+    mismatches: int = Field(description="Prompts that differ by more than a tie. Anything but 0 is a failure.")
+    ties: int = Field(description="Prompts whose first difference is a tie.")
+    details: list[TokenDifference] = Field(default=[], description="One entry per differing prompt.")
 
 
 @dataclass(frozen=True)
 class RequestRounds:
-    """What one request's rounds did. `accepted_per_round` has one entry per round after prefill (0 for a
-    round without a proposal); empty if the engine does not tell. `past_end`: accepted drafts that are counted and lie
-    past the end of the response; None: the engine counts them and does not tell how many."""
+    """Counters of one request.
+
+    accepted_per_round  one entry per round after prefill (0 for a round without a proposal); empty if unknown
+    past_end            accepted drafts that are counted but lie past the end of the response; None: unknown
+    """
 
     output_tokens: int
     num_drafts: int
@@ -74,9 +114,9 @@ class Costs:
 class CellMeasurement:
     """Everything measured for one (workload, temperature, method, engine); what was not measured stays empty.
 
-    Runs are in repeat order: run i of `speculative` was interleaved with run i of the others. Their
-    tokens are output tokens, their seconds include prefill. `requests` are those of one pass. `phase_seconds`
-    (names of report_cell.PHASES, without `other`) are summed over all the speculative runs.
+    Runs are in repeat order: run i of `speculative` was interleaved with run i of the others. Tokens of a run are
+    output tokens, its seconds include prefill. `requests` are those of one pass. `phase_seconds` (keys: PHASES without
+    `other`) are summed over all speculative runs.
     """
 
     workload: str
@@ -116,16 +156,8 @@ def pool(group: Sequence[CellMeasurement]) -> CellMeasurement:
 
 
 def _pool_runs(runs: Sequence[Sequence[TimedRun]]) -> list[TimedRun]:
-    repeats = min(len(each) for each in runs)
-    return [
-        TimedRun(
-            sum(each[i].tokens for each in runs),
-            sum(each[i].seconds for each in runs),
-            sum(each[i].num_drafts for each in runs),
-            sum(each[i].num_accepted for each in runs),
-        )
-        for i in range(repeats)
-    ]
+    """Run i of every workload added up, for every i that all workloads have."""
+    return [TimedRun(*map(sum, zip(*map(astuple, same), strict=True))) for same in zip(*runs, strict=False)]
 
 
 def _pool_phases(phases: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -142,10 +174,7 @@ def _pool_costs(group: Sequence[CellMeasurement]) -> Costs | None:
     rounds, tokens = sum(r for _, r, _ in costs), sum(t for _, _, t in costs)
     if len(costs) < len(group) or not rounds:
         return None
-    batches, contexts = (
-        {cost.batch_size for cost, _, _ in costs},
-        {cost.context_length for cost, _, _ in costs},
-    )
+    batches, contexts = {cost.batch_size for cost, _, _ in costs}, {cost.context_length for cost, _, _ in costs}
     return Costs(
         target_step_ms=sum(cost.target_step_ms * t for cost, _, t in costs) / tokens,
         verify_ms=sum(cost.verify_ms * r for cost, r, _ in costs) / rounds,
@@ -156,18 +185,17 @@ def _pool_costs(group: Sequence[CellMeasurement]) -> Costs | None:
 
 
 def _pool_lossless(checks: Sequence[LosslessCheck]) -> list[LosslessCheck]:
-    kinds = dict.fromkeys((check.dtype, check.reference) for check in checks)
-    pooled = []
-    for kind in kinds:
-        alike = [check for check in checks if (check.dtype, check.reference) == kind]
-        pooled.append(
-            LosslessCheck(
-                dtype=kind[0],
-                reference=kind[1],
-                checked_prompts=sum(check.checked_prompts for check in alike),
-                mismatches=sum(check.mismatches for check in alike),
-                ties=sum(check.ties for check in alike),
-                details=[detail for check in alike for detail in check.details],
-            )
+    alike: dict[tuple[str, str], list[LosslessCheck]] = {}
+    for check in checks:
+        alike.setdefault((check.dtype, check.reference), []).append(check)
+    return [
+        LosslessCheck(
+            dtype=dtype,
+            reference=reference,
+            checked_prompts=sum(check.checked_prompts for check in group),
+            mismatches=sum(check.mismatches for check in group),
+            ties=sum(check.ties for check in group),
+            details=[detail for check in group for detail in check.details],
         )
-    return pooled
+        for (dtype, reference), group in alike.items()
+    ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from inference.report.cell import ALL_WORKLOADS, OUR_ENGINE
+from inference.report.measurement import ALL_WORKLOADS, OUR_ENGINE
 from inference.report.schema import AcceptanceReport, Provenance, load_report
 from speculators.errors import DataError
 

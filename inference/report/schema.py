@@ -1,10 +1,7 @@
 """The acceptance report as data: the models of the versioned `acceptance.json`, loading and saving.
 
-This file says what the report *contains*, from the cells of cell.py upwards, and what every field
-means (the descriptions are the documentation: `docs/acceptance-json.md` is generated from them).
-
-It must not know how anything was measured (evaluation/evaluate.py), how raw measurements become cells (build.py),
-or how the report is shown (table.py, html.py).
+The contents of the report, from the cells of cell.py upwards. The descriptions of the fields are their documentation:
+scripts/docs_tables.py writes them into docs/acceptance-json.md.
 """
 
 from __future__ import annotations
@@ -16,7 +13,8 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from inference.report.cell import ALL_WORKLOADS, OUR_ENGINE, Cell, Record
+from inference.report.cell import Cell
+from inference.report.measurement import ALL_WORKLOADS, OUR_ENGINE, Record
 from inference.whole_file import write_whole
 from speculators.errors import DataError
 
@@ -156,6 +154,11 @@ class AcceptanceReport(Record):
             if (cell.workload, cell.method, cell.engine) == wanted and cell.temperature == temperature:
                 return cell
         return None
+
+    def cells_at(self, temperature: float) -> list[Cell]:
+        """The cells of the report's own method and engine at one temperature, `all` last."""
+        cells = (self.cell(workload, temperature) for workload in self.workloads())
+        return [cell for cell in cells if cell is not None]
 
     def temperatures(self) -> list[float]:
         """Every temperature measured, ascending."""

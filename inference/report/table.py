@@ -1,7 +1,4 @@
-"""The acceptance report on a terminal: one table that matters, the gates, and nothing else.
-
-It must not compute any figure of its own, and must fit 80 columns.
-"""
+"""The acceptance report on a terminal, in 80 columns: a table of the cells, and the gates. It computes no figure."""
 
 from __future__ import annotations
 
@@ -10,8 +7,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from inference.report.cell import ALL_WORKLOADS, OUR_ENGINE, Cell
-from inference.report.schema import AcceptanceReport, Gate
+from inference.report.cell import Cell
+from inference.report.measurement import ALL_WORKLOADS, OUR_ENGINE
+from inference.report.schema import AcceptanceReport
 
 
 def print_report(report: AcceptanceReport, console: Console | None = None) -> None:
@@ -62,7 +60,7 @@ def _row(cell: Cell, name: str) -> list[str]:
 
 
 def _lossless(cell: Cell) -> str:
-    """Whether outputs with and without drafting were the same; ties are counted, mismatches named."""
+    """The verdict on equality of outputs with and without drafting, with its mismatches or ties."""
     if not cell.lossless:
         return "-"
     mismatches = sum(check.mismatches for check in cell.lossless)
@@ -74,18 +72,11 @@ def gates_table(report: AcceptanceReport) -> Table:
     """Every gate with its bound, the figure reached and the verdict."""
     table = Table(title="gates", title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("figure", overflow="fold")
-    table.add_column("reached", justify="right", no_wrap=True)
-    table.add_column("demanded", justify="right", no_wrap=True)
+    for heading in ("reached", "demanded"):
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for gate in report.gates:
+        bounds = [f"{sign} {bound:g}" for sign, bound in (("≥", gate.min), ("≤", gate.max)) if bound is not None]
         verdict = Text("passed", style="green") if gate.passed else Text("missed", style="bold red")
-        table.add_row(gate.name, f"{gate.value:.4g}", _demand(gate), verdict)
+        table.add_row(gate.name, f"{gate.value:.4g}", ", ".join(bounds), verdict)
     return table
-
-
-def _demand(gate: Gate) -> str:
-    bounds = [
-        f"≥ {gate.min:g}" if gate.min is not None else "",
-        f"≤ {gate.max:g}" if gate.max is not None else "",
-    ]
-    return ", ".join(bound for bound in bounds if bound)

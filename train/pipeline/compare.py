@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
 
-from inference.report.cell import ALL_WORKLOADS
+from inference.report.measurement import ALL_WORKLOADS
 from inference.report.schema import AcceptanceReport, load_report
 from speculators.errors import ConfigError, DraftsmithError
 from train.pipeline.run import checkpoints

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import numpy as np
 from accelerate import Accelerator
 
+from inference.report.charts import acceptance_bars, pixels
 from inference.report.schema import AcceptanceReport, load_report
 from speculators.errors import ConfigError
 from train.recipe.recipe import Recipe
@@ -74,15 +74,9 @@ def attach_report(recipe: Recipe, accelerator: Accelerator, step: int) -> None:
 def summary_of(report: AcceptanceReport) -> dict[str, float]:
     """The report's summary, and the acceptance length of every workload: names that all trackers take."""
     figures = {f"{PREFIX}{k}": float(v) for k, v in report.summary.items() if isinstance(v, int | float)}
-    for cell in _cells(report):
+    for cell in (cell for t in report.temperatures() for cell in report.cells_at(t)):
         figures[f"{PREFIX}t{cell.temperature:g}/{cell.workload}"] = float(cell.acceptance_length)
     return figures
-
-
-def _cells(report: AcceptanceReport) -> list[Any]:
-    """Of the drafter itself, in its own engine."""
-    found = [report.cell(workload, t) for t in report.temperatures() for workload in report.workloads()]
-    return [cell for cell in found if cell is not None]
 
 
 # ------------------------------------------------------------------ what each tracker takes; files: the page, its data
@@ -104,7 +98,7 @@ def _to_tensorboard(run: Any, report: AcceptanceReport, files: Sequence[Path], s
     for name, value in summary_of(report).items():
         run.add_scalar(name, value, step)
     run.add_text("acceptance/report", as_markdown(report), step)
-    run.add_image("acceptance/length", chart(report), step, dataformats="HWC")
+    run.add_image("acceptance/length", pixels(acceptance_bars(report)), step, dataformats="HWC")
     run.flush()
 
 
@@ -120,7 +114,7 @@ _ATTACH = {"wandb": _to_wandb, "tensorboard": _to_tensorboard, "trackio": _to_tr
 def as_markdown(report: AcceptanceReport) -> str:
     """A line per workload and temperature, and the gates."""
     lines = ["| workload | T | acceptance length | expected | speedup |", "| --- | --- | --- | --- | --- |"]
-    for cell in _cells(report):
+    for cell in (cell for t in report.temperatures() for cell in report.cells_at(t)):
         expected = f"{cell.expected.acceptance_length:.3f}" if cell.expected else "-"
         speedup = f"{s.median:.2f}" if (s := cell.speedup_vs_autoregressive) else "-"
         lines.append(
@@ -128,27 +122,6 @@ def as_markdown(report: AcceptanceReport) -> str:
         )
     lines += ["", *(f"- {'passed' if gate.passed else '**missed**'}: {gate.name}" for gate in report.gates)]
     return "\n".join(lines)
-
-
-def chart(report: AcceptanceReport) -> np.ndarray:
-    """Acceptance length by workload, a bar per temperature: uint8 [H, W, 3]."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    names, temperatures = report.workloads(), report.temperatures()
-    figure = Figure(figsize=(8, 1 + 0.45 * len(names) * max(len(temperatures), 1)), dpi=100, layout="constrained")
-    canvas, axes = FigureCanvasAgg(figure), figure.add_subplot()
-    height = 0.8 / max(len(temperatures), 1)
-    for i, t in enumerate(temperatures):
-        cells = [report.cell(name, t) for name in names]
-        places = [n + i * height for n, cell in enumerate(cells) if cell is not None]
-        axes.barh(places, [cell.acceptance_length for cell in cells if cell is not None], height, label=f"T={t:g}")
-    axes.set_yticks([n + 0.4 - height / 2 for n in range(len(names))], names)
-    axes.invert_yaxis()
-    axes.set_xlabel("acceptance length")
-    axes.legend()
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
 def _flat(recipe: Recipe) -> dict[str, int | float | str | bool]:
