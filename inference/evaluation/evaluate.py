@@ -1,10 +1,9 @@
-"""The acceptance report, measured: an exported drafter, loaded strictly, run on prompts of several workloads.
+"""Measures an exported drafter, loaded strictly, on prompts of several workloads, for the acceptance report.
 
-Per workload and temperature: acceptance on many prompts in batches; the text the target writes to them by itself, and
-what replay expects of it; times on a few prompts per repeat, drafting on, off and `transformers.generate` one right
-after the other; the parts of a round alone. Then the lossless check in float32. What is measured goes into
-`CellMeasurement`s; this module computes no rate, and must not know recipes, templates, how a report looks, or which
-engine (engines.py) it measures.
+Per workload and temperature: acceptance on many prompts in batches; the text that the target writes without drafting,
+and the acceptance that replay expects on it; times on a few prompts per repeat, with drafting, without, and of
+`transformers.generate`, one right after the other; the parts of a round alone. Then the lossless check in float32. The
+engine that is measured is any of engines.py. Rates are computed by inference.report.build.
 """
 
 from __future__ import annotations
@@ -12,8 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +22,23 @@ from inference.evaluation.engines import Drafting, MeasuredEngine, Prompts, Runt
 from inference.evaluation.expected_acceptance import expected_acceptance
 from inference.evaluation.lossless import compare_greedy
 from inference.evaluation.provenance import report_provenance
-from inference.evaluation.timing import IsolatedCosts, Run, costs_of, interleaved, typical_context
+from inference.evaluation.timing import Run, costs_of, interleaved, typical_context
 from inference.metrics import acceptance_length
 from inference.outputs import RequestOutput
 from inference.report.build import build_report
-from inference.report.cell import LosslessCheck
-from inference.report.measurement import CellMeasurement, RequestRounds, TimedRun
+from inference.report.measurement import CellMeasurement, Costs, LosslessCheck, RequestRounds, TimedRun
 from inference.report.schema import AcceptanceReport, Bound
 from inference.sampling_params import SamplingParams
 from inference.spec_decode.replay import ReplayResult
 from speculators.errors import ConfigError, DataError
 
 EngineMaker = Callable[[Drafting], MeasuredEngine]
-Progress = Callable[[float, str], None]  # share done, what is being done
+Progress = Callable[[float, str], None]  # fraction done, description of the present step
 
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """What is measured, and how much of it. Every count is per workload.
+    """The extent of an evaluation. Every count is per workload.
 
     prompts_per_workload  prompts for acceptance and replay. 16 of 100 tokens are some 500 rounds per workload, which
                           settles the acceptance length over six workloads to about 1 %
@@ -69,7 +69,7 @@ class EvaluationSettings:
     seed: int = 0
 
     def prompts_sha256(self, workloads: Mapping[str, Prompts]) -> str:
-        """Of what is asked and of what limits the answers: reports with the same one can be compared."""
+        """Hash of the prompts and of the limits of responses: reports with the same one can be compared."""
         chosen = {name: [list(p) for p in prompts[: self.prompts_per_workload]] for name, prompts in workloads.items()}
         limits = {"max_tokens": self.max_tokens, "top_p": self.top_p, "top_k": self.top_k}
         return hashlib.sha256(json.dumps([chosen, limits], sort_keys=True).encode()).hexdigest()
@@ -96,30 +96,32 @@ def evaluate(
     """Measure the exported `drafter` for the target `model`, both as served: loaded from their folders (or ids).
 
     workloads     name -> prompts as token ids, templates applied
-    method        of drafting without a checkpoint (ngram, suffix); `drafter` is then None
-    engine        makes the engine that is measured: this runtime, or vLLM (vllm_bridge/engine.py,
-    vllm_bridge/server.py) gates         bounds on keys of the summary llm_options   further options of LLM (dtype,
-    device, revision, trust_remote_code, tokenizer) provenance    fields of report.Provenance that only the caller knows
-    (recipe_name, recipe_sha256, …) progress      called with the share done, by expected time, and a few words
+    method        drafting without a checkpoint (ngram, suffix); `drafter` is then None
+    engine        makes the engine that is measured: this runtime, or vLLM (vllm_bridge/engine.py, server.py)
+    gates         bounds on keys of the summary
+    llm_options   further options of LLM (dtype, device, revision, trust_remote_code, tokenizer)
+    provenance    fields of report.Provenance that only the caller knows (recipe_name, recipe_sha256, …)
+    progress      called with the fraction done, by expected time, and a few words
 
-    Errors: CheckpointError if the drafter is not exactly what its config says, ConfigError for prompts that do not fit
-    or what the engine cannot do.
+    Errors: CheckpointError if the drafter is not exactly as its config says, ConfigError for prompts that do not fit or
+    for something that the engine cannot do.
     """
     settings, began = settings or EvaluationSettings(), time.monotonic()
     cells = _cells_of(workloads, settings)
+    in_flight = sum(len(cell.prompts) for cell in cells if cell.temperature == cells[0].temperature)
     drafting = Drafting.of(
         str(model),
         None if drafter is None else str(drafter),
         method,
         num_speculative_tokens=settings.num_speculative_tokens,
-        rows=min(max(settings.rows, settings.batch_size), _most_prompts(cells)),
+        rows=min(max(settings.rows, settings.batch_size), in_flight),
         seed=settings.seed,
         options=dict(llm_options or {}),
     )
     measured = engine(drafting)
     run = _Evaluation(measured, cells, settings, progress)
     try:
-        measurements = run.measure()
+        run.measure()
         facts = report_provenance(
             measured,
             max_num_seqs=settings.batch_size,
@@ -130,30 +132,47 @@ def evaluate(
     finally:
         measured.close()
     if settings.lossless_prompts:
-        run.check_float32()  # in an engine of its own, which has the memory of the first
+        run.check_float32()  # in an engine of its own, after the first has freed its memory
     facts = facts.model_copy(update={"duration_s": round(time.monotonic() - began, 1)})
-    return build_report(measurements, facts, gates)
-
-
-def _most_prompts(cells: Sequence[_Cell]) -> int:
-    """Of one temperature: as many as are ever in flight."""
-    return max(sum(len(cell.prompts) for cell in cells if cell.temperature == c.temperature) for c in cells)
+    return build_report([cell.build(drafting.method, facts.engine) for cell in cells], facts, gates)
 
 
 @dataclass
-class _Cell:
-    """What has been gathered of one (workload, temperature)."""
+class CellBuilder:
+    """One (workload, temperature) while it is measured."""
 
     workload: str
     temperature: float
     prompts: Prompts
-    on: list[RequestOutput] = field(default_factory=list)
-    off: list[RequestOutput] = field(default_factory=list)  # empty if the engine cannot write without drafting
-    measured: dict[str, Any] = field(default_factory=dict)  # fields of CellMeasurement
-    checks: list[LosslessCheck] = field(default_factory=list)
+    drafted: list[RequestOutput] = field(default_factory=list)
+    baseline: list[RequestOutput] = field(default_factory=list)  # without drafting; empty if the engine always drafts
+    requests: list[RequestRounds] = field(default_factory=list)  # counters of `drafted`
+    runs: dict[str, list[TimedRun]] = field(default_factory=dict)  # by the fields of CellMeasurement
+    phase_seconds: Counter[str] = field(default_factory=Counter)  # of the speculative runs
+    costs: Costs | None = None
+    replay: list[ReplayResult] = field(default_factory=list)  # over `baseline`, or over `drafted` without one
+    replay_own_text: list[ReplayResult] = field(default_factory=list)  # over `drafted`
+    lossless: list[LosslessCheck] = field(default_factory=list)
+
+    def build(self, method: str, engine: str) -> CellMeasurement:
+        """The measurement of `method` in `engine`."""
+        return CellMeasurement(
+            self.workload,
+            self.temperature,
+            method,
+            self.requests,
+            **self.runs,
+            phase_seconds=self.phase_seconds,
+            costs=self.costs,
+            replay=self.replay,
+            replay_paired=bool(self.replay),
+            replay_own_text=self.replay_own_text,
+            lossless=self.lossless,
+            engine=engine,
+        )
 
 
-def _cells_of(workloads: Mapping[str, Prompts], settings: EvaluationSettings) -> list[_Cell]:
+def _cells_of(workloads: Mapping[str, Prompts], settings: EvaluationSettings) -> list[CellBuilder]:
     """By temperature, then workload. DataError or ConfigError if there is nothing to measure."""
     if not workloads or any(not prompts for prompts in workloads.values()):
         counts = {name: len(prompts) for name, prompts in workloads.items()}
@@ -161,26 +180,22 @@ def _cells_of(workloads: Mapping[str, Prompts], settings: EvaluationSettings) ->
     if not settings.temperatures:
         raise ConfigError("evaluate: no temperature to measure at; expected at least one, such as 0")
     chosen = {name: list(prompts[: settings.prompts_per_workload]) for name, prompts in workloads.items()}
-    return [_Cell(name, t, prompts) for t in settings.temperatures for name, prompts in chosen.items()]
+    return [CellBuilder(name, t, prompts) for t in settings.temperatures for name, prompts in chosen.items()]
 
 
 class _Evaluation:
-    """One evaluation in progress: the engine under test, and the share of the work that is done."""
+    """One evaluation in progress."""
 
     def __init__(
-        self,
-        engine: MeasuredEngine,
-        cells: list[_Cell],
-        settings: EvaluationSettings,
-        progress: Progress | None,
+        self, engine: MeasuredEngine, cells: list[CellBuilder], settings: EvaluationSettings, progress: Progress | None
     ) -> None:
         self.engine, self.cells, self.settings = engine, cells, settings
-        self.progress, self.done = progress, 0.0
+        self.progress, self.done, self.text = progress, 0.0, ""
         timing = sum(self._timing_work(cell) for cell in self.cells)
         self.total = self._acceptance_work(self.cells) + timing + self._lossless_work()
 
-    def measure(self) -> list[CellMeasurement]:
-        """Every cell: all that the engine writes, and then what is made of it."""
+    def measure(self) -> None:
+        """Fills every cell, except for the check in float32. The engine has stopped afterwards."""
         temperatures = list(dict.fromkeys(cell.temperature for cell in self.cells))
         prompts = [prompt for cell in self.cells for prompt in cell.prompts]
         self.engine.prepare(prompts, self.settings.max_tokens, temperatures)
@@ -193,16 +208,9 @@ class _Evaluation:
         self.engine.stop()
         for cell in self.cells:
             self._replay(cell)
-            if cell.temperature == 0 and cell.off:
-                cell.checks.append(self._compare(self.engine, cell.prompts, cell.off, cell.on))
+            if cell.temperature == 0 and cell.baseline:
+                cell.lossless.append(self._compare(self.engine, cell.prompts, cell.baseline, cell.drafted))
             self._advance(0.3 * self._acceptance_work([cell]))
-        method, engine = self.engine.drafting.method, self.engine.facts().name
-        return [
-            CellMeasurement(
-                cell.workload, cell.temperature, method, lossless=cell.checks, engine=engine, **cell.measured
-            )
-            for cell in self.cells
-        ]
 
     def _warm_up(self) -> None:
         """Fills caches and the allocator on a few tokens, so that the first timed pass is like the others."""
@@ -215,80 +223,70 @@ class _Evaluation:
 
     # ------------------------------------------------------------------ acceptance
 
-    def _accept(self, cells: Sequence[_Cell]) -> None:
-        """Rounds with drafting; the target's own text without. All cells at once, so that the rows in flight stay
-        full."""
+    def _accept(self, cells: Sequence[CellBuilder]) -> None:
+        """Responses with drafting and without, of all cells at once, so that the rows in flight stay full."""
         self._note(f"T={cells[0].temperature:g}: acceptance")
-        self._write(cells, "on", True, 0)
+        for cell, outputs in zip(cells, self._generate(cells, speculate=True, first_seed=0), strict=True):
+            cell.drafted = outputs
+            cell.requests = [RequestRounds.of(output, self.settings.num_speculative_tokens) for output in outputs]
         self._advance(0.35 * self._acceptance_work(cells))
         if self.engine.drafting_off:
-            self._write(cells, "off", False, 1_000)
+            for cell, outputs in zip(cells, self._generate(cells, speculate=False, first_seed=1_000), strict=True):
+                cell.baseline = outputs
         self._advance(0.35 * self._acceptance_work(cells))
-        for cell in cells:
-            k = self.settings.num_speculative_tokens
-            cell.measured["requests"] = [RequestRounds.of(output, k) for output in cell.on]
 
-    def _write(self, cells: Sequence[_Cell], name: str, speculate: bool, first_seed: int) -> None:
-        """The responses to every prompt of every cell, as `cell.<name>`; seeds are counted per cell."""
+    def _generate(
+        self, cells: Sequence[CellBuilder], *, speculate: bool, first_seed: int
+    ) -> Iterator[list[RequestOutput]]:
+        """The responses of each cell to its prompts; seeds are counted per cell."""
         s = self.settings
         prompts = [prompt for cell in cells for prompt in cell.prompts]
         seeds = [first_seed + i for cell in cells for i in range(len(cell.prompts))]
         params = s.sampling(cells[0].temperature, seeds)
         outputs = iter(self.engine.write(prompts, params, speculate=speculate, batch=s.rows))
-        for cell in cells:
-            setattr(cell, name, [next(outputs) for _ in cell.prompts])
+        return (list(islice(outputs, len(cell.prompts))) for cell in cells)
 
-    def _replay(self, cell: _Cell) -> None:
-        """What replay expects of the text that drafting wrote, and of the target's own if that is another."""
+    def _replay(self, cell: CellBuilder) -> None:
+        """Expected acceptance on the drafted text, and on the target's own where that is another text."""
         if not self.engine.replayed(cell.temperature):
             return
-        if not cell.off:
-            own = self._expected(cell, cell.on)
-            cell.measured |= dict(replay=own, replay_paired=True, replay_own_text=own)
+        cell.replay = self._expected(cell, cell.baseline or cell.drafted)
+        if not cell.baseline:
+            cell.replay_own_text = cell.replay
             return
-        off = self._expected(cell, cell.off)
-        same = [_tokens(a) == _tokens(b) for a, b in zip(cell.on, cell.off, strict=True)]
-        others = iter(self._expected(cell, [output for output, known in zip(cell.on, same) if not known]))
-        own = [result if known else next(others) for result, known in zip(off, same)]
-        cell.measured |= dict(replay=off, replay_paired=True, replay_own_text=own)
+        same = [_tokens(a) == _tokens(b) for a, b in zip(cell.drafted, cell.baseline, strict=True)]
+        others = iter(self._expected(cell, [output for output, known in zip(cell.drafted, same) if not known]))
+        cell.replay_own_text = [result if known else next(others) for result, known in zip(cell.replay, same)]
 
-    def _expected(self, cell: _Cell, outputs: Sequence[RequestOutput]) -> list[ReplayResult]:
+    def _expected(self, cell: CellBuilder, outputs: Sequence[RequestOutput]) -> list[ReplayResult]:
         s, (target, drafter) = self.settings, self.engine.models
         assert drafter is not None
-        return expected_acceptance(
-            target,
-            drafter,
-            [(output.prompt_token_ids, _tokens(output)) for output in outputs],
-            cell.temperature,
-            s.num_speculative_tokens,
-            top_p=s.top_p,
-            top_k=s.top_k,
-        )
+        texts = [(output.prompt_token_ids, _tokens(output)) for output in outputs]
+        k = s.num_speculative_tokens
+        return expected_acceptance(target, drafter, texts, cell.temperature, k, top_p=s.top_p, top_k=s.top_k)
 
     # ------------------------------------------------------------------ times
 
-    def _time(self, cell: _Cell) -> None:
+    def _time(self, cell: CellBuilder) -> None:
         """Interleaved passes on fresh prompts each, and the isolated costs at this workload's context length."""
         s = self.settings
         if not s.repeats:
             return
-        runs: dict[str, list[TimedRun]] = {"speculative": [], "autoregressive": [], "transformers_generate": []}
-        phases: dict[str, float] = {}
         self._note(f"{cell.workload}, T={cell.temperature:g}: times")
-        parts = self._isolated(cell)
+        # at the middle of a typical response, appending as many slots to the head as a typical round does
+        tau = acceptance_length(sum(r.accepted for r in cell.requests), sum(r.num_drafts for r in cell.requests))
+        parts = self.engine.isolated_costs(typical_context(cell.drafted), s.batch_size, round(tau))
         times: dict[str, list[float]] = {}
         for repeat in range(s.repeats):
-            timed = interleaved(self._passes(cell, repeat, phases), repeat, self.engine.device)
-            for name, run in timed.items():
-                runs[name].append(run)
+            for name, run in interleaved(self._passes(cell, repeat), repeat, self.engine.device).items():
+                cell.runs.setdefault(name, []).append(run)
             for name, values in parts.measure(s.cost_trials).items() if parts is not None else ():
                 times.setdefault(name, []).extend(values)
             self._advance(self._timing_work(cell) / s.repeats)
-        costs = None if parts is None else costs_of(times, s.batch_size, parts.context)
-        cell.measured |= dict(**runs, phase_seconds=phases, costs=costs)
+        cell.costs = None if parts is None else costs_of(times, s.batch_size, parts.context)
 
-    def _passes(self, cell: _Cell, repeat: int, phases: dict[str, float]) -> dict[str, Run]:
-        """The passes of one repeat, by the names of CellMeasurement; `phases` gathers the engine's timers."""
+    def _passes(self, cell: CellBuilder, repeat: int) -> dict[str, Run]:
+        """The passes of one repeat, by the names of CellMeasurement."""
         s, total = self.settings, len(cell.prompts)
         places = [(repeat * s.timed_prompts + i) % total for i in range(min(s.timed_prompts, total))]
         prompts = [cell.prompts[place] for place in places]
@@ -297,14 +295,10 @@ class _Evaluation:
         def timed(speculate: bool) -> tuple[int, int, int]:
             outputs = self.engine.write(prompts, params, speculate=speculate, batch=s.batch_size, counted=False)
             if speculate:
-                for name, seconds in self.engine.phase_seconds.items():
-                    phases[name] = phases.get(name, 0.0) + seconds
+                cell.phase_seconds.update(self.engine.phase_seconds)
             rounds = [RequestRounds.of(output, s.num_speculative_tokens) for output in outputs]
-            return (
-                sum(r.output_tokens for r in rounds),
-                sum(r.num_drafts for r in rounds),
-                sum(r.accepted for r in rounds),
-            )
+            tokens = sum(r.output_tokens for r in rounds)
+            return tokens, sum(r.num_drafts for r in rounds), sum(r.accepted for r in rounds)
 
         passes: dict[str, Run] = {"speculative": lambda: timed(True)}
         if self.engine.drafting_off:
@@ -314,17 +308,14 @@ class _Evaluation:
             passes["transformers_generate"] = lambda: (self.engine.transformers(few, params[0], s.seed + repeat), 0, 0)
         return passes
 
-    def _isolated(self, cell: _Cell) -> IsolatedCosts | None:
-        """At the middle of a typical response, appending as many slots to the head as a typical round does."""
-        rounds: list[RequestRounds] = cell.measured["requests"]
-        tau = acceptance_length(sum(r.accepted for r in rounds), sum(r.num_drafts for r in rounds))
-        return self.engine.isolated_costs(typical_context(cell.on), self.settings.batch_size, round(tau))
-
     # ------------------------------------------------------------------ the same tokens
 
     def check_float32(self) -> None:
-        """Target and drafter in float32, greedy, with and without drafting: every workload in one go. After `measure`,
-        once the first engine has stopped: its cells' `checks`, which the measurements share, get one more each."""
+        """Target and drafter in float32, greedy, with and without drafting: every workload in one go.
+
+        It makes an engine of its own, once the first one has been closed, and adds a check to the cells of the lowest
+        temperature.
+        """
         s, coldest = self.settings, min(self.settings.temperatures)
         cells = [cell for cell in self.cells if cell.temperature == coldest]
         prompts = [prompt for cell in cells for prompt in cell.prompts[: s.lossless_prompts]]
@@ -341,7 +332,7 @@ class _Evaluation:
             start = 0
             for cell in cells:
                 part = slice(start, start + len(cell.prompts[: s.lossless_prompts]))
-                cell.checks.insert(0, self._compare(exact, prompts[part], off[part], on[part]))
+                cell.lossless.insert(0, self._compare(exact, prompts[part], off[part], on[part]))
                 start = part.stop
         finally:
             exact.close()
@@ -350,23 +341,18 @@ class _Evaluation:
     def _compare(
         self, engine: MeasuredEngine, prompts: Prompts, off: Sequence[RequestOutput], on: Sequence[RequestOutput]
     ) -> LosslessCheck:
+        s, texts = self.settings, [[_tokens(output) for output in outputs] for outputs in (off, on)]
+        rows = min(s.rows, len(prompts))
         return compare_greedy(
-            engine.target,
-            prompts,
-            [_tokens(output) for output in off],
-            [_tokens(output) for output in on],
-            num_speculative_tokens=self.settings.num_speculative_tokens,
-            rows=min(self.settings.rows, len(prompts)),
+            engine.target, prompts, *texts, num_speculative_tokens=s.num_speculative_tokens, rows=rows
         )
 
-    # ------------------------------------------------------------------ progress
+    # ------------------------------------------------------------------ progress, in single steps of the target
 
-    # Work is counted in single steps of the target.
-
-    def _acceptance_work(self, cells: Sequence[_Cell]) -> float:
+    def _acceptance_work(self, cells: Sequence[CellBuilder]) -> float:
         return 4.0 * sum(len(cell.prompts) for cell in cells) / self.settings.rows * self.settings.max_tokens
 
-    def _timing_work(self, cell: _Cell) -> float:
+    def _timing_work(self, cell: CellBuilder) -> float:
         s = self.settings
         timed = -(-min(s.timed_prompts, len(cell.prompts)) // s.batch_size) * s.max_tokens
         reference = 1.3 * min(s.transformers_repeats, s.repeats) * s.max_tokens
@@ -379,12 +365,12 @@ class _Evaluation:
 
     def _advance(self, work: float) -> None:
         self.done += work
-        self._note("")
+        self._note(self.text)
 
     def _note(self, text: str) -> None:
-        self.text = text or getattr(self, "text", "")
+        self.text = text
         if self.progress is not None:
-            self.progress(min(self.done / self.total, 1.0), self.text)
+            self.progress(min(self.done / self.total, 1.0), text)
 
 
 def _tokens(output: RequestOutput) -> list[int]:

@@ -1,8 +1,7 @@
 """Expected acceptance of a head over text that the target wrote: teacher-forced probabilities, then the replay.
 
-The one function that training's held-out evaluation and the acceptance report share, so that they cannot disagree
-about what is expected. Nothing is drafted: `Drafter.unroll` gives every depth of every slot in one pass. This module
-must not know how the texts came about, recipes, or the engine.
+Training's held-out evaluation and the acceptance report share this function, so that their expectations agree.
+Nothing is drafted: `Drafter.unroll` gives every depth of every slot in one pass.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def expected_acceptance(
     top_p: float = 1.0,
     top_k: int = 0,
 ) -> list[ReplayResult]:
-    """What drafting `k` tokens per round would do on each text, in expectation over the accept decisions.
+    """The rounds and accepted drafts of each text at `k` drafts per round, in expectation over the accept decisions.
 
     texts: (prompt_token_ids, output_token_ids), written by the target at this temperature, top_p and top_k: those that
     drafts will be verified under. On other text the figure is no expectation of the runtime. The first output token

@@ -1,7 +1,4 @@
-"""The provenance of an acceptance report: what `inference.provenance` says of machine and files, in its fields.
-
-It must not know how anything was measured.
-"""
+"""Fills the provenance of an acceptance report, with the facts of inference.provenance on machine and files."""
 
 from __future__ import annotations
 
@@ -29,8 +26,8 @@ def report_provenance(
     chat_template: str | None = None,
     target_change: dict[str, float] | None = None,
 ) -> Provenance:
-    """Of an engine that has not stopped; `duration_s` is left to whoever knows it. `chat_template`: used instead of the
-    tokenizer's."""
+    """The provenance of an engine that has not been closed. `duration_s` is 0 for the caller to replace.
+    `chat_template`: used instead of the tokenizer's."""
     drafting, target = engine.drafting, engine.target
     template = chat_template if chat_template is not None else getattr(engine.tokenizer, "chat_template", None)
     if not (template is None or isinstance(template, str)):  # several, by name
@@ -61,7 +58,7 @@ def report_provenance(
 
 
 def drafter_config(drafting: Drafting) -> dict[str, Any]:
-    """An export's config.json; the options of a method that has none."""
+    """The config.json of an export, or the options of a method without one."""
     if drafting.drafter is None:
         return drafting.speculative_config
     return json.loads((cached_folder(drafting.drafter) / "config.json").read_text(encoding="utf-8"))

@@ -1,12 +1,13 @@
-"""Taking times: interleaved passes of one workload through several engines, and the parts of a round measured alone.
+"""Timing: interleaved passes of one workload through several engines, and the parts of a round measured alone.
 
 Wall-clock comparisons are only made between runs that were next to each other, and in alternating order, so that a
-machine that slows down slows both. This module must not know reports, recipes, or what the times are used for.
+machine that slows down slows both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median_high
 from time import perf_counter
 from typing import Any
 
@@ -68,15 +69,12 @@ def transformers_generate(
         **drafting,
     )
     with seeded(seed, model.device):
-        written = model.generate(ids, attention_mask=mask, generation_config=config, assistant_model=assistant_model)[
-            :, width:
-        ].tolist()
-    return sum(_length(row, eos_token_ids) for row in written)
+        written = model.generate(ids, attention_mask=mask, generation_config=config, assistant_model=assistant_model)
+    return sum(_length(row, eos_token_ids) for row in written[:, width:].tolist())
 
 
 def _length(row: Sequence[int], eos_token_ids: Sequence[int]) -> int:
-    ends = [i + 1 for i, token in enumerate(row) if token in eos_token_ids]
-    return ends[0] if ends else len(row)
+    return next((i for i, token in enumerate(row, 1) if token in eos_token_ids), len(row))
 
 
 class IsolatedCosts:
@@ -163,14 +161,14 @@ class IsolatedCosts:
 
 
 def typical_context(outputs: Sequence[RequestOutput]) -> list[int]:
-    """A prompt and half of its response: that of the median length."""
+    """A prompt and half of its response, of the median length."""
     written = [(output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs]
     return sorted((prompt + ids[: len(ids) // 2 + 1] for prompt, ids in written), key=len)[len(written) // 2]
 
 
 def costs_of(times: Mapping[str, Sequence[float]], rows: int, context: int) -> Costs:
-    """Medians of what `IsolatedCosts.measure` gave."""
-    medians = {name: sorted(values)[len(values) // 2] for name, values in times.items()}
+    """The medians of the times of `IsolatedCosts.measure`."""
+    medians = {name: median_high(values) for name, values in times.items()}
     return Costs(**medians, batch_size=rows, context_length=context)
 
 
