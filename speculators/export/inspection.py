@@ -1,14 +1,16 @@
-"""What an arbitrary drafter's folder is, and everything that is wrong with it, without running it.
+"""Inspects any drafter's folder without running it: the family, the sizes, and every fault.
 
-Nothing is unpickled and no error ends the search: one fault must not hide the next. The tables that write and strictly
-read a format say what belongs; faults.py says what vLLM makes of a fault. Knows targets by their sizes only.
+Nothing is unpickled, and no error ends the search: one fault must not hide the next. The layouts that write and read a
+format define what is right; faults.py has vLLM's reaction to each fault.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from speculators.errors import CheckpointError, DraftsmithError
 from speculators.export import resolve
 from speculators.export.faults import Fault, fault
 from speculators.export.formats import LAYOUTS, layout_of
-from speculators.export.headers import Header, other_dtypes, pickled_files, read_headers
+from speculators.export.headers import PICKLES, Header, other_dtypes, pickled_files, read_headers
 from speculators.export.layouts.base import Layout, WeightFault, WeightsError, changed_fields
 from speculators.export.layouts.eagle3 import ARCHITECTURES, SECTION, TAPS
 from speculators.export.layouts.sglang import EAGLE
@@ -33,7 +35,7 @@ COUNT = "num_aux_hidden_states"
 
 @dataclass
 class Inspection:
-    """A folder as it was found. `config` and what hangs on it: None where the files do not say enough."""
+    """The contents of a folder and its faults. `layout` and `config` are None where the files do not say enough."""
 
     folder: Path
     faults: list[Fault] = field(default_factory=list)
@@ -41,7 +43,7 @@ class Inspection:
     headers: dict[str, Header] = field(default_factory=dict)
     layout: Layout | None = None
     config: DrafterConfig | None = None
-    tensors: dict[str, Tensor] = field(default_factory=dict)  # under the table's names
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # by their names in the layout
 
     @property
     def family(self) -> str | None:
@@ -49,16 +51,18 @@ class Inspection:
 
     @property
     def sound(self) -> bool:
-        return all(each.warning for each in self.faults)
+        return all(fault.warning for fault in self.faults)
 
     @property
-    def where(self) -> str:
-        return str(self.folder)
+    def own(self) -> Mapping[str, Any]:
+        """The section `draftsmith` of config.json."""
+        return self.fields.get("draftsmith") or {}
 
     @property
-    def verifier(self) -> str | None:
-        """The target that the speculators format names."""
-        return ((self.fields.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
+    def target_name(self) -> str | None:
+        """The target that config.json names, here or in the speculators format."""
+        verifier = (self.fields.get("speculators_config") or {}).get("verifier") or {}
+        return (self.own.get("target") or {}).get("name_or_path") or verifier.get("name_or_path")
 
     def add(self, kind: str, what: str) -> None:
         self.faults.append(fault(kind, what, self.family))
@@ -69,28 +73,31 @@ class Inspection:
 
     @property
     def parameters(self) -> int:
-        """Values in the drafter's own tensors."""
-        kept = self.tensors or {n: torch.empty(h.shape, device="meta") for n, h in self.headers.items()}
-        return sum(tensor.numel() for name, tensor in kept.items() if name not in ("d2t", "t2d"))
+        """The number of values in the drafter's own tensors."""
+        shapes = {name: tensor.shape for name, tensor in (self.tensors or self.headers).items()}
+        return sum(math.prod(shape) for name, shape in shapes.items() if name not in ("d2t", "t2d"))
 
 
 def inspect_folder(path_or_id: str | Path, target: Any = None, *, num_target_layers: int | None = None) -> Inspection:
-    """Looks at a folder, or a repository on the Hub. `target`: a FrozenTarget, or a sketch with its sizes and config;
-    without one, `num_target_layers` helps with heads that do not name their taps. CheckpointError only if there is no
-    such folder."""
-    found = Inspection(resolve(path_or_id))
+    """Inspects a folder, or a repository on the Hub.
+
+    `target`: a FrozenTarget, or a sketch with its sizes and config. Without one, `num_target_layers` helps with heads
+    that do not name their taps. CheckpointError only if there is no such folder.
+    """
+    result = Inspection(resolve(path_or_id))
     layers = num_target_layers if target is None else target.num_layers
-    _read_files(found, path_or_id)
-    if not found.fields or not found.headers:
-        return found
-    _recognise(found)
-    if found.layout is not None:
-        _read_config(found, layers)
-    if found.config is not None:
-        _read_tensors(found)
+    _read_files(result, path_or_id)
+    if not result.fields or not result.headers:
+        return result
+    result.layout = _recognise(result)
+    if result.layout is None:
+        return result
+    result.config = _read_config(result, result.layout, layers)
+    if result.config is not None:
+        _read_tensors(result, result.layout, result.config)
         if target is not None:
-            _compare(found, target)
-    return found
+            _compare(result, result.config, target)
+    return result
 
 
 # ------------------------------------------------------------------ files
@@ -122,23 +129,22 @@ def _read_files(found: Inspection, path_or_id: str | Path) -> None:
 
 
 def _pickles_on_the_hub(repository: str) -> list[str]:
-    """Pickles of a repository, of which only JSON and safetensors were asked for."""
+    """The pickles of a repository without safetensors; only JSON and safetensors were downloaded."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         files = HfApi().list_repo_files(repository)
     except (HfHubHTTPError, HFValidationError, OSError):
-        return []  # offline: what is in the local copy is all there is to see
-    if any(name.endswith(".safetensors") for name in files):
-        return []
-    return [name for name in files if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".pkl"))]
+        return []  # offline
+    pickles = [name for name in files if any(fnmatch(name, pattern) for pattern in PICKLES)]
+    return [] if any(name.endswith(".safetensors") for name in files) else pickles
 
 
 # ------------------------------------------------------------------ which drafter it is
 
-# Family -> what only its folders have, where config.json does not say; the first that fits.
-_TELLS: dict[str, Callable[[set[str], Mapping[str, Any]], bool]] = {
+# Family -> the sign of its folders, where config.json does not name it; the first that fits.
+_SIGNS: dict[str, Callable[[set[str], Mapping[str, Any]], bool]] = {
     "mlp": lambda names, fields: any(name.startswith("speculator.") for name in names),
     "medusa": lambda names, fields: any(name.startswith(("blocks.", "lm_heads.")) for name in names),
     "mtp": lambda names, fields: any(name.startswith(("model.mtp_layers.", "mtp.")) for name in names),
@@ -151,22 +157,23 @@ _TELLS: dict[str, Callable[[set[str], Mapping[str, Any]], bool]] = {
 }
 
 
-def _recognise(found: Inspection) -> None:
-    """Sets `layout`; takes a `model.` prefix off the names of families that have none."""
+def _recognise(found: Inspection) -> Layout | None:
+    """The layout of the folder; None, and a fault, if there is none."""
     names, fields = set(found.headers), found.fields
-    family = next((family for family, fits in _TELLS.items() if fits(_bare(names), fields)), None)
+    family = next((family for family, fits in _SIGNS.items() if fits(_bare(names), fields)), None)
+    layout = None
     try:
-        found.layout = layout_of(fields, names, found.where)
+        layout = layout_of(fields, names, str(found.folder))
     except DraftsmithError as error:
         if family is None:
             found.add("unknown_drafter", str(error))
-            return
-    if family in ("eagle", "eagle3") and (found.layout is None or found.layout.family == "draft_model"):
-        found.layout = LAYOUTS["vllm", family]
-    elif found.layout is None:
-        found.layout = LAYOUTS["vllm", str(family)]
-    if found.layout.family in ("eagle", "eagle3") and (long := sorted(n for n in names if n.startswith(PREFIX))):
-        found.add("prefix", f"{long[0]} and {len(long) - 1} more names begin with {PREFIX}")
+            return None
+    if layout is None or (family in ("eagle", "eagle3") and layout.family == "draft_model"):
+        layout = LAYOUTS["vllm", str(family)]
+    found.layout = layout
+    if layout.family in ("eagle", "eagle3") and (prefixed := sorted(n for n in names if n.startswith(PREFIX))):
+        found.add("prefix", f"{prefixed[0]} and {len(prefixed) - 1} more names begin with {PREFIX}")
+    return layout
 
 
 def _bare(names: set[str]) -> set[str]:
@@ -176,16 +183,15 @@ def _bare(names: set[str]) -> set[str]:
 # ------------------------------------------------------------------ config.json
 
 
-def _read_config(found: Inspection, layers: int | None) -> None:
-    """Sets `config`, having mended in memory what would hide further faults."""
-    layout, where = found.layout, "config.json"
-    assert layout is not None
+def _read_config(found: Inspection, layout: Layout, layers: int | None) -> DrafterConfig | None:
+    """The config, read after faults that would hide others were mended in memory; None if it cannot be read."""
+    where = "config.json"
     names = _bare(set(found.headers)) if layout.family in ("eagle", "eagle3") else set(found.headers)
     try:
         plain = dict(layout.plain(found.fields, where))
     except DraftsmithError as error:
         found.add("missing_taps" if TAPS in str(error) else "field", str(error))
-        return
+        return None
     usable = _usable_architectures(layout)
     if usable and (plain.get("architectures") or [None])[0] not in usable:
         found.add("architecture", f"architectures is {plain.get('architectures')}; expected {' or '.join(usable)}")
@@ -194,22 +200,22 @@ def _read_config(found: Inspection, layers: int | None) -> None:
         _check_taps(found, plain, layers)
     stand_in = layers or max([*(plain.get(TAPS) or ()), 1])
     try:
-        # the words of vLLM's own format, whichever the folder's is
+        # `plain` is in the terms of vLLM's own format, whichever the folder's is
         config = LAYOUTS["vllm", layout.family].from_config(plain, names, where, stand_in)
     except DraftsmithError as error:
         found.add("field", str(error))
-        return
-    found.config = config
+        return None
     if layout.family == "eagle" and layout.format == "vllm":
         _check_biases(found, config)
     for name, value, trained in changed_fields(found.fields, config):
         found.add("changed_field", f"{name} is {value}, and was {trained} in training")
     if layout.family == "medusa" and config.model_dump()["fc_bias"] and not found.fields.get("medusa_fc_bias"):
         found.add("medusa_bias", "the blocks have biases, and medusa_fc_bias is not true in config.json")
+    return config
 
 
 def _check_biases(found: Inspection, config: Any) -> None:
-    """Those of an EAGLE head that are read here and dropped by vLLM."""
+    """Names the biases of an EAGLE head that vLLM drops."""
     if config.fc_bias:
         found.add("dropped_bias", "fc.bias: vLLM's fc has none")
     if config.attention_bias and not (found.fields.get("qkv_bias") or found.fields.get("attention_bias")):
@@ -217,7 +223,7 @@ def _check_biases(found: Inspection, config: Any) -> None:
 
 
 def _usable_architectures(layout: Layout) -> tuple[str, ...]:
-    """Names under which vLLM and this project read the family's native layout; none: it does not go by them."""
+    """The architectures under which vLLM and this project read the layout; empty: any."""
     if layout.family == "eagle3":
         return ARCHITECTURES
     if layout.family == "eagle":
@@ -226,15 +232,15 @@ def _usable_architectures(layout: Layout) -> tuple[str, ...]:
 
 
 def _check_taps(found: Inspection, plain: dict[str, Any], layers: int | None) -> None:
-    """Tap ids, their number and fc's width against one another; leaves as many ids in `plain` as fc was made for."""
+    """Compares the tap ids, their number and fc's width; leaves as many ids in `plain` as fc was made for."""
     taps, count = list(plain.get(TAPS) or ()), plain.get(COUNT)
     width = plain.get("target_hidden_size") or plain.get("hidden_size")
     fc = found.headers.get("fc.weight") or found.headers.get(f"{PREFIX}fc.weight")
     read = fc.shape[1] // width if fc is not None and len(fc.shape) == 2 and width else None
     numbers = {f"{COUNT} is {count}": count or 3, f"fc reads {read}": read, f"there are {len(taps)} tap ids": len(taps)}
-    told = {text: number for text, number in numbers.items() if number and (taps or "tap ids" not in text)}
-    if len(set(told.values())) > 1:
-        found.add("tap_count", "; ".join(told))
+    numbers = {text: number for text, number in numbers.items() if number}
+    if len(set(numbers.values())) > 1:
+        found.add("tap_count", "; ".join(numbers))
     if not taps:
         found.add("missing_taps", f"{TAPS} is not in config.json")
     elif not found.fields.get(TAPS) and found.layout is not None and found.layout.format == "vllm":
@@ -246,41 +252,37 @@ def _check_taps(found: Inspection, plain: dict[str, Any], layers: int | None) ->
     if layers is not None and (beyond := [tap for tap in taps if not 0 <= tap <= layers]):
         found.add("taps_out_of_range", f"taps {taps}: {beyond} outside 0..{layers}, the layers of the target")
         plain[TAPS] = default_tap_layers(layers) if wanted == 3 else list(range(wanted))
-    own = found.fields.get("draftsmith") or {}
-    if layers is not None and own.get("num_target_layers", layers) != layers:
-        plain["draftsmith"] = {**own, "num_target_layers": layers}
+    if layers is not None and found.own.get("num_target_layers", layers) != layers:
+        plain["draftsmith"] = {**found.own, "num_target_layers": layers}
 
 
 # ------------------------------------------------------------------ tensors
 
 
-def _read_tensors(found: Inspection) -> None:
-    layout, config = found.layout, found.config
-    assert layout is not None and config is not None
+def _read_tensors(found: Inspection, layout: Layout, config: DrafterConfig) -> None:
     if (others := other_dtypes(found.fields, found.headers, layout.exact)) and layout.family != "draft_model":
         named = found.fields.get("dtype") or found.fields.get("torch_dtype")
         found.add("other_dtype", f"dtype is {named}, but {others[0]} is {found.headers[others[0]].dtype}")
     if config.family == "draft_model":
-        faults = _draft_model_faults(found)
+        faults = _draft_model_faults(found.folder, layout, config)
     else:
         try:
-            loaded = layout.load(config, sorted(found.folder.glob("*.safetensors")))
+            tensors = layout.load(config, sorted(found.folder.glob("*.safetensors")))
         except CheckpointError as error:
             found.add("unexpected_tensor", str(error))
             return
         if config.family in ("eagle", "eagle3"):
-            loaded = layout.canonical({name.removeprefix(PREFIX): tensor for name, tensor in loaded.items()}, config)
-        found.tensors, faults = loaded, layout.faults(loaded, config)
-    for each in faults:
-        found.add(_kind_of(each, config), each.text)
-    _values(found)
+            tensors = layout.canonical({name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}, config)
+        found.tensors, faults = tensors, layout.faults(tensors, config)
+    for weight in faults:
+        found.add(_kind_of(weight, config), weight.text)
+    _check_values(found, config)
 
 
-def _draft_model_faults(found: Inspection) -> list[WeightFault]:
-    """By loading it, as transformers' own names go."""
-    assert found.layout is not None and found.config is not None
+def _draft_model_faults(folder: Path, layout: Layout, config: DrafterConfig) -> list[WeightFault]:
+    """The faults of a whole language model, by loading it under transformers' names."""
     try:
-        found.layout.read(family_class("draft_model")(found.config), found.folder, [])
+        layout.read(family_class("draft_model")(config), folder, [])
     except WeightsError as error:
         return error.faults
     except DraftsmithError as error:
@@ -289,7 +291,7 @@ def _draft_model_faults(found: Inspection) -> list[WeightFault]:
 
 
 def _kind_of(weight: WeightFault, config: DrafterConfig) -> str:
-    """The kind of a tensor's fault in the table of faults."""
+    """The kind, in the table of faults, of a tensor's fault."""
     name = weight.name
     if weight.kind == "missing":
         if name == "d2t":
@@ -304,28 +306,21 @@ def _kind_of(weight: WeightFault, config: DrafterConfig) -> str:
     return {"other": "missing_tensor"}.get(weight.kind, weight.kind)
 
 
-def _values(found: Inspection) -> None:
-    """What the values of the tensors give away."""
-    config, tensors = found.config, found.tensors
-    assert config is not None
-    ones: list[str] = []
+def _check_values(found: Inspection, config: DrafterConfig) -> None:
+    """Finds values that no training leaves behind: matrices of zeros, norms of ones, impossible maps of ids."""
+    tensors = {name: tensor for name, tensor in found.tensors.items() if tensor.is_floating_point()}
     for name, tensor in tensors.items():
-        if not tensor.is_floating_point():
-            continue
-        if name.endswith("norm.weight") and bool((tensor == 1).all()):
-            ones.append(name)
-        elif tensor.ndim == 2 and not name.startswith("blocks.") and not bool(tensor.any()):
+        if tensor.ndim == 2 and not name.startswith("blocks.") and not bool(tensor.any()):
             found.add("all_zero", f"{name} is all zeros")
-    if ones:
+    if ones := [name for name, tensor in tensors.items() if name.endswith("norm.weight") and bool((tensor == 1).all())]:
         found.add("norm_ones", f"{', '.join(ones)}: all ones")
-    if config.reduced_vocabulary and "d2t" in tensors and tensors["d2t"].shape == (config.draft_vocab_size,):
-        _check_d2t(found, tensors["d2t"].long())
+    d2t = found.tensors.get("d2t")
+    if config.reduced_vocabulary and d2t is not None and d2t.shape == (config.draft_vocab_size,):
+        _check_d2t(found, d2t.long(), config.vocab_size)
 
 
-def _check_d2t(found: Inspection, d2t: Tensor) -> None:
-    config = found.config
-    assert config is not None
-    vocabulary, listed = config.vocab_size, found.tensors.get("t2d")
+def _check_d2t(found: Inspection, d2t: Tensor, vocabulary: int) -> None:
+    listed = found.tensors.get("t2d")
     known = None if listed is None or listed.shape != (vocabulary,) else listed.bool().nonzero().flatten()
     as_ids = bool(((d2t >= 0) & (d2t < vocabulary)).all()) and len(d2t.unique()) == len(d2t)
     try:
@@ -344,11 +339,8 @@ def _check_d2t(found: Inspection, d2t: Tensor) -> None:
 # ------------------------------------------------------------------ against a target
 
 
-def _compare(found: Inspection, target: Any) -> None:
-    config = found.config
-    assert config is not None
-    own = found.fields.get("draftsmith") or {}
-    name = ((own.get("target") or {}).get("name_or_path")) or found.verifier
+def _compare(found: Inspection, config: DrafterConfig, target: Any) -> None:
+    name = found.target_name
     if name and Path(name).name != Path(str(target.name_or_path)).name:
         found.add("other_target", f"it was made for {name}; this is {target.name_or_path}")
     if config.family == "draft_model":
@@ -358,21 +350,21 @@ def _compare(found: Inspection, target: Any) -> None:
         found.add("wrong_width", f"it reads states {wide} wide; the target's are {theirs}")
     if config.vocab_size != target.vocab_size:
         found.add("wrong_vocabulary", f"vocab_size is {config.vocab_size}; the target's is {target.vocab_size}")
-    if (layers := own.get("num_target_layers", target.num_layers)) != target.num_layers:
+    if (layers := found.own.get("num_target_layers", target.num_layers)) != target.num_layers:
         found.add("wrong_depth", f"it was made for a target of {layers} layers; this one has {target.num_layers}")
     if isinstance(config, DecoderConfig) and getattr(config, "target_fields", None) is None:
         _compare_positions(found, config, target.config)
 
 
 def _compare_positions(found: Inspection, config: DecoderConfig, target: Any) -> None:
-    theirs = rope_of(target)
-    names = sorted({*theirs, *config.rope_parameters})
-    differing = [name for name in names if config.rope_parameters.get(name) != theirs.get(name)]
-    if differing:
-        told = (f"{name} {config.rope_parameters.get(name)}, the target's {theirs.get(name)}" for name in differing)
-        found.add("rope", f"rope_parameters: {'; '.join(told)}")
-    most = getattr(target, "max_position_embeddings", None)
-    if most is not None and config.max_position_embeddings < most:
-        found.add(
-            "short_positions", f"max_position_embeddings is {config.max_position_embeddings}; the target's {most}"
-        )
+    drafter_rope, target_rope = config.rope_parameters, rope_of(target)
+    differences = [
+        f"{name} {drafter_rope.get(name)}, the target's {target_rope.get(name)}"
+        for name in sorted({*target_rope, *drafter_rope})
+        if drafter_rope.get(name) != target_rope.get(name)
+    ]
+    if differences:
+        found.add("rope", f"rope_parameters: {'; '.join(differences)}")
+    most, own = getattr(target, "max_position_embeddings", None), config.max_position_embeddings
+    if most is not None and own < most:
+        found.add("short_positions", f"max_position_embeddings is {own}; the target's {most}")

@@ -1,7 +1,4 @@
-"""`draftsmith inspect` and `draftsmith export`: an artefact looked at, and written. Registered by train/cli.py.
-
-A few lines over speculators/export, and how it is shown; torch is imported when a command runs.
-"""
+"""`draftsmith inspect` and `draftsmith export`, over speculators/export. torch is imported when a command runs."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ if TYPE_CHECKING:
     from speculators.export.serving_commands import Way
 
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")  # of the Hub
-WORDS = {  # what vLLM does of a fault, to people
+WORDS = {  # vLLM's reaction to a fault
     "refuses": "vLLM refuses it",
     "crashes": "vLLM loads it and crashes",
     "swallows": "vLLM does not notice",
@@ -51,8 +48,8 @@ def export(
         raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
     on_hub = not source.exists() and REPOSITORY.fullmatch(str(source))
     if (source / "config.json").is_file() or on_hub:
-        told: dict[str, Any] = {"target": {"name_or_path": model}} if model else {}
-        redress(source, out, format=format, dtype=dtype, provenance=told, num_target_layers=target_layers)
+        target: dict[str, Any] = {"target": {"name_or_path": model}} if model else {}
+        redress(source, out, format=format, dtype=dtype, provenance=target, num_target_layers=target_layers)
         console.print(f"{out}: {source} in the format {format}", highlight=False)
     else:
         _, step = reexport(source, out, dtype=dtype, format=format)
@@ -71,9 +68,10 @@ def inspect(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What a drafter is, what is wrong with it, and whether vLLM would notice. Exit code 1: there are faults."""
+    """Show a drafter, its faults, and vLLM's reaction to each of them. Exit code 1: there are faults."""
     from speculators.export.inspection import inspect_folder
     from speculators.export.serving_commands import TRAINING_FREE, serving
+    from train.recipe.sections import TargetSection
 
     console = Console()
     if drafter in TRAINING_FREE and not Path(drafter).is_dir():
@@ -85,22 +83,16 @@ def inspect(
         return
     if drafter.endswith((".yaml", ".yml")):
         raise ConfigError(f"inspect: {drafter} is a recipe; give a drafter's folder, or look at its data with prepare")
-    found = inspect_folder(drafter, _sketch(model), num_target_layers=target_layers)
+    target = TargetSection(model=model).sketch() if model else None
+    result = inspect_folder(drafter, target, num_target_layers=target_layers)
     if as_json:
-        typer.echo(json.dumps(_as_data(found, drafter, model), indent=2))
+        typer.echo(json.dumps(_as_data(result, drafter, model), indent=2))
     else:
-        _print(console, found, drafter, model, tensors)
-    raise typer.Exit(0 if found.sound else 1)
+        _print(console, result, drafter, model, tensors)
+    raise typer.Exit(0 if result.sound else 1)
 
 
-def _sketch(model: str) -> Any:
-    """The target's sizes from its config.json; None without a target."""
-    from train.recipe.sections import TargetSection
-
-    return TargetSection(model=model).sketch() if model else None
-
-
-# --------------------------------------------------------------------------------------------- what they print
+# --------------------------------------------------------------------------------------------- output
 
 
 def _ways(config: Any, fields: Any, folder: str, model: str) -> list[Way]:
@@ -113,83 +105,68 @@ def _ways(config: Any, fields: Any, folder: str, model: str) -> list[Way]:
     return serving(config.family, folder=folder, target=target, tokens=tokens, config=config, format=format_)
 
 
-def _facts(found: Inspection) -> dict[str, Any]:
-    """What the folder is, as far as it can be told."""
-    config, own = found.config, found.fields.get("draftsmith") or {}
+def _facts(result: Inspection) -> dict[str, Any]:
+    """Family, sizes and origin of the drafter, as far as the folder says."""
+    config = result.config
     facts: dict[str, Any] = {
-        "family": found.family,
-        "format": found.layout.format if found.layout else None,
-        "architectures": list(found.fields.get("architectures") or ()),
-        "target": (own.get("target") or {}).get("name_or_path") or found.verifier,
-        "chat_template": own.get("chat_template_sha256"),
-        "chat_template_kwargs": own.get("chat_template_kwargs"),
+        "family": result.family,
+        "format": result.layout.format if result.layout else None,
+        "architectures": list(result.fields.get("architectures") or ()),
+        "target": result.target_name,
+        "chat_template": result.own.get("chat_template_sha256"),
+        "chat_template_kwargs": result.own.get("chat_template_kwargs"),
     }
     if config is not None:
         facts |= {
             "head": config.describe(),
             "target_hidden_size": config.target_hidden_size,
-            "target_layers": own.get("num_target_layers"),
+            "target_layers": result.own.get("num_target_layers"),
             "taps": list(config.tap_layers),
             "vocabulary": config.vocab_size,
             "draft_vocabulary": config.draft_vocab_size,
         }
-        if rope := getattr(config, "rope_parameters", None):
-            facts |= {
-                "rope_parameters": rope,
-                "max_position_embeddings": getattr(config, "max_position_embeddings", None),
-            }
-    return facts | {"parameters": found.parameters, "dtype": ", ".join(found.dtypes)}
+        if getattr(config, "rope_parameters", None):
+            facts |= {name: getattr(config, name, None) for name in ("rope_parameters", "max_position_embeddings")}
+    return facts | {"parameters": result.parameters, "dtype": ", ".join(result.dtypes)}
 
 
-def _as_data(found: Inspection, drafter: str, model: str) -> dict[str, Any]:
+def _as_data(result: Inspection, drafter: str, model: str) -> dict[str, Any]:
+    ways = [] if result.config is None else _ways(result.config, result.fields, drafter, model)
     return {
-        "folder": str(found.folder),
-        "sound": found.sound,
-        **_facts(found),
-        "faults": [vars(each) for each in found.faults],
-        "serving": []
-        if found.config is None
-        else [vars(way) for way in _ways(found.config, found.fields, drafter, model)],
-        "tensors": {name: {"shape": list(h.shape), "dtype": h.dtype} for name, h in sorted(found.headers.items())},
+        "folder": str(result.folder),
+        "sound": result.sound,
+        **_facts(result),
+        "faults": [vars(fault) for fault in result.faults],
+        "serving": [vars(way) for way in ways],
+        "tensors": {name: {"shape": list(h.shape), "dtype": h.dtype} for name, h in sorted(result.headers.items())},
     }
 
 
-def _table(*columns: str) -> Any:
+def _print(console: Console, result: Inspection, drafter: str, model: str, tensors: bool) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    return Table(*columns, box=SIMPLE_HEAD, pad_edge=False)
-
-
-def _print(console: Console, found: Inspection, drafter: str, model: str, tensors: bool) -> None:
-    table = _table("", "")
-    table.show_header = False
-    for name, value in _facts(found).items():
+    table = Table("", "", box=SIMPLE_HEAD, pad_edge=False, show_header=False)
+    for name, value in _facts(result).items():
         if value not in (None, "", [], {}):
-            told = f"{value:,}" if isinstance(value, int) else str(value)
-            table.add_row(name.replace("_", " "), Text(told))
+            table.add_row(name.replace("_", " "), Text(f"{value:,}" if isinstance(value, int) else str(value)))
     console.print(table)
     if tensors:
-        shapes = _table("tensor", "shape", "dtype")
-        for name, header in sorted(found.headers.items()):
-            shapes.add_row(Text(name), " x ".join(map(str, header.shape)), header.dtype)
-        console.print(shapes)
-    _print_faults(console, found)
-    if found.config is not None:
-        _print_ways(console, _ways(found.config, found.fields, drafter, model))
-    if found.sound:
+        table = Table("tensor", "shape", "dtype", box=SIMPLE_HEAD, pad_edge=False)
+        for name, header in sorted(result.headers.items()):
+            table.add_row(Text(name), " x ".join(map(str, header.shape)), header.dtype)
+        console.print(table)
+    if result.faults:
+        table = Table("fault", "in vLLM", "what to do", box=SIMPLE_HEAD, pad_edge=False)
+        for fault in sorted(result.faults, key=lambda fault: fault.warning):
+            kind = Text(f"{fault.kind}: ", style="yellow" if fault.warning else "bold red")
+            reaction = WORDS[fault.vllm] + (f": {fault.then}" if fault.then else "")
+            table.add_row(kind.append(fault.what, style="default"), Text(reaction), Text(fault.todo))
+        console.print(table)
+    if result.config is not None:
+        _print_ways(console, _ways(result.config, result.fields, drafter, model))
+    if result.sound:
         console.print("every tensor is there and has its shape", style="green")
-
-
-def _print_faults(console: Console, found: Inspection) -> None:
-    if not found.faults:
-        return
-    table = _table("fault", "in vLLM", "what to do")
-    for each in sorted(found.faults, key=lambda each: each.warning):
-        told = Text(f"{each.kind}: ", style="yellow" if each.warning else "bold red").append(each.what, style="default")
-        then = WORDS[each.vllm] + (f": {each.then}" if each.then else "")
-        table.add_row(told, Text(then), Text(each.todo))
-    console.print(table)
 
 
 def _print_ways(console: Console, ways: list[Way]) -> None:
