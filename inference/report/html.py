@@ -7,6 +7,7 @@ figures are drawn by charts.py. No number is computed here: all stand in the rep
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class TrainingPoint(BaseModel):
     step: int
     loss: float | None = None
     expected_acceptance_length: float | None = None
-    alpha: list[float] | None = None  # acceptance rate per draft depth, teacher-forced
+    acceptance_rate: list[float] | None = None  # per draft depth, teacher-forced
 
 
 def write_html(
@@ -94,25 +95,22 @@ def _percent(value: float | None, digits: int = 0) -> str:
 
 def training_charts(points: Sequence[TrainingPoint]) -> list[tuple[str, Any]]:
     """(title, figure) of the loss, the expected acceptance length and the acceptance rate of each depth."""
-    depths = max((len(point.alpha or ()) for point in points), default=0)
-    loss = [(p.step, p.loss) for p in points if p.loss is not None]
-    tau = [(p.step, p.expected_acceptance_length) for p in points if p.expected_acceptance_length is not None]
-    rates = {
-        f"depth {depth + 1}": [(p.step, p.alpha[depth]) for p in points if len(p.alpha or ()) > depth]  # type: ignore[index]
-        for depth in range(depths)
-    }
-    made = []
-    for title, measured, limits in (
+    loss, tau, rates = {}, {}, defaultdict(dict)
+    for point in points:
+        loss[point.step], tau[point.step] = point.loss, point.expected_acceptance_length
+        for depth, rate in enumerate(point.acceptance_rate or (), 1):
+            rates[f"depth {depth}"][point.step] = rate
+    figures = []
+    for title, curves, limits in (
         ("Loss", {"loss": loss}, (0, None)),
         ("Expected acceptance length, held out", {"expected": tau}, (1, None)),
         ("Acceptance rate by draft depth", rates, (0, 1)),
     ):
-        curves: dict[str, Any] = {
-            name: tuple(zip(*values, strict=True)) for name, values in measured.items() if len(values) > 1
-        }
-        if curves:
-            made.append((title, charts.lines(f"{title}, by step", curves, "step", limits)))
-    return made
+        measured = {name: {x: y for x, y in curve.items() if y is not None} for name, curve in curves.items()}
+        drawn = {name: (list(curve), list(curve.values())) for name, curve in measured.items() if len(curve) > 1}
+        if drawn:
+            figures.append((title, charts.lines(f"{title}, by step", drawn, "step", limits)))
+    return figures
 
 
 def serving_snippets(report: AcceptanceReport) -> list[tuple[str, str]]:

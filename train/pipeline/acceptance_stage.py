@@ -1,8 +1,7 @@
-"""After training: the exported folder, loaded as an engine would load it, measured in the runtime and gated.
+"""The acceptance stage: measures the exported folder, loaded as an engine loads it, and checks the gates.
 
-Prompts come from the recipe's evaluation sources, as serving would send them; the report goes to the run's folder as
-`acceptance.json` and `report.html`, and its table to the terminal. The model in memory plays no part: what is measured
-is what is on disk. Knows recipes and folders; how things are measured is `inference.evaluation.evaluate`'s.
+Prompts come from the recipe's evaluation sources, as serving would send them. The report goes to the run's folder as
+`acceptance.json` and `report.html`, and its table to the terminal. The model in memory plays no part.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from train.trainer.joint_target import change_of
 class Engines:
     """The engines of one evaluation.
 
-    ours           whether this runtime is measured now; else what was measured of it before is taken, if there is any
-    vllm           makes vLLM; None: it is not measured
-    temperatures   those to measure vLLM at; None: all
-    needs_ours     without an earlier report of this runtime it is measured after all
+    ours           measures this runtime; False: takes an earlier report of it, if there is one
+    vllm           makes vLLM; None: vLLM is not measured
+    temperatures   temperatures to measure vLLM at; None: all
+    needs_ours     measures this runtime where there is no earlier report of it
     """
 
     ours: bool = True
@@ -59,8 +58,8 @@ def require_engines(recipe: Recipe) -> None:
 
 
 def engines_of(recipe: Recipe, say: Callable[[str], None] = lambda text: None) -> Engines:
-    """Those of the recipe's evaluation section. vLLM is passed over, and that is said, where there is none and no gate
-    needs it."""
+    """The engines of the recipe's evaluation section. Without an installed vLLM it is left out and `say` gets a message;
+    ConfigError if a gate needs it."""
     e = recipe.evaluation
     if VLLM not in e.engines:
         return Engines()
@@ -129,7 +128,7 @@ def accept(
     save_report(report, folder / REPORT)  # what was measured is kept even if a gate turns out to name nothing
     report = report.model_copy(update={"gates": check_gates(report.summary, gate_bounds(recipe))})
     save_report(report, folder / REPORT)
-    write_html(report, folder / PAGE, [_point(record) for record in history])
+    write_html(report, folder / PAGE, history)
     if stages.enabled:
         print_report(report, stages.console)
     missed = [gate.name for gate in report.gates if not gate.passed]
@@ -144,7 +143,7 @@ def accept(
 
 
 def measure(
-    recipe: Recipe, settings: EvaluationSettings, progress=None, engines: Engines | None = None
+    recipe: Recipe, settings: EvaluationSettings, progress: Progress | None = None, engines: Engines | None = None
 ) -> AcceptanceReport:
     """The report on the run's export, without gates."""
     target, template = recipe.target, recipe.data.chat_template
@@ -199,14 +198,14 @@ def workloads(recipe: Recipe, settings: EvaluationSettings) -> dict[str, list[li
     options = {"revision": target.revision, "trust_remote_code": target.trust_remote_code}
     tokenizer = conversation_tokenizer(recipe.data, load_tokenizer(target.model, None, **options))
     limit = getattr(target_config(target.model, **options), "max_position_embeddings", None)
-    found: dict[str, list[list[int]]] = {}
+    by_workload: dict[str, list[list[int]]] = {}
     bad = bad_rows(recipe.data, Path(recipe.output_dir), "evaluation").begin("evaluation")
     examples = load_sources(recipe.evaluation.prompts or recipe.data.validation, seed=seed, bad=bad)
     for example in askable(examples, tokenizer, bad):
-        found.setdefault(example.workload, []).append(tokenizer.prompt_ids(example))
+        by_workload.setdefault(example.workload, []).append(tokenizer.prompt_ids(example))
     bad.finish()
     chosen = {}
-    for name, prompts in found.items():
+    for name, prompts in by_workload.items():
         fitting = [prompt for prompt in prompts if limit is None or len(prompt) + settings.max_tokens <= limit]
         if limit is not None and not fitting:
             raise DataError(
@@ -235,8 +234,3 @@ def gate_bounds(recipe: Recipe) -> dict[str, Bound]:
             key: Bound(min=gate.min, max=gate.max) for key in names if key not in bounds or temperature is not None
         }
     return bounds
-
-
-def _point(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of the loop under the page's names."""
-    return {**record, "alpha": record.get("acceptance_rate")}

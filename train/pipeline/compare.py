@@ -1,7 +1,7 @@
 """`draftsmith compare`: several recipes at the same budget of training time, one table and one picture.
 
 Every recipe is run as it stands but for its budget, its folder and its gates; the figures are those of its own
-acceptance report. A run that is there already is not run again. Knows nothing of how a drafter is trained or measured.
+acceptance report. A run that is done already is not repeated.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from safetensors import safe_open
 
+from inference.report.charts import GRID, INK, PALETTE
 from inference.report.measurement import ALL_WORKLOADS
 from inference.report.schema import AcceptanceReport, load_report
 from speculators.errors import ConfigError, DraftsmithError
+from speculators.export.headers import FLOATS, read_headers
 from train.pipeline.run import checkpoints
 from train.recipe.load import load_recipe
 from train.recipe.recipe import Recipe
@@ -33,17 +34,16 @@ from train.recipe.run_folder import EXPORT, REPORT
 from train.trainer import checkpoint
 
 FILE, PICTURE = "comparison.json", "comparison.png"
-INTEGERS = ("I64", "I32", "BOOL", "U8")  # tensors of a file that are no parameters
 
 
 class Record(BaseModel):
-    """Base of what is written."""
+    """Base of the models of comparison.json."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class AtTemperature(Record):
-    """Over all workloads, at one temperature."""
+    """Figures over all workloads at one temperature."""
 
     expected_acceptance_length: float = Field(description="by replay of text the target wrote by itself")
     acceptance_length: float = Field(description="measured in the runtime")
@@ -79,7 +79,7 @@ class Comparison(Record):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One row of a comparison: a recipe, and what is different about it."""
+    """One row of a comparison: a recipe with overrides."""
 
     name: str
     recipe: Path
@@ -101,12 +101,12 @@ def run_all(candidates: Sequence[Candidate], minutes: float | None, out: Path) -
     names = [candidate.name for candidate in candidates]
     if len(set(names)) < len(names):
         raise ConfigError(f"compare: recipes are told apart by their file names, got {', '.join(names)}")
-    planned = [(each, *_budgeted(each, minutes, out)) for each in candidates]
-    asked = {(r.evaluation.num_speculative_tokens, tuple(r.evaluation.temperatures)) for _, _, r in planned}
-    if len(asked) > 1:
+    planned = [(candidate, *_budgeted(candidate, minutes, out)) for candidate in candidates]
+    measured = {(r.evaluation.num_speculative_tokens, tuple(r.evaluation.temperatures)) for _, _, r in planned}
+    if len(measured) > 1:
         raise ConfigError(
             "compare: evaluation.num_speculative_tokens and evaluation.temperatures must be the same in all recipes, "
-            f"got {sorted(asked)}; give one as an override"
+            f"got {sorted(measured)}; give one as an override"
         )
     for candidate, changes, recipe in planned:
         if not _is_done(recipe):
@@ -137,23 +137,23 @@ def _budgeted(candidate: Candidate, minutes: float | None, out: Path) -> tuple[l
     ]
     if minutes is None:
         return changes, load_recipe(path, changes)
-    changes += [*(f"training.{budget}=null" for budget in ("steps", "epochs")), f"training.max_minutes={minutes:g}"]
+    changes += ["training.steps=null", "training.epochs=null", f"training.max_minutes={minutes:g}"]
     steps = [stage.training.get("steps") for stage in given.stages]
-    shares = [s / sum(steps) for s in steps] if all(steps) else [1 / len(steps)] * len(steps)
-    for i, share in enumerate(shares):
-        budget = {"steps": None, "epochs": None, "max_minutes": round(share * minutes, 4)}
+    fractions = [s / sum(steps) for s in steps] if all(steps) else [1 / len(steps)] * len(steps)
+    for i, fraction in enumerate(fractions):
+        budget = {"steps": None, "epochs": None, "max_minutes": round(fraction * minutes, 4)}
         changes.append(f"stages.{i}.training={json.dumps(given.stages[i].training | budget)}")
     return changes, load_recipe(path, changes)
 
 
 def _is_done(recipe: Recipe) -> bool:
-    """Whether the run's report is of this very recipe."""
+    """True if the run's folder has the report of this very recipe."""
     path = Path(recipe.output_dir) / REPORT
     return path.exists() and load_report(path).provenance.recipe_sha256 == recipe.recipe_hash()
 
 
 def _run(path: Path, changes: Sequence[str]) -> None:
-    """In a process of its own: accelerate keeps its state for the life of one."""
+    """Trains in a process of its own, since accelerate keeps its state for the life of a process."""
     code = subprocess.run([sys.executable, "-m", "train.cli", "train", str(path), *changes], check=False).returncode
     if code != 0:
         raise DraftsmithError(f"compare: {path} ended with status {code}; mend it and run the same command again")
@@ -161,7 +161,7 @@ def _run(path: Path, changes: Sequence[str]) -> None:
 
 def _entry(candidate: Candidate, recipe: Recipe) -> Entry:
     folder = Path(recipe.output_dir)
-    report = load_report(folder / REPORT)
+    report, headers = load_report(folder / REPORT), read_headers(folder / EXPORT)
     states = [
         json.loads((newest / "state.json").read_text())
         for name, _ in recipe.training_stages()
@@ -172,7 +172,7 @@ def _entry(candidate: Candidate, recipe: Recipe) -> Entry:
         family=recipe.family,
         recipe=candidate.recipe.as_posix(),
         recipe_sha256=recipe.recipe_hash(),
-        parameters=_parameters(folder / EXPORT),
+        parameters=sum(math.prod(h.shape) for h in headers.values() if h.dtype in FLOATS.values()),
         training_seconds=round(sum(state["seconds"] for state in states), 1),
         training_steps=sum(state["step"] for state in states),
         temperatures={f"{t:g}": _at(report, t) for t in report.temperatures()},
@@ -191,45 +191,31 @@ def _at(report: AcceptanceReport, temperature: float) -> AtTemperature:
     )
 
 
-def _parameters(folder: Path) -> int:
-    """Numbers in the weights of an exported folder; maps of token ids are none."""
-    total = 0
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as reader:
-            for name in reader.keys():  # noqa: SIM118 (not a dict)
-                tensor = reader.get_slice(name)
-                total += 0 if tensor.get_dtype() in INTEGERS else math.prod(tensor.get_shape())
-    return total
+# ---------------------------------------------------------------- output
 
 
-# ---------------------------------------------------------------- what is shown
-
-
-def columns(comparison: Comparison) -> list[str]:
-    """Headings of `rows`."""
-    heads = ["drafter", "parameters", "steps"]
-    for t in comparison.entries[0].temperatures:
-        heads += [f"τ expected T={t}", f"τ T={t}", f"speedup T={t}"]
-    return [*heads, "draft share"]
+def _columns(comparison: Comparison, expected: str, speedup: str) -> list[str]:
+    """The columns that belong to temperatures, with these words for two of them."""
+    return [f"{name} T={t}" for t in comparison.entries[0].temperatures for name in (expected, "τ", speedup)]
 
 
 def rows(comparison: Comparison) -> list[list[str]]:
-    """One row a drafter, as text."""
-    found = []
+    """For every drafter: name, parameters, steps, three figures per temperature, the fraction of time in drafting."""
+    table = []
     for entry in comparison.entries:
         cells = [entry.name, f"{entry.parameters / 1e6:.2f} M", f"{entry.training_steps:,}"]
         for at in entry.temperatures.values():
             speedup = at.speedup_vs_autoregressive
             cells += [f"{at.expected_acceptance_length:.2f}", f"{at.acceptance_length:.2f}"]
             cells += [f"{speedup:.2f}" if speedup else "-"]
-        share = next(iter(entry.temperatures.values())).draft_share
-        found.append([*cells, f"{100 * share:.0f} %" if share is not None else "-"])
-    return found
+        fraction = next(iter(entry.temperatures.values())).draft_share
+        table.append([*cells, f"{100 * fraction:.0f} %" if fraction is not None else "-"])
+    return table
 
 
 def markdown(comparison: Comparison) -> str:
     """The table as Markdown."""
-    heads = columns(comparison)
+    heads = ["drafter", "parameters", "steps", *_columns(comparison, "τ expected", "speedup"), "draft share"]
     lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows(comparison)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
@@ -243,10 +229,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     """The table on a terminal, within 80 columns for two temperatures: exp is τ expected, × the speedup."""
     title = _title(comparison)
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    short = {"parameters": "size", "τ expected": "exp", "speedup": "×", "draft share": "draft"}
-    for i, heading in enumerate(columns(comparison)):
-        for long, brief in short.items():
-            heading = heading.replace(long, brief)
+    for i, heading in enumerate(["drafter", "size", "steps", *_columns(comparison, "exp", "×"), "draft"]):
         table.add_column(heading, justify="left" if i == 0 else "right", no_wrap=True)
     for row in rows(comparison):
         table.add_row(*row)
@@ -255,26 +238,25 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 def draw(comparison: Comparison, path: Path) -> None:
     """Acceptance length (bars: measured, dots: expected) and speedup of every drafter, best first."""
-    first = next(iter(comparison.entries[0].temperatures))
-    entries = sorted(comparison.entries, key=lambda e: e.temperatures[first].acceptance_length)
     temperatures = list(comparison.entries[0].temperatures)
+    entries = sorted(comparison.entries, key=lambda e: e.temperatures[temperatures[0]].acceptance_length)
     figure = Figure(figsize=(9.6, 1.4 + 0.55 * len(entries)), dpi=150, layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    colours, height = ("#2f6db3", "#d98a29", "#4f9d69", "#a5519b"), 0.8 / len(temperatures)
+    height = 0.8 / len(temperatures)
     for i, t in enumerate(temperatures):
         places = [y + 0.4 - (i + 0.5) * height for y in range(len(entries))]
         at = [entry.temperatures[t] for entry in entries]
-        left.barh(places, [a.acceptance_length for a in at], height, color=colours[i % 4], label=f"T = {t}")
-        left.plot([a.expected_acceptance_length for a in at], places, "o", ms=4, mfc="white", mec="#222222")
-        right.barh(places, [a.speedup_vs_autoregressive or 0.0 for a in at], height, color=colours[i % 4])
+        left.barh(places, [a.acceptance_length for a in at], height, color=PALETTE[i % 4], label=f"T = {t}")
+        left.plot([a.expected_acceptance_length for a in at], places, "o", ms=4, mfc="white", mec=INK)
+        right.barh(places, [a.speedup_vs_autoregressive or 0.0 for a in at], height, color=PALETTE[i % 4])
     left.set_yticks(range(len(entries)), [f"{e.name}\n{e.parameters / 1e6:.1f} M" for e in entries])
     left.set_xlabel("acceptance length (dots: expected)")
     right.set_xlabel("speedup over no drafting")
     for axes in (left, right):
-        axes.axvline(1.0, color="#888888", lw=0.8)
+        axes.axvline(1.0, color=INK, lw=0.8, ls=":")
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_axisbelow(True)
-        axes.grid(axis="x", color="#dddddd", lw=0.6)
+        axes.grid(axis="x", color=GRID, lw=0.6)
     figure.legend(*left.get_legend_handles_labels(), loc="outside upper right", ncols=len(temperatures), frameon=False)
     figure.suptitle(_title(comparison), x=0.02, ha="left")
     figure.savefig(path)

@@ -1,7 +1,7 @@
-"""The acceptance report once more: of a run that is done, or of any exported drafter without a recipe.
+"""Measures again: a run that is done, or any exported drafter without a recipe.
 
-A drafter alone gets a recipe made up for it, so that prompts, settings and gates go the one way
-`train.pipeline.acceptance_stage` knows. Must not know how anything is measured.
+A drafter alone gets a recipe made up for it, so that prompts, settings and gates take the same way through
+`train.pipeline.acceptance_stage`.
 """
 
 from __future__ import annotations

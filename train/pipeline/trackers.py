@@ -1,8 +1,7 @@
-"""Where curves go besides the run's folder: wandb, trackio, tensorboard, through accelerate.
+"""Trackers besides the run's folder: wandb, trackio and tensorboard, through accelerate.
 
-A run that is continued is continued there too: its id is kept in the run's folder. At the end the acceptance report is
-attached: figures as a summary, the page and its data as files, tables and a chart, as far as each tracker has them.
-Knows the report and nothing of how it was measured; no tracker decides anything in a run.
+A run that is continued goes on under the same id, which is kept in the run's folder. At the end the acceptance report
+is attached: figures as a summary, the page and its data as files, a table and a chart, as far as each tracker has them.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def start(recipe: Recipe, accelerator: Accelerator) -> None:
 
 
 def offline_without_a_key() -> None:
-    """wandb would ask for one, or fail."""
+    """Sets wandb offline where it has no key: it would ask for one, or fail."""
     if not (os.environ.get("WANDB_API_KEY") or (Path.home() / ".netrc").exists()):
         os.environ.setdefault("WANDB_MODE", "offline")
 
@@ -79,7 +78,7 @@ def summary_of(report: AcceptanceReport) -> dict[str, float]:
     return figures
 
 
-# ------------------------------------------------------------------ what each tracker takes; files: the page, its data
+# ------------------------------------------------------------------ each tracker; `files`: the page and its data
 
 
 def _to_wandb(run: Any, report: AcceptanceReport, files: Sequence[Path], step: int) -> None:
@@ -117,21 +116,20 @@ def as_markdown(report: AcceptanceReport) -> str:
     for cell in (cell for t in report.temperatures() for cell in report.cells_at(t)):
         expected = f"{cell.expected.acceptance_length:.3f}" if cell.expected else "-"
         speedup = f"{s.median:.2f}" if (s := cell.speedup_vs_autoregressive) else "-"
-        lines.append(
-            f"| {cell.workload} | {cell.temperature:g} | {cell.acceptance_length:.3f} | {expected} | {speedup} |"
-        )
+        row = [cell.workload, f"{cell.temperature:g}", f"{cell.acceptance_length:.3f}", expected, speedup]
+        lines.append(f"| {' | '.join(row)} |")
     lines += ["", *(f"- {'passed' if gate.passed else '**missed**'}: {gate.name}" for gate in report.gates)]
     return "\n".join(lines)
 
 
 def _flat(recipe: Recipe) -> dict[str, int | float | str | bool]:
-    """Every key of the recipe under its dotted name; lists and what has no number or word as JSON."""
+    """Every key of the recipe under its dotted name; lists and nulls as JSON."""
     flat: dict[str, int | float | str | bool] = {"recipe_hash": recipe.recipe_hash()}
 
     def put(name: str, value: Any) -> None:
         if isinstance(value, dict) and value:
-            for key, each in value.items():
-                put(f"{name}.{key}" if name else str(key), each)
+            for key, inner in value.items():
+                put(f"{name}.{key}" if name else str(key), inner)
         else:
             flat[name] = value if isinstance(value, int | float | str | bool) else json.dumps(value)
 

@@ -121,7 +121,7 @@ def history() -> list[dict]:
             "step": 50 * i,
             "loss": 4 * math.exp(-i / 6) + 0.6 + 0.05 * math.sin(i),
             "expected_acceptance_length": 1 + 2.6 * (1 - math.exp(-i / 7)) if i % 3 == 0 else None,
-            "alpha": [(0.9 - 0.04 * k) * (1 - math.exp(-i / 5)) for k in range(5)],
+            "acceptance_rate": [(0.9 - 0.04 * k) * (1 - math.exp(-i / 5)) for k in range(5)],
             "learning_rate": 1e-4,
         }
         for i in range(1, 31)
