@@ -58,7 +58,7 @@ def require_engines(recipe: Recipe) -> None:
 
 
 def engines_of(recipe: Recipe, say: Callable[[str], None] = lambda text: None) -> Engines:
-    """The engines of the recipe's evaluation section. Without an installed vLLM it is left out and `say` gets a message;
+    """The engines of the recipe's evaluation section. Without an installed vLLM it is left out with a message;
     ConfigError if a gate needs it."""
     e = recipe.evaluation
     if VLLM not in e.engines:
