@@ -1,8 +1,8 @@
-"""Drafters as directories other engines load: written whole or not at all, read back strictly.
+"""Drafters as folders that engines load: written whole or not at all, read back strictly.
 
 `export_drafter` writes into a temporary sibling and renames it; `load_drafter` refuses a missing, unexpected or
-mis-shaped tensor (vLLM loads most of those silently and then accepts nothing). What is in a folder is said by one
-`Layout` per format and family (formats.py); this file knows files and folders, not families.
+mis-shaped tensor (vLLM loads most of those silently and then accepts nothing). The contents of a folder are defined by
+one `Layout` per format and family (formats.py).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def export_drafter(
 
 
 def describe_target(target: Any) -> dict[str, Any]:
-    """What an export says of its target (or of a sketch of it): a name, and an architecture if it is known."""
+    """The fields of an export for its target (or a sketch of it): the name, and the architecture if it is known."""
     return {
         "name_or_path": target.name_or_path,
         "architectures": list(getattr(target.config, "architectures", None) or ()),
@@ -75,7 +75,7 @@ def describe_target(target: Any) -> dict[str, Any]:
 
 
 def replace_folder(fresh: Path, folder: Path) -> None:
-    """Puts `fresh` where `folder` is; the old one goes only once the new one stands."""
+    """Moves `fresh` to `folder`; the old folder is removed only once the new one is in place."""
     old = folder.with_name(f".{folder.name}-old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -90,8 +90,7 @@ def replace_folder(fresh: Path, folder: Path) -> None:
 
 
 def resolve(path_or_id: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
-    """A local folder as it is; anything else is asked of the Hub (JSON only, and safetensors): `org/name`, or
-    `org/name@revision`."""
+    """The local folder, or the JSON and safetensors of `org/name` or `org/name@revision`, downloaded from the Hub."""
     if Path(path_or_id).is_dir():
         return Path(path_or_id)
     from huggingface_hub import snapshot_download
@@ -121,7 +120,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _headers(folder: Path) -> dict[str, Header]:
-    """Of every tensor; CheckpointError if there is none."""
+    """The header of every tensor; CheckpointError if there is none."""
     _files(folder)
     return read_headers(folder)
 
@@ -139,13 +138,13 @@ def read_drafter_config(
     fields, where = read_fields(folder), f"{folder}/config.json"
     config = layout_of(fields, names, str(folder)).from_config(fields, names, where, num_target_layers)
     if changed := changed_fields(fields, config):
-        told = "; ".join(f"{name} is {found}, the drafter was trained with {value}" for name, found, value in changed)
-        raise CheckpointError(f"{where}: {told}; put back what it was trained with, or export it again")
+        words = "; ".join(f"{name} is {now}, the drafter was trained with {then}" for name, now, then in changed)
+        raise CheckpointError(f"{where}: {words}; put back what it was trained with, or export it again")
     return config
 
 
 def read_fields(path_or_id: str | Path) -> dict[str, Any]:
-    """config.json of a drafter as it stands."""
+    """The fields of a drafter's config.json."""
     folder = resolve(path_or_id, weights=False)
     try:
         return json.loads((folder / "config.json").read_text())
@@ -169,7 +168,7 @@ def load_drafter(path_or_id: str | Path, target: FrozenTarget, *, dtype: torch.d
 
 
 def load_weights(drafter: Drafter, folder: Path) -> None:
-    """Fills `drafter` from the tensors of `folder`, strictly. Nothing of the drafter keeps its old value."""
+    """Fills all of `drafter` from the tensors of `folder`, strictly."""
     files, fields, headers = _files(folder), read_fields(folder), _headers(folder)
     layout = layout_of(fields, set(headers), str(folder))
     if "draftsmith" in fields and (other := other_dtypes(fields, headers, layout.exact)):

@@ -1,6 +1,6 @@
-"""An exported folder once more in another format, without a recipe and without the target.
+"""Converts an exported folder to another format, without a recipe and without the target.
 
-Loaded strictly and written again: same tensors, same precision. Whatever else lies in the folder comes along.
+The drafter is loaded strictly and written again: same tensors, same precision. Other files of the folder are copied.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from speculators.layers.peft_adapter import CONFIG
 from speculators.precision import as_dtype
 from speculators.registry import family_class
 
+# Fields of the section `draftsmith` that are kept; the others follow from the drafter and are written anew.
+ORIGIN = ("target", "recipe", "recipe_hash", "step", "num_speculative_tokens")
 NOT_COPIED = ("config.json", "*.safetensors", "*.index.json", ".*", CONFIG, *PICKLES)
 
 
@@ -37,9 +39,9 @@ def redress(
 ) -> Path:
     """Writes the drafter of a folder or repository id to `out`; returns it.
 
-    `dtype`: auto is the folder's own. `provenance`: what the folder does not say of itself, such as its `target`.
-    `num_target_layers`: for heads of others that do not name their taps. CheckpointError for a folder that is not
-    whole, ConfigError if the format has no place for the drafter.
+    `dtype`: auto is the folder's own. `provenance`: facts that the folder lacks, such as its `target`.
+    `num_target_layers`: for published heads that do not name their taps. CheckpointError for an incomplete folder,
+    ConfigError if the format has no place for the drafter.
     """
     folder, out = resolve(path_or_id), Path(out)
     if out.exists() and out.samefile(folder):
@@ -52,15 +54,11 @@ def redress(
         )
     drafter = family_class(config.family)(config)
     load_weights(drafter, folder)
-    told = {name: value for name, value in (read_fields(folder).get("draftsmith") or {}).items() if name in _KEPT}
+    origin = {name: value for name, value in (read_fields(folder).get("draftsmith") or {}).items() if name in ORIGIN}
     exported = as_dtype(config.dtype if dtype == "auto" else dtype)
     files = [path for path in sorted(folder.iterdir()) if path.is_file() and not any(map(path.match, NOT_COPIED))]
-    told |= provenance or {}
-    return export_drafter(drafter, out, dtype=exported, format=format, provenance=told, beside=files)
-
-
-# What a folder says of where it comes from; the rest of its section follows from the drafter, and is written anew.
-_KEPT = ("target", "recipe", "recipe_hash", "step", "num_speculative_tokens")
+    origin |= provenance or {}
+    return export_drafter(drafter, out, dtype=exported, format=format, provenance=origin, beside=files)
 
 
 def write_back(export: str | Path, target: str | Path, out: str | Path) -> Path:

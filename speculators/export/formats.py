@@ -1,6 +1,6 @@
-"""The formats: which engine's words a folder is in, and the one table (`Layout`) of each family in each of them.
+"""The export formats, and the `Layout` of each family in each format.
 
-Everything goes by these tables: writing, strict reading, `draftsmith inspect`, and docs/formats.md. Knows no file.
+Writing, strict reading, `draftsmith inspect` and docs/formats.md go by these tables.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from speculators.export.layouts.sglang import (
 from speculators.export.layouts.speculators import SpeculatorsEagle3Layout
 
 NATIVE = "vllm"
-# What a format is for.
+# Format -> its purpose.
 FORMATS: dict[str, str] = {
     "vllm": "what vLLM reads with --speculative-config; what Draftsmith writes unless asked otherwise",
     "speculators": "vLLM's speculators format: config.json names the target, `vllm serve FOLDER` is all",
     "sglang": "what SGLang reads: taps numbered by layer outputs, its own names where they differ",
     "transformers": "a causal language model as transformers writes it; for draft models",
 }
-# Of folders that do not say whose they are, the first that recognises one has it.
+# A folder that does not name its family belongs to the first layout that recognises it.
 _TABLE: tuple[Layout, ...] = (
     SpeculatorsEagle3Layout(),
     PEagleLayout(),
@@ -84,7 +84,7 @@ def formats_of(family: str) -> list[str]:
 
 
 def layout_of(fields: Mapping[str, Any], names: set[str], where: str) -> Layout:
-    """The table that a folder was written by: as config.json says, or the first that recognises it."""
+    """The layout that config.json names, or the first that recognises the folder."""
     own = fields.get("draftsmith") or {}
     family, format_ = own.get("family"), own.get("format", NATIVE)
     if family is None:

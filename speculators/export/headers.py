@@ -1,4 +1,4 @@
-"""What the safetensors files of a folder hold, from their headers alone: names, shapes, precisions."""
+"""Reads names, shapes and precisions of a folder's tensors from the headers of its safetensors files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 class Header(NamedTuple):
-    """One tensor as its file announces it."""
+    """The header of one tensor."""
 
     shape: tuple[int, ...]
     dtype: str  # torch's name for floating-point tensors, safetensors' for others
@@ -45,7 +45,7 @@ def pickled_files(folder: Path) -> list[str]:
 
 
 def other_dtypes(fields: Mapping[str, Any], headers: Mapping[str, Header], exact: tuple[str, ...] = ()) -> list[str]:
-    """Floating-point tensors that are not in the precision config.json names; `exact`: endings that need not be."""
+    """Floating-point tensors in another precision than config.json names; `exact`: endings of names that may be."""
     named = fields.get("dtype") or fields.get("torch_dtype")
     return sorted(
         name

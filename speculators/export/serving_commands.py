@@ -1,7 +1,7 @@
-"""How a drafter is served: vLLM's --speculative-config, SGLang's flags, this runtime's options.
+"""The commands that serve a drafter: vLLM's --speculative-config, SGLang's flags, this runtime's options.
 
-A training-free method has no folder; this is all there is to export of it. What an engine cannot serve, or would serve
-as something else, is said with the reason and what to do. Knows names and fields, opens no file and asks no engine.
+A training-free method has no folder, but commands too. Where an engine cannot serve a drafter, or would serve another
+one, the note gives the reason and the remedy.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Way:
     engine: str
     command: str = ""
     options: dict[str, Any] | None = None
-    note: str = ""  # why not, or what to know
+    note: str = ""  # the reason why not, or a remark
 
 
 def serving(
@@ -57,8 +57,11 @@ def serving(
     config: DrafterConfig | None = None,
     format: str = "vllm",
 ) -> list[Way]:
-    """Every engine in turn. `method`: a family, whose `folder` holds a drafter of `config` in `format`, or a
-    training-free method. `target`: folder or id, if known; `tokens`: drafts of a round. ConfigError for neither."""
+    """The command of every engine.
+
+    `method`: a family, whose `folder` holds a drafter of `config` in `format`, or a training-free method. `target`:
+    folder or id, if known. `tokens`: drafts per round. ConfigError for neither a folder nor such a method.
+    """
     if (config is None) != (method in TRAINING_FREE):
         known = ", ".join(TRAINING_FREE)
         raise ConfigError(f"serving {method!r}: expected the folder of a drafter, or a training-free method: {known}")

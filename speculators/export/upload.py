@@ -1,7 +1,6 @@
-"""A folder sent to a repository of the Hub: created private, resumed after failures, refused in words without tokens.
+"""Uploads a folder to a repository of the Hub, which is created private; failures are resumed, errors hide the token.
 
-What was sent before is not sent again: files are compared by content, large ones also where no commit names them yet.
-Knows nothing of drafters.
+Files that are there already are not sent again: they are compared by content, large ones also before a commit.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MAIN = "main"
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a folder goes, and how."""
+    """The repository that a folder is sent to."""
 
     repository: str  # org/name
     private: bool = True
@@ -34,19 +33,19 @@ class Destination:
 
 @dataclass(frozen=True)
 class Pushed:
-    """What became of it."""
+    """The result of an upload."""
 
     url: str  # of the commit, or of the pull request
     private: bool
     changed: bool  # False: everything was there already
 
     def describe(self, repository: str) -> str:
-        said = self.url if self.changed else "everything was there already"
-        return f"{repository} ({'private' if self.private else 'public'}): {said}"
+        result = self.url if self.changed else "everything was there already"
+        return f"{repository} ({'private' if self.private else 'public'}): {result}"
 
 
 def upload(folder: Path, to: Destination, message: str, *, own: tuple[str, ...] = ()) -> Pushed:
-    """Makes the repository hold what `folder` holds. `own`: files that are removed there if `folder` lacks them.
+    """Makes the repository hold the files of `folder`. `own`: files that are removed there if `folder` lacks them.
 
     ConfigError before anything is sent if the repository is public and `to` is private, or if it holds other weights;
     HubError in all other cases, with what to do.
@@ -55,26 +54,25 @@ def upload(folder: Path, to: Destination, message: str, *, own: tuple[str, ...] 
 
     token = usable_token(to.token)
     api = HfApi(token=token, library_name="draftsmith")
-    with _in_words(f"push to {to.repository}", token):
-        found = _prepare(api, to, folder)
-    branch = MAIN if to.revision is None else to.revision
+    with _as_hub_error(f"push to {to.repository}", token):
+        before = _prepare(api, to, folder)
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            with _in_words(f"push to {to.repository}", token), _protocol(api, to, token):
+            with _as_hub_error(f"push to {to.repository}", token), _lfs_without_xet(api, to, token):
                 commit = api.upload_folder(
                     repo_id=to.repository,
                     folder_path=folder,
                     commit_message=message,
-                    revision=None if to.create_pr else branch,
+                    revision=None if to.create_pr else to.revision or MAIN,
                     create_pr=to.create_pr,
                     delete_patterns=list(own),
                 )
             break
         except _Transient:
-            if attempt == ATTEMPTS or to.create_pr:  # which would open another one
+            if attempt == ATTEMPTS or to.create_pr:  # a second attempt would open another pull request
                 raise
             time.sleep(2.0**attempt)
-    return Pushed(commit.pr_url or commit.commit_url, bool(found.private), commit.oid != found.sha)
+    return Pushed(commit.pr_url or commit.commit_url, bool(before.private), commit.oid != before.sha)
 
 
 def usable_token(token: str | None) -> str:
@@ -83,26 +81,26 @@ def usable_token(token: str | None) -> str:
 
     if constants.HF_HUB_OFFLINE:
         raise HubError("push: HF_HUB_OFFLINE forbids talking to the Hub; unset it")
-    if not (found := token or get_token()):
+    if not (token := token or get_token()):
         raise HubError("push: no token of the Hub; set HF_TOKEN, or log in with `hf auth login`")
-    return found
+    return token
 
 
 def account(token: str | None = None) -> str:
-    """The name of the account whose token would be used; HubError says why it is of no use."""
+    """The name of the account whose token would be used; HubError if the token is not accepted."""
     from huggingface_hub import HfApi
 
     token = usable_token(token)
-    with _in_words("push", token):
+    with _as_hub_error("push", token):
         return HfApi(token=token).whoami()["name"]
 
 
 class _Transient(HubError):
-    """What may go well a little later."""
+    """An error that may be gone a little later."""
 
 
 def _prepare(api: Any, to: Destination, folder: Path) -> Any:
-    """The repository's state before, on the branch that is written; made if it is not there."""
+    """The state of the branch before the upload; repository and branch are created if need be."""
     if not api.repo_exists(to.repository) and not to.create_pr:
         api.create_repo(to.repository, private=to.private, exist_ok=True)
     whole = api.model_info(to.repository)
@@ -117,9 +115,9 @@ def _prepare(api: Any, to: Destination, folder: Path) -> Any:
         if not to.revision.startswith("refs/"):
             api.create_branch(to.repository, branch=to.revision, exist_ok=True)
         state = api.model_info(to.repository, revision=to.revision)
-    mine = {path.relative_to(folder).as_posix() for path in folder.rglob("*.safetensors")}
-    there = {file.rfilename for file in state.siblings or () if file.rfilename.endswith(".safetensors")}
-    if others := sorted(there - mine):
+    weights = {path.relative_to(folder).as_posix() for path in folder.rglob("*.safetensors")}
+    remote = {file.rfilename for file in state.siblings or () if file.rfilename.endswith(".safetensors")}
+    if others := sorted(remote - weights):
         raise ConfigError(
             f"push to {to.repository}: it holds other weights, which would be loaded along with these "
             f"({', '.join(others[:3])}); remove them there, or name another repository"
@@ -128,8 +126,8 @@ def _prepare(api: Any, to: Destination, folder: Path) -> Any:
 
 
 @contextmanager
-def _protocol(api: Any, to: Destination, token: str) -> Iterator[None]:
-    """Large files by LFS within, where the endpoint does not speak xet: the client asks nobody before it does."""
+def _lfs_without_xet(api: Any, to: Destination, token: str) -> Iterator[None]:
+    """Sends large files by LFS where the endpoint does not speak xet, which the client takes for granted."""
     from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
@@ -150,18 +148,18 @@ def _protocol(api: Any, to: Destination, token: str) -> Iterator[None]:
 
 
 @contextmanager
-def _in_words(what: str, token: str) -> Iterator[None]:
-    """The client's exceptions as ours, without the token and without what they came from, which may quote it."""
+def _as_hub_error(what: str, token: str) -> Iterator[None]:
+    """Raises the client's exceptions as HubError, without the token and without their causes, which may quote it."""
     try:
         yield
     except DraftsmithError:
         raise
     except Exception as error:
-        said = hub_trouble(error) or f"{type(error).__name__}: {str(error).strip()}"
+        words = hub_trouble(error) or f"{type(error).__name__}: {str(error).strip()}"
         kind: type[HubError] = HubError
         if is_transient(error):
-            kind, said = _Transient, f"{said}. What arrived stays there: the same command sends only what is missing"
-        failure = kind(f"{what}: {said.replace(token, '***')}")
+            kind, words = _Transient, f"{words}. What arrived stays there: the same command sends only what is missing"
+        failure = kind(f"{what}: {words.replace(token, '***')}")
     else:
         return
     raise failure

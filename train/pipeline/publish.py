@@ -1,7 +1,7 @@
-"""An exported drafter on the Hub: what is sent, gathered in a folder of its own, and sent.
+"""Pushes an exported drafter to the Hub, from a folder in which its files are staged.
 
-The drafter is loaded strictly first. Weights are linked, the card is written from `acceptance.json`, and names of
-folders on this machine stay here. The drafter's own folder is only read.
+The drafter is loaded strictly first. Weights are linked, the card is written from `acceptance.json`, and paths of this
+machine are replaced by names. The drafter's own folder is only read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class PushOptions:
-    """What the card cannot know by itself, and what is done about faults."""
+    """Facts for the card that no file has, and the handling of faults."""
 
     base_model: str | None = None  # the target's id; None: as recipe and report name it
     license: str | None = None
@@ -53,54 +53,57 @@ class PushOptions:
 
 
 @dataclass
-class Found:
-    """What lies in a folder, or beside it where it is the export of a run."""
+class Contents:
+    """The files of a drafter's folder, and of the run beside it where it is the export of one."""
 
     export: Path
     config: DrafterConfig | None = None
     report: AcceptanceReport | None = None
     page: Path | None = None
     recipe: Recipe | None = None
-    notes: list[str] = field(default_factory=list)  # for who pushes
+    notes: list[str] = field(default_factory=list)  # shown to the user
 
 
 def push(folder: str | Path, to: Destination, options: PushOptions, *, message: str = "", say: Say = print) -> Pushed:
-    """Stages `folder` (an export, or a run that has one) and uploads it. CheckpointError: it does not load."""
+    """Stages `folder` (an export, or a run that has one) and uploads it. CheckpointError if it does not load."""
     with tempfile.TemporaryDirectory(prefix="draftsmith-push-") as scratch:
         staged = stage(folder, to.repository, Path(scratch) / "repository", options, say=say)
         return upload(staged, to, message or f"Upload {to.repository.partition('/')[2]}", own=WRITTEN)
 
 
 def stage(folder: str | Path, repository: str, out: Path, options: PushOptions, *, say: Say = print) -> Path:
-    """Writes what would be sent to `out`, which must hold nothing, and returns it. `say`: remarks to who pushes."""
+    """Writes the files to be sent into `out`, which must be empty, and returns it. `say` gets remarks for the user."""
     if not is_repository_id(repository):
         raise ConfigError(f"push: {repository!r} is not the id of a repository; expected org/name")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"push: {out} holds something already; name a folder that is empty or not there")
-    found = find(Path(folder), options)
-    target = _Target.of(found, options)
+    contents = find(Path(folder), options)
+    target = _Target.of(contents, options)
     if target.base_model == repository:
         raise ConfigError(f"push: {repository} is the target itself; name a repository for the drafter")
     out.mkdir(parents=True, exist_ok=True)
-    paths = _paths(found, target)
-    left_out = link_files(found.export, out, paths, (*WRITTEN, CARD))
-    if found.report is not None:
-        save_report(_without(found.report, paths), out / REPORT)
-    if found.report is not None and found.page is not None:
-        (out / PAGE).write_text(renamed_in_page(found.page.read_text(encoding="utf-8"), paths), encoding="utf-8")
-    recipe = None if found.recipe is None else _recipe_text(found.recipe, paths)
-    if recipe is not None:
+    paths = _paths(contents, target)
+    left_out = link_files(contents.export, out, paths, (*WRITTEN, CARD))
+    if contents.report is not None:
+        provenance = type(contents.report.provenance)(**renamed(contents.report.provenance.model_dump(), paths))
+        save_report(contents.report.model_copy(update={"provenance": provenance}), out / REPORT)
+        if contents.page is not None:
+            (out / PAGE).write_text(renamed_in_page(contents.page.read_text(encoding="utf-8"), paths), encoding="utf-8")
+    recipe = None
+    if contents.recipe is not None:
+        tree = renamed(contents.recipe.model_dump(mode="json"), paths)
+        recipe = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=100)
         (out / RECIPE).write_text(recipe, encoding="utf-8")
-    if (found.export / CARD).is_file():
-        shutil.copyfile(found.export / CARD, out / CARD)
-        found.notes.append(f"{found.export / CARD} is sent as it is; remove it to have a card written")
+    if (contents.export / CARD).is_file():
+        shutil.copyfile(contents.export / CARD, out / CARD)
+        contents.notes.append(f"{contents.export / CARD} is sent as it is; remove it to have a card written")
     else:
         files = sorted(path.name for path in out.iterdir())
-        facts = _facts(found, target, repository, options, recipe, files)
-        (out / CARD).write_text(model_card(facts, found.report), encoding="utf-8")
+        facts = _facts(contents, target, repository, options, recipe, files)
+        (out / CARD).write_text(model_card(facts, contents.report), encoding="utf-8")
     if left_out:
-        found.notes.append(f"not sent: {', '.join(left_out)}")
-    for note in found.notes:
+        contents.notes.append(f"not sent: {', '.join(left_out)}")
+    for note in contents.notes:
         say(note)
     return out
 
@@ -111,11 +114,11 @@ def listing(folder: Path) -> list[tuple[str, int]]:
     return [(path.relative_to(folder).as_posix(), path.stat().st_size) for path in files]
 
 
-# --------------------------------------------------------------------------------------------- what there is
+# --------------------------------------------------------------------------------------------- reading
 
 
 def push_run(recipe: Recipe, say: Say = print) -> Pushed:
-    """What `export.push_to_hub` asks for: the run's export, with what it measured."""
+    """Pushes the run's export with its report, as `export.push_to_hub` asks for."""
     section, folder = recipe.export, Path(recipe.output_dir)
     assert section.hub_model_id is not None  # checked with the recipe
     to = Destination(section.hub_model_id, section.hub_private_repo, section.hub_revision)
@@ -127,69 +130,71 @@ def push_run(recipe: Recipe, say: Say = print) -> Pushed:
         raise type(error)(f"{error}. The run is done; `{again}` pushes it") from error
 
 
-def find(folder: Path, options: PushOptions) -> Found:
+def find(folder: Path, options: PushOptions) -> Contents:
     """The drafter in `folder` or its `export`, strictly checked, and what came with it."""
     export = folder if (folder / "config.json").is_file() else folder / EXPORT
     if not (export / "config.json").is_file():
         raise CheckpointError(
             f"push: {folder} holds no config.json, nor does {folder / EXPORT}; give an export or a run"
         )
-    found = Found(export)
-    _check(found, options)
+    contents = Contents(export)
+    _check(contents, options)
     run = export.absolute().parent
     places = [export] + ([run] if export.name == EXPORT and (run / RECIPE).is_file() else [])
     recipe = _first(places, RECIPE)
     if recipe is not None:
-        found.recipe = load_recipe(recipe)
+        contents.recipe = load_recipe(recipe)
         recorded = (read_fields(export).get("draftsmith") or {}).get("recipe_hash")
-        if recorded not in (None, found.recipe.recipe_hash()):
-            found.notes.append(f"{recipe} has other values than the recipe that config.json names")
+        if recorded not in (None, contents.recipe.recipe_hash()):
+            contents.notes.append(f"{recipe} has other values than the recipe that config.json names")
     path = options.report or _first(places, REPORT)
     if path is None:
-        found.notes.append(f"there is no {REPORT}: the card says that nothing was measured (draftsmith evaluate)")
-        return found
+        contents.notes.append(f"there is no {REPORT}: the card says that nothing was measured (draftsmith evaluate)")
+        return contents
     report = load_report(path)
     if fault := _of_another(report, export):
         if options.report is not None:
             raise ConfigError(f"push: {path} was measured on another drafter: {fault}")
-        found.notes.append(f"{path} is left out, since it was measured on another drafter: {fault}; evaluate again")
-        return found
-    found.report = report
+        contents.notes.append(f"{path} is left out, since it was measured on another drafter: {fault}; evaluate again")
+        return contents
+    contents.report = report
     page = path.with_name(PAGE)
-    found.page = page if page.is_file() else None
-    return found
+    contents.page = page if page.is_file() else None
+    return contents
 
 
 def _first(places: list[Path], name: str) -> Path | None:
     return next((place / name for place in places if (place / name).is_file()), None)
 
 
-def _check(found: Found, options: PushOptions) -> None:
-    """Loads the drafter as `draftsmith inspect` does. What is wrong is raised, or noted with `force`."""
+def _check(contents: Contents, options: PushOptions) -> None:
+    """Loads the drafter strictly. A fault is raised, or noted with `force`."""
     try:
-        found.config = read_drafter_config(found.export, options.target_layers)
-        base = getattr(found.config, "adapter_of", None)
+        contents.config = read_drafter_config(contents.export, options.target_layers)
+        base = getattr(contents.config, "adapter_of", None)
         if base is not None and repository_id(base) is None:
             raise CheckpointError(
-                f"drafter {found.export}: an adapter of {Path(base).name}, a folder of this machine, which nobody else "
+                f"drafter {contents.export}: an adapter of {Path(base).name}, a folder here that nobody else "
                 "can load; export the merged model (drafter.peft_export: merged), or train on a repository id"
             )
-        config = found.config
+        config = contents.config
         if getattr(config, "other_tokenizer", False):  # its map can be read only beside the target
-            if not (found.export / TOKEN_MAP).is_file():
-                raise CheckpointError(f"drafter {found.export}: {TOKEN_MAP} is missing; export it again")
+            if not (contents.export / TOKEN_MAP).is_file():
+                raise CheckpointError(f"drafter {contents.export}: {TOKEN_MAP} is missing; export it again")
             config = config.model_copy(update={"other_tokenizer": False})
-        load_weights(family_class(config.family)(config), found.export)
+        load_weights(family_class(config.family)(config), contents.export)
     except (DraftsmithError, SafetensorError) as error:
         if not options.force:
             raise CheckpointError(f"push: nothing was sent: {error} (--force sends it all the same)") from error
-        found.notes.append(f"sent although it is broken: {error}")
-    if found.config is None:
-        raise CheckpointError(f"push: {found.export}: no card can be written of what cannot be read; mend config.json")
+        contents.notes.append(f"sent although it is broken: {error}")
+    if contents.config is None:
+        raise CheckpointError(
+            f"push: {contents.export}: no card can be written of what cannot be read; mend config.json"
+        )
 
 
 def _of_another(report: AcceptanceReport, export: Path) -> str | None:
-    """Why the report cannot be that of `export`; None if it is."""
+    """The reason why the report is not that of `export`; None if it is."""
     p = report.provenance
     fields = read_fields(export)
     if p.drafter_config != fields:
@@ -209,12 +214,12 @@ class _Target:
     given: tuple[str, ...]  # what it is called here: in the recipe, the report, config.json
 
     @classmethod
-    def of(cls, found: Found, options: PushOptions) -> _Target:
-        recipe = found.recipe
+    def of(cls, contents: Contents, options: PushOptions) -> _Target:
+        recipe = contents.recipe
         given = [] if recipe is None else [recipe.target.model]
-        if found.report is not None and (recipe is None or recipe.joint is None):
-            given.append(found.report.provenance.target_name)
-        fields = read_fields(found.export)
+        if contents.report is not None and (recipe is None or recipe.joint is None):
+            given.append(contents.report.provenance.target_name)
+        fields = read_fields(contents.export)
         places = (
             (fields.get("draftsmith") or {}).get("target"),
             (fields.get("speculators_config") or {}).get("verifier"),
@@ -226,65 +231,52 @@ class _Target:
         base = base or (repository_id(given[0]) if given else None)
         if base is None:
             what = f"the target is a folder here ({Path(given[0]).name})" if given else "the target is not known"
-            found.notes.append(f"{what}, so the card names no base_model; give its id with --base-model")
+            contents.notes.append(f"{what}, so the card names no base_model; give its id with --base-model")
         return cls(base or (Path(given[0]).name if given else "TARGET"), base, tuple(given))
 
 
-# --------------------------------------------------------------------------------------------- what is written
+# --------------------------------------------------------------------------------------------- writing
 
 
 def _facts(
-    found: Found, target: _Target, repository: str, options: PushOptions, recipe: str | None, files: list[str]
+    contents: Contents,
+    target: _Target,
+    repository: str,
+    options: PushOptions,
+    recipe_text: str | None,
+    files: list[str],
 ) -> CardFacts:
-    config, fields = found.config, read_fields(found.export)
+    config, fields = contents.config, read_fields(contents.export)
     assert config is not None
     k = (fields.get("draftsmith") or {}).get("num_speculative_tokens")
-    if found.report is not None:
-        k = found.report.provenance.num_speculative_tokens
-    license_ = options.license or (found.recipe.export.hub_license if found.recipe is not None else None)
+    if contents.report is not None:
+        k = contents.report.provenance.num_speculative_tokens
+    license_ = options.license or (contents.recipe.export.hub_license if contents.recipe is not None else None)
     if license_ is None:
-        found.notes.append("no license is stated; give one with --license or export.hub_license")
-    facts = CardFacts(
+        contents.notes.append("no license is stated; give one with --license or export.hub_license")
+    recipe = contents.recipe
+    sources = [] if recipe is None else recipe.data.train
+    remark = (
+        f"The target was trained along with this drafter (`joint` in the recipe): it drafts for that changed "
+        f"{target.name}, which is not in this repository."
+    )
+    return CardFacts(
         repository=repository, config=config, fields=fields, target_name=target.name, base_model=target.base_model,
-        num_speculative_tokens=k or NUM_SPECULATIVE_TOKENS, license=license_, recipe=recipe, files=files,
-    )  # fmt: skip
-    if found.recipe is None:
-        return facts
-    sources = found.recipe.data.train
-    remarks = []
-    if found.recipe.joint is not None:
-        remarks.append(
-            f"The target was trained along with this drafter (`joint` in the recipe): it drafts for that changed "
-            f"{target.name}, which is not in this repository."
-        )
-    return replace(
-        facts,
+        num_speculative_tokens=k or NUM_SPECULATIVE_TOKENS, license=license_, recipe=recipe_text, files=files,
         datasets=list(dict.fromkeys(source.name for source in sources if source.name)),
         other_data=list(dict.fromkeys(Path(source.label).name for source in sources if not source.name)),
-        remarks=remarks,
-    )
+        remarks=[remark] if recipe is not None and recipe.joint is not None else [],
+    )  # fmt: skip
 
 
-def _paths(found: Found, target: _Target) -> Renaming:
-    """Paths of this machine in configuration, report and recipe; the target is called what the card calls it."""
-    trees: list[Any] = [read_fields(found.export)]
-    trees += [] if found.recipe is None else [found.recipe.model_dump(mode="json")]
-    trees += [] if found.report is None else [found.report.provenance.model_dump()]
+def _paths(contents: Contents, target: _Target) -> Renaming:
+    """The paths of this machine in configuration, report and recipe, with names; the target has the card's name."""
+    trees: list[Any] = [read_fields(contents.export)]
+    trees += [] if contents.recipe is None else [contents.recipe.model_dump(mode="json")]
+    trees += [] if contents.report is None else [contents.report.provenance.model_dump()]
     paths = [name for name in target.given if len(Path(name).parts) > 1]  # a single word may mean other things as well
     own = {name: target.name for name in paths if target.base_model or local_paths(name)}
     return dict(sorted({**local_paths(*trees), **own}.items(), key=lambda item: -len(item[0])))
-
-
-def _without(report: AcceptanceReport, paths: Renaming) -> AcceptanceReport:
-    """The report with names in place of paths, in its provenance, where alone there are any."""
-    provenance = type(report.provenance).model_validate(renamed(report.provenance.model_dump(), paths))
-    return report.model_copy(update={"provenance": provenance})
-
-
-def _recipe_text(recipe: Recipe, paths: Renaming) -> str:
-    """The resolved recipe, with names in place of paths."""
-    tree = renamed(recipe.model_dump(mode="json"), paths)
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=100)
 
 
 SENT = (
@@ -295,12 +287,12 @@ SENT = (
 NAMING = ("config.json", "adapter_config.json", "generation_config.json", "tokenizer_config.json")
 NAMES = ("_name_or_path", "name_or_path", "base_model_name_or_path")  # keys of these that may hold a path
 
-Renaming = Mapping[str, str]  # what names something on this machine -> what others know it by
+Renaming = Mapping[str, str]  # path on this machine -> name
 
 
 def link_files(export: Path, out: Path, paths: Renaming, kept: Iterable[str]) -> list[str]:
-    """Links what is sent into `out`, or copies it with names in place of `paths`; returns what is neither sent nor
-    `kept`."""
+    """Links the files to be sent into `out`, or copies them with names in place of `paths`; returns the names of those
+    that are neither sent nor `kept`."""
     left_out = []
     for path in sorted(export.rglob("*")):
         name = path.relative_to(export)
@@ -330,21 +322,27 @@ def _place(path: Path, there: Path, paths: Renaming) -> None:
 
 def local_paths(*trees: Any) -> dict[str, str]:
     """Absolute paths among the strings of trees -> their last parts; the longest first."""
-    paths = {text for tree in trees for text in _strings(tree) if _is_local(text)}
+    paths: set[str] = set()
+    _mapped(trees, lambda text: paths.add(text) if _is_local(text) else None)
     return {path: Path(path).name for path in sorted(paths, key=len, reverse=True)}
 
 
 def renamed(tree: Any, paths: Renaming) -> Any:
     """A tree with names in place of the strings that are paths."""
+    return _mapped(tree, lambda text: paths.get(text, text))
+
+
+def _mapped(tree: Any, change: Callable[[str], Any]) -> Any:
+    """A tree of dicts and lists with `change` applied to every string, keys apart."""
     if isinstance(tree, dict):
-        return {key: renamed(value, paths) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [renamed(value, paths) for value in tree]
-    return paths.get(tree, tree) if isinstance(tree, str) else tree
+        return {key: _mapped(value, change) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_mapped(value, change) for value in tree]
+    return change(tree) if isinstance(tree, str) else tree
 
 
 def renamed_in_page(page: str, paths: Renaming) -> str:
-    """The same in a text of HTML, wherever they stand."""
+    """A page of HTML with names in place of paths."""
     for path, name in paths.items():
         for written, instead in ((path, name), (html.escape(path), html.escape(name)), (json.dumps(path)[1:-1], name)):
             page = page.replace(written, instead)
@@ -352,13 +350,5 @@ def renamed_in_page(page: str, paths: Renaming) -> str:
 
 
 def _is_local(text: str) -> bool:
-    absolute = Path(text).is_absolute() and len(Path(text).parts) > 2  # "/no_think" is none
+    absolute = Path(text).is_absolute() and len(Path(text).parts) > 2  # not "/no_think"
     return "\n" not in text and (absolute or text.startswith("~/") or text[1:3] in (":\\", ":/"))
-
-
-def _strings(tree: Any) -> list[str]:
-    if isinstance(tree, dict):
-        return [text for value in tree.values() for text in _strings(value)]
-    if isinstance(tree, list):
-        return [text for value in tree for text in _strings(value)]
-    return [tree] if isinstance(tree, str) else []
