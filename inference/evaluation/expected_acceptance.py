@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from inference.sampling.sampler import argmax, probabilities
 from inference.sampling_params import SamplingParams
@@ -163,15 +164,11 @@ def accept_tables(
 
 def teacher_forced(target: FrozenTarget, texts: Sequence[Text]) -> TargetFeatures:
     """Features of the texts as right-padded rows [B, T]; every output token may be asked for."""
-    width = max(len(prompt) + len(output) for prompt, output in texts)
-    ids = torch.zeros(len(texts), width, dtype=torch.long)
-    segments = torch.full_like(ids, -1)
-    mask = torch.zeros_like(ids, dtype=torch.bool)
-    for b, (prompt, output) in enumerate(texts):
-        length = len(prompt) + len(output)
-        ids[b, :length] = torch.tensor([*prompt, *output])
-        segments[b, :length] = 0
-        mask[b, len(prompt) : length] = True
-    positions = torch.arange(width).expand(len(texts), width).contiguous()
+    lengths = [len(prompt) + len(output) for prompt, output in texts]
+    ids = pad_sequence([torch.tensor([*prompt, *output]) for prompt, output in texts], batch_first=True)
+    positions = torch.arange(max(lengths)).expand_as(ids).contiguous()
+    inside = positions < torch.tensor(lengths)[:, None]
+    segments = torch.where(inside, 0, -1)
+    mask = inside & (positions >= torch.tensor([len(prompt) for prompt, _ in texts])[:, None])
     ids, positions, segments, mask = (x.to(target.device) for x in (ids, positions, segments, mask))
     return target.features(ids, positions, segments, mask)

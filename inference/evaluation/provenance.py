@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,18 +15,15 @@ from speculators.hub import cached_folder
 def report_provenance(
     engine: MeasuredEngine,
     *,
-    max_num_seqs: int,
-    seeds: Sequence[int],
-    prompts_sha256: str,
-    recipe_name: str | None = None,
-    recipe_sha256: str | None = None,
     target_name: str | None = None,
     drafter_path: str | None = None,
     chat_template: str | None = None,
-    target_change: dict[str, float] | None = None,
+    **fields: Any,
 ) -> Provenance:
     """The provenance of an engine that has not been closed. `duration_s` is 0 for the caller to replace.
-    `chat_template`: used instead of the tokenizer's."""
+
+    chat_template: used instead of the tokenizer's. fields: further fields of Provenance.
+    """
     drafting, target = engine.drafting, engine.target
     template = chat_template if chat_template is not None else getattr(engine.tokenizer, "chat_template", None)
     if not (template is None or isinstance(template, str)):  # several, by name
@@ -36,24 +32,19 @@ def report_provenance(
     folder = None if drafting.drafter is None else cached_folder(drafting.drafter)
     return Provenance(
         **environment(target.device, target.dtype),
-        recipe_name=recipe_name,
-        recipe_sha256=recipe_sha256,
         chat_template_sha256=text_sha256(template),
         target_name=target_name or drafting.model,
-        target_change=target_change,
         target_weights_sha256=weights_sha256(cached_folder(drafting.model, drafting.options.get("revision"))),
         drafter_method=drafting.method,
         drafter_path=drafter_path or drafting.drafter,
         drafter_config=drafter_config(drafting),
         drafter_weights_sha256=None if folder is None else weights_sha256(folder),
         num_speculative_tokens=drafting.num_speculative_tokens,
-        max_num_seqs=max_num_seqs,
         engine=facts.name,
         engines=[facts],
-        prompts_sha256=prompts_sha256,
         created_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         duration_s=0.0,
-        seeds=list(seeds),
+        **{"recipe_name": None, "recipe_sha256": None, **fields},
     )
 
 

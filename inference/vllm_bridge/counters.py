@@ -1,8 +1,7 @@
-"""What vLLM says of its drafting, in this project's terms: a draft counts as accepted if it was also committed.
+"""Converts vLLM's counters to this project's definition: a draft counts as accepted if it was also committed.
 
 vLLM counts a round's accepted drafts before it cuts the text at its end, so the last round of a response may claim more
-than was written. Which round that was follows from the number of tokens that each step brought. Knows neither engine
-nor wire.
+than was written. That round follows from the number of tokens that each step brought.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from speculators.errors import DataError
 def response_of(
     prompt: Sequence[int], token_ids: Sequence[int], finish_reason: str | None, metrics: RequestMetrics | None = None
 ) -> RequestOutput:
-    """A response of vLLM's as this runtime gives its own."""
+    """A response of vLLM as a RequestOutput."""
     completion = CompletionOutput(index=0, text="", token_ids=list(token_ids), finish_reason=finish_reason)
     return RequestOutput("", None, list(prompt), [completion], True, metrics or RequestMetrics())
 

@@ -1,7 +1,7 @@
 """vLLM as a measured engine, started for the evaluation: one process that drafts, and one that does not.
 
-vLLM usually lives in an environment of its own, so it is run by that environment's interpreter (worker.py). What
-it is told is the same as this runtime is told: tokens, sampling parameters, tokens that end a response, precision.
+vLLM usually lives in an environment of its own, so it is run by that environment's interpreter (worker.py). It gets the
+same inputs as this runtime: tokens, sampling parameters, tokens that end a response, precision.
 """
 
 from __future__ import annotations
@@ -31,21 +31,12 @@ from speculators.precision import running_dtype
 
 VLLM = "vllm"
 PYTHON = "DRAFTSMITH_VLLM_PYTHON"  # names the interpreter of an environment that has vLLM
-SAMPLES_DRAFTS = (
-    "eagle",
-    "eagle3",
-    "peagle",
-    "mtp",
-    "draft_model",
-    "dflash",
-    "dflash2",
-    "dspark",
-)  # its other proposers take the best token
-EACH_OF_TWO = 0.45  # of a GPU's memory; vLLM's own 0.9 is for one engine
-LOG_LINES, MESSAGE = 15, 500  # of its own words: lines, and characters of one
+# families whose drafts are sampled; vLLM's other proposers take the best token
+SAMPLES_DRAFTS = ("eagle", "eagle3", "peagle", "mtp", "draft_model", "dflash", "dflash2", "dspark")
+GPU_MEMORY_UTILIZATION = 0.45  # for each of two engines; vLLM's own 0.9 is for one
+LOG_LINES, MESSAGE = 15, 500  # of vLLM's log in an error: lines, and characters per line
 
-
-LAUNCHER = (  # what torchrun, accelerate and the like tell each process of its place; vLLM would take it for its own
+LAUNCHER = (  # set by torchrun, accelerate and the like for each process; vLLM would take them for its own
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
     "ROLE_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
@@ -58,14 +49,14 @@ class VllmError(DraftsmithError):
 
 
 def vllm_python(given: str | None = None) -> str:
-    """The interpreter to run vLLM with: the one given, that of DRAFTSMITH_VLLM_PYTHON, or this one if it has vLLM.
+    """The interpreter to run vLLM with: `given`, the one of DRAFTSMITH_VLLM_PYTHON, or this one.
 
     ConfigError if there is none, or if it has no vLLM.
     """
     python = given or os.environ.get(PYTHON)
     if python is None:
-        found = importlib.util.find_spec("vllm")
-        if found is None or found.origin is None:  # the latter: a folder of that name
+        spec = importlib.util.find_spec("vllm")
+        if spec is None or spec.origin is None:  # the latter: a folder of that name
             raise ConfigError(
                 f"vLLM: it is not installed beside this project, and no other interpreter is named; set {PYTHON} (or "
                 "--vllm-python) to the python of an environment that has it, such as /opt/vllm/bin/python"
@@ -84,9 +75,9 @@ def vllm_python(given: str | None = None) -> str:
 
 @dataclass
 class VllmOptions:
-    """How vLLM is run.
+    """The interpreter and options of vLLM; called with a Drafting it makes the engine.
 
-    python      the interpreter that has it; None: see `vllm_python`
+    python      the interpreter that has vLLM; None: see `vllm_python`
     engine      further options of its LLM (tensor_parallel_size, gpu_memory_utilization, hf_overrides, …)
     drafting    further options of its speculative_config (draft_tensor_parallel_size, …)
     """
@@ -100,21 +91,21 @@ class VllmOptions:
 
 
 def child_environment(devices: Sequence[int] | None = None) -> dict[str, str]:
-    """This process's environment without its place among others. `devices`: numbers of those that vLLM may use, among
-    the ones that this process sees; None: all of them."""
+    """This process's environment without the variables of a launcher. `devices`: indices of the devices that vLLM may
+    use, among those that this process sees; None: all of them."""
     kept = {
         name: value
         for name, value in os.environ.items()
         if name not in LAUNCHER and not name.startswith(LAUNCHER_PREFIXES)
     }
     if devices is not None:
-        seen = [each for each in kept.get(VISIBLE, "").split(",") if each]
-        kept[VISIBLE] = ",".join(seen[device] if seen else str(device) for device in devices)
+        visible = kept.get(VISIBLE, "").split(",") if kept.get(VISIBLE) else None
+        kept[VISIBLE] = ",".join(visible[device] if visible else str(device) for device in devices)
     return kept
 
 
 class Worker:
-    """A process of worker.py: one question, one answer. `devices`: see `child_environment`."""
+    """A process of worker.py, which answers one question at a time. `devices`: see `child_environment`."""
 
     def __init__(self, python: str, question: Mapping[str, Any], devices: Sequence[int] | None = None) -> None:
         self.log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed by `stop`)
@@ -130,13 +121,13 @@ class Worker:
             raise
 
     def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """VllmError with vLLM's own words if it gives no answer."""
+        """The answer to one question; VllmError with the end of vLLM's log if there is none."""
         assert self.process.stdin is not None and self.process.stdout is not None
         try:
             self.process.stdin.write(json.dumps(question) + "\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            pass  # what it said before it ended is read below
+            pass  # the process has ended; its last answer is read below
         line = self.process.stdout.readline()
         answer = json.loads(line) if line else {"error": f"its process ended with code {self.process.wait()}"}
         if "error" in answer:
@@ -144,7 +135,7 @@ class Worker:
         return answer
 
     def stop(self) -> None:
-        """Ends it: it has nothing left to save."""
+        """Ends the process."""
         assert self.process.stdin is not None and self.process.stdout is not None
         if self.process.poll() is None:
             self.process.stdin.close()
@@ -173,7 +164,7 @@ class VllmEngine(MeasuredEngine):
         self.workers: dict[bool, Worker] = {}  # by whether they draft
 
     def prepare(self, prompts: Prompts, max_tokens: int, temperatures: Sequence[float]) -> None:
-        # Where one row comes within K tokens of the limit, vLLM drafts for no row of the batch: nobody shall.
+        # vLLM drafts for no row of a batch once one row comes within K tokens of the limit.
         room = max(map(len, prompts)) + max_tokens + 2 * (self.drafting.num_speculative_tokens + 1)
         limit = getattr(self._target, "max_position_embeddings", None)
         options = {
@@ -181,7 +172,7 @@ class VllmEngine(MeasuredEngine):
             "max_model_len": room if limit is None else min(room, limit),
             "max_num_seqs": self.drafting.rows,
             "seed": self.drafting.seed,
-            "gpu_memory_utilization": EACH_OF_TWO,
+            "gpu_memory_utilization": GPU_MEMORY_UTILIZATION,
             **self.drafting.source,
             **self.needs,
             **self.options.engine,
@@ -201,7 +192,7 @@ class VllmEngine(MeasuredEngine):
 
     @property
     def _dtype(self) -> str:
-        """Ours, for the same figures; vLLM's `auto` is another."""
+        """The dtype of this runtime, for the same figures; vLLM's `auto` may be another."""
         options = self.drafting.options
         dtype = running_dtype(options.get("dtype", "auto"), self._target.dtype, default_device(options.get("device")))
         return str(dtype).removeprefix("torch.")
@@ -242,8 +233,8 @@ def ending_token_ids(drafting: Drafting, tokenizer: Any) -> list[int]:
 
 
 def sampling_fields(params: SamplingParams, end: Sequence[int]) -> dict[str, Any]:
-    """The same request under vLLM's names; tokens that end a response are spelled out, and so is what is off: a server
-    takes what a request leaves open from the model's generation_config.json."""
+    """The request under vLLM's names. Every field is spelled out, since a server fills missing ones from the model's
+    generation_config.json."""
     fields: dict[str, Any] = {
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -253,16 +244,16 @@ def sampling_fields(params: SamplingParams, end: Sequence[int]) -> dict[str, Any
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
         "max_tokens": params.max_tokens,
-        "ignore_eos": True,  # its own idea of them; ours follow
+        "ignore_eos": True,  # vLLM's own; stop_token_ids has those of this runtime
         "stop_token_ids": list(end),
     }
     return fields if params.greedy else fields | {"seed": params.seed}
 
 
 def speculative_config(drafting: Drafting) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What vLLM's `speculative_config` is to say, and options that its LLM needs for it.
+    """vLLM's `speculative_config`, and the options that its LLM needs for it.
 
-    The method always: it would be guessed from the path otherwise. ConfigError for an export that is no model.
+    The method is always named, or vLLM would guess it from the path. ConfigError for an export that is no model.
     """
     config, needs = dict(drafting.speculative_config), dict[str, Any]()
     if drafting.drafter is None:

@@ -1,7 +1,7 @@
-"""Hidden states of texts by real vLLM (its method `extract_hidden_states`): whoever vLLM can run, it can ask.
+"""Hidden states of texts by real vLLM (its method `extract_hidden_states`), for every target that vLLM can run.
 
-vLLM leaves the states of each prompt in a file; this reads and removes them. Its own connector writes them on a GPU; on
-a CPU, where that one asks for CUDA streams, `vllm_bridge/connectors/cpu_hidden_states.py`. Knows no target of ours.
+vLLM writes the states of each prompt to a file, which is read and removed here. Its own connector writes them on a GPU;
+on a CPU, where that one asks for CUDA streams, `vllm_bridge/connectors/cpu_hidden_states.py` does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CONNECTORS = Path(__file__).with_name("connectors")
 
 
 class HiddenStates:
-    """`with HiddenStates(model, layers, …) as engine: engine.of(texts)`.
+    """An engine for hidden states: `with HiddenStates(model, layers, …) as engine: engine.of(texts)`.
 
     layers: k is the residual stream after k layers, the number of layers the one before the final norm.
     longest: tokens of a text, at most.
@@ -87,12 +87,12 @@ class HiddenStates:
             with lock.open() as held:
                 fcntl.flock(held, fcntl.LOCK_SH)
             lock.unlink()
-        found = load(file.read_bytes())
+        tensors = load(file.read_bytes())
         file.unlink()
-        states: Tensor = found["hidden_states"]
-        if found["token_ids"].tolist() != list(text) or states.shape[:2] != (len(text), len(self.layers)):
+        states: Tensor = tensors["hidden_states"]
+        if tensors["token_ids"].tolist() != list(text) or states.shape[:2] != (len(text), len(self.layers)):
             raise VllmError(
-                f"vLLM: left hidden states {tuple(states.shape)} of {len(found['token_ids'])} tokens; expected those "
+                f"vLLM: left hidden states {tuple(states.shape)} of {len(tensors['token_ids'])} tokens; expected those "
                 f"of {len(self.layers)} layers and {len(text)} tokens"
             )
         if not torch.isfinite(states).all():

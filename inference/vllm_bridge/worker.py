@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-SETTINGS = {  # unless the environment says otherwise
+SETTINGS = {  # defaults of environment variables
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process less to start and to stop
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two engines take turns on the same cores
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GB; it would take a large part of the memory, and there are two engines
@@ -61,7 +61,7 @@ def start(question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def connector(extraction: dict[str, str], on_cpu: bool) -> dict[str, Any]:
-    """Who writes the hidden states, and where: vLLM's own connector, on a CPU ours."""
+    """The configuration of the connector that writes hidden states: vLLM's own, on a CPU this project's."""
     chosen = {"kv_connector": "ExampleHiddenStatesConnector"}
     if on_cpu:
         sys.path.append(extraction["connectors"])
@@ -113,7 +113,7 @@ def main() -> None:
     from itertools import count
 
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed is no answer
+    os.dup2(2, 1)  # all other output goes to standard error
 
     def answer(value: dict[str, Any]) -> None:
         answers.write(json.dumps(value) + "\n")
@@ -139,7 +139,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path = [folder for folder in sys.path if Path(folder or ".").resolve() != HERE]  # our names are not vLLM's
+    # modules of this folder must not shadow others
+    sys.path = [folder for folder in sys.path if Path(folder or ".").resolve() != HERE]
     for setting, value in SETTINGS.items():
         os.environ.setdefault(setting, value)
     main()

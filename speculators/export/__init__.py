@@ -106,22 +106,12 @@ def resolve(path_or_id: str | Path, revision: str | None = None, *, weights: boo
         ) from error
 
 
-def _files(folder: Path) -> list[Path]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not (folder / "config.json").exists() or not files:
-        pickled = pickled_files(folder)
-        hint = (
-            f"; {', '.join(pickled)} is a pickle, which is never opened: convert it to safetensors first"
-            if pickled
-            else ""
-        )
-        raise CheckpointError(f"drafter {folder}: expected config.json and *.safetensors{hint}")
-    return files
-
-
 def _headers(folder: Path) -> dict[str, Header]:
-    """The header of every tensor; CheckpointError if there is none."""
-    _files(folder)
+    """The header of every tensor; CheckpointError for a folder without config.json or safetensors."""
+    if not (folder / "config.json").exists() or not any(folder.glob("*.safetensors")):
+        pickled = ", ".join(pickled_files(folder))
+        hint = f"; {pickled} is a pickle, which is never opened: convert it to safetensors first" if pickled else ""
+        raise CheckpointError(f"drafter {folder}: expected config.json and *.safetensors{hint}")
     return read_headers(folder)
 
 
@@ -169,7 +159,7 @@ def load_drafter(path_or_id: str | Path, target: FrozenTarget, *, dtype: torch.d
 
 def load_weights(drafter: Drafter, folder: Path) -> None:
     """Fills all of `drafter` from the tensors of `folder`, strictly."""
-    files, fields, headers = _files(folder), read_fields(folder), _headers(folder)
+    headers, fields = _headers(folder), read_fields(folder)
     layout = layout_of(fields, set(headers), str(folder))
     if "draftsmith" in fields and (other := other_dtypes(fields, headers, layout.exact)):
         raise CheckpointError(
@@ -177,4 +167,4 @@ def load_weights(drafter: Drafter, folder: Path) -> None:
             + (f", and {len(other) - 1} more tensors" if len(other) > 1 else "")
             + "; one of the two was changed after the export: export it again"
         )
-    layout.read(drafter, folder, files)
+    layout.read(drafter, folder, sorted(folder.glob("*.safetensors")))

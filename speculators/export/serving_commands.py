@@ -17,9 +17,8 @@ from speculators.errors import ConfigError
 from speculators.export.formats import layout_for
 from speculators.export.layouts.base import NUM_SPECULATIVE_TOKENS
 from speculators.families.dflash import DFlashConfig
-from speculators.families.medusa import MedusaConfig
-from speculators.families.mlp import MLPConfig
 
+DEPTHS = ("max_depth", "num_depths", "num_heads", "n_predict")  # fields of a config that limit the drafts of a round
 # The options of vLLM's speculative_config for a training-free method; None: vLLM has no such method.
 TRAINING_FREE: dict[str, Mapping[str, Any] | None] = {
     "ngram": {"prompt_lookup_max": 4, "prompt_lookup_min": 2},
@@ -65,9 +64,11 @@ def serving(
     if (config is None) != (method in TRAINING_FREE):
         known = ", ".join(TRAINING_FREE)
         raise ConfigError(f"serving {method!r}: expected the folder of a drafter, or a training-free method: {known}")
-    drafts = _drafts(tokens, config)
-    of = _Served(method, folder or "DRAFTER", target or "TARGET", drafts, config, format)
-    return [_vllm(of), _sglang(of), _draftsmith(of)]
+    most = next((getattr(config, name) for name in DEPTHS if hasattr(config, name)), None)
+    tokens = tokens or most or NUM_SPECULATIVE_TOKENS
+    tokens = min(tokens, most) if most else tokens
+    drafter = _Served(method, folder or "DRAFTER", target or "TARGET", tokens, config, format)
+    return [_vllm(drafter), _sglang(drafter), _draftsmith(drafter)]
 
 
 @dataclass(frozen=True)
@@ -89,48 +90,38 @@ class _Served:
         return f"draftsmith export {shlex.quote(self.folder)} OUT --format {format_}"
 
 
-def _drafts(tokens: int | None, config: DrafterConfig | None) -> int:
-    heads = getattr(config, "max_depth", None) or getattr(config, "num_depths", None)
-    if isinstance(config, MedusaConfig):
-        heads = config.num_heads
-    elif isinstance(config, MLPConfig):
-        heads = config.n_predict
-    wanted = tokens or heads or NUM_SPECULATIVE_TOKENS
-    return min(wanted, heads) if heads else wanted
-
-
-def _vllm(of: _Served) -> Way:
-    options, extra, note = of.base, "", ""
-    options |= vllm_method(of.method)
-    own = of.config
-    if own is None:
-        given = TRAINING_FREE[of.method]
-        if given is None:
-            return Way("vLLM", note=f"vLLM has no {of.method} decoding; ngram and suffix are the nearest")
-        options |= given
-        note = "needs the package arctic-inference" if of.method == "suffix" else ""
-    elif of.format == "sglang" and of.method in ("eagle", "eagle3"):
-        why = "refuses its architecture" if of.method == "eagle" else "would read every tap one layer too early"
-        return Way("vLLM", note=f"this folder is in SGLang's format, and vLLM {why}: {of.again('vllm')}")
-    elif of.format == "speculators":
-        command = f"vllm serve {shlex.quote(of.folder)}"
+def _vllm(drafter: _Served) -> Way:
+    options, extra, note = drafter.base, "", ""
+    options |= vllm_method(drafter.method)
+    config = drafter.config
+    if config is None:
+        defaults = TRAINING_FREE[drafter.method]
+        if defaults is None:
+            return Way("vLLM", note=f"vLLM has no {drafter.method} decoding; ngram and suffix are the nearest")
+        options |= defaults
+        note = "needs the package arctic-inference" if drafter.method == "suffix" else ""
+    elif drafter.format == "sglang" and drafter.method in ("eagle", "eagle3"):
+        why = "refuses its architecture" if drafter.method == "eagle" else "would read every tap one layer too early"
+        return Way("vLLM", note=f"this folder is in SGLang's format, and vLLM {why}: {drafter.again('vllm')}")
+    elif drafter.format == "speculators":
+        command = f"vllm serve {shlex.quote(drafter.folder)}"
         return Way("vLLM", command, options, "config.json names the target; with other options: --speculative-config")
-    elif of.method == "mtp":
-        if getattr(own, "layout", "mimo") != "mimo":
+    elif drafter.method == "mtp":
+        if getattr(config, "layout", "mimo") != "mimo":
             note = "vLLM reads such a module from the target's own checkpoint: write_back puts it there"
             return Way("vLLM", note=note)
         extra = """ --hf-overrides '{"num_nextn_predict_layers": 1}'"""
-    elif of.method == "mlp":
+    elif drafter.method == "mlp":
         note = "vLLM itself has no such model any more: install Draftsmith's plugin beside it (the extra `vllm`)"
-    elif getattr(own, "adapter_of", None):
+    elif getattr(config, "adapter_of", None):
         return Way("vLLM", note="the folder holds an adapter, not a model: export it merged (drafter.peft_export)")
-    elif getattr(own, "other_tokenizer", False):
+    elif getattr(config, "other_tokenizer", False):
         options["use_heterogeneous_vocab"] = True
-    return Way("vLLM", vllm_command(of.target, options) + extra, options, note)
+    return Way("vLLM", vllm_command(drafter.target, options) + extra, options, note)
 
 
 def vllm_method(family: str) -> dict[str, Any]:
-    """The options of vLLM's speculative_config that name a family's way to draft."""
+    """The options of vLLM's speculative_config that name a family."""
     return VLLM_METHODS.get(family, {"method": family})
 
 
@@ -150,44 +141,37 @@ def draftsmith_snippet(target: str, options: Mapping[str, Any]) -> str:
     )
 
 
-def _sglang(of: _Served) -> Way:
-    head = f"python -m sglang.launch_server --model-path {shlex.quote(of.target)}"
-    if of.method == "ngram":
-        flags: dict[str, Any] = {"speculative-algorithm": "NGRAM", "speculative-num-draft-tokens": of.tokens + 1}
+def _sglang(drafter: _Served) -> Way:
+    head = f"python -m sglang.launch_server --model-path {shlex.quote(drafter.target)}"
+    if drafter.method == "ngram":
+        flags: dict[str, Any] = {"speculative-algorithm": "NGRAM", "speculative-num-draft-tokens": drafter.tokens + 1}
         note = "SGLang keeps a tree of n-grams of all requests, not the latest match"
         return Way("SGLang", f"{head} {_flags(flags)}", flags, note)
-    if of.config is None or of.method not in SGLANG_ALGORITHMS:
-        return Way("SGLang", note=f"SGLang has no {of.method} decoding")
+    if drafter.config is None or drafter.method not in SGLANG_ALGORITHMS:
+        return Way("SGLang", note=f"SGLang has no {drafter.method} decoding")
     try:
-        layout_for("sglang", of.method).check(of.config)
+        layout_for("sglang", drafter.method).check(drafter.config)
     except ConfigError as error:
         return Way("SGLang", note=str(error).removeprefix("export format sglang: "))
-    if of.format != "sglang" and of.method in ("eagle", "eagle3"):
-        return Way("SGLang", note=f"its tap numbers and names are others: {of.again('sglang')}")
-    if getattr(of.config, "adapter_of", None) or getattr(of.config, "other_tokenizer", False):
+    if drafter.format != "sglang" and drafter.method in ("eagle", "eagle3"):
+        return Way("SGLang", note=f"its tap numbers and names are others: {drafter.again('sglang')}")
+    if getattr(drafter.config, "adapter_of", None) or getattr(drafter.config, "other_tokenizer", False):
         return Way("SGLang", note="STANDALONE wants a whole model with the target's own tokenizer")
-    if isinstance(of.config, DFlashConfig):
-        flags = {
-            "speculative-algorithm": SGLANG_ALGORITHMS[of.method],
-            "speculative-draft-model-path": of.folder,
-            "speculative-num-draft-tokens": of.tokens + 1,
-        }
-        return Way("SGLang", f"{head} {_flags(flags)}", flags)
+    chain = {"speculative-num-steps": drafter.tokens, "speculative-eagle-topk": 1}
     flags = {
-        "speculative-algorithm": SGLANG_ALGORITHMS[of.method],
-        "speculative-draft-model-path": of.folder,
-        "speculative-num-steps": of.tokens,
-        "speculative-eagle-topk": 1,
-        "speculative-num-draft-tokens": of.tokens + 1,
+        "speculative-algorithm": SGLANG_ALGORITHMS[drafter.method],
+        "speculative-draft-model-path": drafter.folder,
+        **({} if isinstance(drafter.config, DFlashConfig) else chain),
+        "speculative-num-draft-tokens": drafter.tokens + 1,
     }
     return Way("SGLang", f"{head} {_flags(flags)}", flags)
 
 
-def _draftsmith(of: _Served) -> Way:
-    options = of.base
-    if getattr(of.config, "other_tokenizer", False):
+def _draftsmith(drafter: _Served) -> Way:
+    options = drafter.base
+    if getattr(drafter.config, "other_tokenizer", False):
         options["use_heterogeneous_vocab"] = True
-    given = f"--model {shlex.quote(of.target)} --speculative-config {shlex.quote(json.dumps(options))}"
+    given = f"--model {shlex.quote(drafter.target)} --speculative-config {shlex.quote(json.dumps(options))}"
     return Way("Draftsmith", f"draftsmith generate PROMPT {given}", options)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -173,19 +173,16 @@ def measure(
 def settings_of(recipe: Recipe) -> EvaluationSettings:
     """The recipe's evaluation section; what it does not name keeps its default."""
     e, usual = recipe.evaluation, EvaluationSettings()
-    return EvaluationSettings(
-        temperatures=tuple(e.temperatures),
-        top_p=e.top_p,
-        top_k=e.top_k,
-        num_speculative_tokens=e.num_speculative_tokens,
-        max_tokens=e.max_tokens,
-        prompts_per_workload=e.prompts_per_workload,
-        repeats=e.repeats,
-        batch_size=e.batch_size,
-        timed_prompts=max(e.timed_prompts, e.batch_size),
-        transformers_repeats=usual.transformers_repeats if e.baseline_transformers else 0,
-        lossless_prompts=usual.lossless_prompts if e.lossless_check else 0,
-        seed=e.seed,
+    named = {f.name: getattr(e, f.name) for f in fields(usual) if hasattr(e, f.name)}
+    return replace(
+        usual,
+        **named
+        | {
+            "temperatures": tuple(e.temperatures),
+            "timed_prompts": max(e.timed_prompts, e.batch_size),
+            "transformers_repeats": usual.transformers_repeats if e.baseline_transformers else 0,
+            "lossless_prompts": usual.lossless_prompts if e.lossless_check else 0,
+        },
     )
 
 

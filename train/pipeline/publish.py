@@ -117,14 +117,17 @@ def listing(folder: Path) -> list[tuple[str, int]]:
 # --------------------------------------------------------------------------------------------- reading
 
 
-def push_run(recipe: Recipe, say: Say = print) -> Pushed:
-    """Pushes the run's export with its report, as `export.push_to_hub` asks for."""
+def push_run(recipe: Recipe, code: int, say: Say = print) -> None:
+    """Pushes the run's export with its report, as `export.push_to_hub` asks for, unless a gate is missed (`code` 1)."""
     section, folder = recipe.export, Path(recipe.output_dir)
     assert section.hub_model_id is not None  # checked with the recipe
+    if code:
+        say(f"not pushed to {section.hub_model_id}: a gate is missed")
+        return
     to = Destination(section.hub_model_id, section.hub_private_repo, section.hub_revision)
     options = PushOptions(base_model=section.hub_base_model)
     try:
-        return push(folder, to, options, message=f"Upload {recipe.name}", say=say)
+        say(push(folder, to, options, message=f"Upload {recipe.name}", say=say).describe(section.hub_model_id))
     except DraftsmithError as error:
         again = f"draftsmith push {folder} {section.hub_model_id}{'' if section.hub_private_repo else ' --public'}"
         raise type(error)(f"{error}. The run is done; `{again}` pushes it") from error

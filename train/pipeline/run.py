@@ -92,12 +92,10 @@ def run(
 
         code = accept(recipe, stages=stages, history=history)
         trackers.attach_report(recipe, accelerator, steps)
-        if recipe.export.push_to_hub and code:
-            stages.say(f"not pushed to {recipe.export.hub_model_id}: a gate is missed")
-        elif recipe.export.push_to_hub:
+        if recipe.export.push_to_hub:
             from train.pipeline.publish import push_run
 
-            stages.say(push_run(recipe, stages.say).describe(str(recipe.export.hub_model_id)))
+            push_run(recipe, code, stages.say)
     accelerator.end_training()
     return code
 

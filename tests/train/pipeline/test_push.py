@@ -30,8 +30,7 @@ from tests.train.pipeline.test_acceptance import byte_tokenizer
 from train.cli import app
 from train.pipeline.acceptance_stage import accept
 from train.pipeline.progress import Stages
-from train.pipeline.publish import PushOptions, push, stage
-from train.pipeline.run import _push
+from train.pipeline.publish import PushOptions, push, push_run, stage
 from train.recipe.load import load_recipe
 
 REPO = "org/head"
@@ -380,12 +379,10 @@ def test_a_run_pushes_itself_once_its_gates_are_passed(hub, copy, monkeypatch):
     recipe = load_recipe(copy / "recipe.yaml", overrides)
     assert recipe.export.push_to_hub and recipe.export.hub_model_id == REPO and recipe.export.hub_private_repo
     said: list[str] = []
-    stages = Stages(1, enabled=False)
-    monkeypatch.setattr(stages, "say", said.append)
-    _push(recipe, stages, 1)
+    push_run(recipe, 1, said.append)
     assert hub.repositories == {} and "not pushed to org/head: a gate is missed" in said
     (copy / "recipe.yaml").write_text(recipe.resolved_yaml())
-    _push(recipe, stages, 0)
+    push_run(recipe, 0, said.append)
     assert hub.repositories[REPO].private and said[-1].startswith("org/head (private): http")
     assert metadata(hub.repositories[REPO].files()["README.md"])["license"] == "mit"
     monkeypatch.delenv("HF_TOKEN")
