@@ -16,7 +16,7 @@ from inference.server.api.protocol import ChatCompletionRequest, CompletionReque
 from inference.server.async_engine import Generation
 from inference.server.options import ServerOptions
 from speculators.errors import ConfigError
-from speculators.vocab.token_bytes import surfaces
+from speculators.vocab.token_bytes import token_bytes
 
 LEAST_LOGPROB = -9999.0  # for tokens of probability 0: JSON has no infinity
 
@@ -30,7 +30,7 @@ class TokenTexts:
     @cached_property
     def _bytes(self) -> dict[int, bytes]:
         try:
-            return surfaces(self.tokenizer, "the tokenizer").text
+            return token_bytes(self.tokenizer, "the tokenizer").text
         except ConfigError:  # its tokens have no bytes of their own, only a text that depends on their neighbours
             return {}
 
@@ -47,8 +47,8 @@ class TokenTexts:
 
     def top(self, token: int, entry: Logprob, as_id: bool) -> schema.TopLogprob:
         text = self.text(token, entry, as_id)
-        token_bytes = self._bytes.get(token, text.encode())
-        return schema.TopLogprob(token=text, logprob=_finite(entry.logprob), bytes=list(token_bytes))
+        own = self._bytes.get(token, text.encode())
+        return schema.TopLogprob(token=text, logprob=_finite(entry.logprob), bytes=list(own))
 
 
 class RoundTexts:

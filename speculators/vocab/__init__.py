@@ -1,5 +1,5 @@
 """Vocabularies: reduced draft vocabularies, the bytes of tokens, maps between two tokenizers.
 
-They know ids, tensors and tokenizers.
-No model and no training data belongs here.
+They work on ids, tensors and tokenizers.
+Models and training data belong elsewhere.
 """

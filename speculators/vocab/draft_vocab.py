@@ -1,6 +1,6 @@
-"""Reduced draft vocabularies: which target tokens a head can propose, and the way back to the full vocabulary.
+"""Reduced draft vocabularies: the target tokens that a head can propose, and the maps between their ids.
 
-A head's softmax runs over V_draft tokens; verification needs q over the target's V. Ids are kept ascending.
+A head's softmax runs over V_draft tokens; verification needs q over the target's V. Ids are ascending.
 """
 
 from __future__ import annotations
@@ -12,16 +12,13 @@ from speculators.errors import CheckpointError
 
 
 def choose_draft_vocabulary(counts: Tensor, size: int) -> Tensor:
-    """counts [V] (how often each token was supervised) -> [size] target ids, ascending: the most frequent ones.
-
-    Ties go to the lower id, so the choice depends on the counts alone.
-    """
+    """counts [V] of supervised tokens -> [size] target ids of the most frequent, ascending; lower ids win ties."""
     order = torch.argsort(counts, descending=True, stable=True)[:size]
     return torch.sort(order).values
 
 
 def coverage(counts: Tensor, draft_to_target: Tensor) -> float:
-    """Share of the counted tokens that the draft vocabulary holds."""
+    """The fraction of the counted tokens that is in the draft vocabulary."""
     return float(counts[draft_to_target].sum() / counts.sum().clamp(min=1))
 
 
@@ -55,7 +52,7 @@ def to_offsets(draft_to_target: Tensor) -> Tensor:
 
 
 def from_offsets(d2t: Tensor, vocab_size: int, where: str) -> Tensor:
-    """Undoes `to_offsets`. CheckpointError if the ids leave the vocabulary or repeat (plain ids would)."""
+    """The inverse of `to_offsets`. CheckpointError if the ids leave the vocabulary or repeat (plain ids would)."""
     ids = d2t.long() + torch.arange(len(d2t))
     if ids.min() < 0 or ids.max() >= vocab_size or len(ids.unique()) != len(ids):
         raise CheckpointError(

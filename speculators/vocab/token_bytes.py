@@ -1,12 +1,13 @@
-"""What the tokens of a tokenizer stand for in running text, and whether two tokenizers number the same tokens alike.
+"""The bytes that each token of a tokenizer adds to a text, and a comparison of two vocabularies.
 
-How a token becomes text is read from the tokenizer's own decoder. Knows tokenizers; no models, no tensors.
+The bytes are derived from the tokenizer's own decoder.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +29,12 @@ _ALPHABET = _alphabet()
 
 
 @dataclass(frozen=True)
-class Surfaces:
+class TokenBytes:
     """`text`: the bytes of every token that is text. `added`: the content of every added token.
 
-    A *special* token (`<|im_end|>`: control, not text) is in `added` only. An added token that its tokenizer does not
-    call special (`<think>`, a run of spaces) is in both. `byte_tokens` (`<0x41>`) stand for a byte that an ordinary
-    token of the same vocabulary may stand for as well.
+    A *special* token (`<|im_end|>`: control, not text) is in `added` only. An added token that is not special
+    (`<think>`, a run of spaces) is in both. `byte_tokens` (`<0x41>`) stand for a byte that an ordinary token of the
+    same vocabulary may stand for as well.
     """
 
     text: dict[int, bytes]
@@ -41,17 +42,17 @@ class Surfaces:
     byte_tokens: frozenset[int]
 
 
-def surfaces(tokenizer: PreTrainedTokenizerBase, whose: str) -> Surfaces:
-    """What the tokens of `tokenizer` mean: byte-level vocabularies, and those that mark a space by a sign such as '▁'.
+def token_bytes(tokenizer: PreTrainedTokenizerBase, whose: str) -> TokenBytes:
+    """The bytes of all tokens, for byte-level vocabularies and those that mark a space by a sign such as '▁'.
 
-    `whose` names the tokenizer in errors. ConfigError if its decoder does not settle the bytes of a token by itself:
-    WordPiece and suffixed BPE (where spaces depend on the neighbours), an unknown decoder, or none.
+    `whose` names the tokenizer in errors. ConfigError if a token's bytes depend on its neighbours (WordPiece, suffixed
+    BPE), or if the decoder is unknown or missing.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ConfigError(
-            f"{whose} ({type(tokenizer).__name__}): no tokenizer.json behind it, so what its tokens stand for cannot "
-            "be established; use a model whose tokenizer is a fast one, or convert it and save a tokenizer.json"
+            f"{whose} ({type(tokenizer).__name__}): no tokenizer.json, so the bytes of its tokens are unknown; use a "
+            "model with a fast tokenizer, or convert it and save a tokenizer.json"
         )
     fields = json.loads(backend.to_str())
     decoder = _Decoder.read(fields, whose)
@@ -65,11 +66,13 @@ def surfaces(tokenizer: PreTrainedTokenizerBase, whose: str) -> Surfaces:
     text = {id: content.encode() for id, content in added.items() if id not in special}
     ordinary = {id: token for token, id in vocabulary.items() if id not in special}
     text |= {id: decoder.bytes_of(token) for id, token in ordinary.items()}
-    return Surfaces(text, added, frozenset(id for id, token in ordinary.items() if decoder.byte_of(token) is not None))
+    return TokenBytes(
+        text, added, frozenset(id for id, token in ordinary.items() if decoder.byte_of(token) is not None)
+    )
 
 
 def _unknown_token(model: dict[str, Any], vocabulary: dict[str, int]) -> tuple[int, str] | None:
-    """(id, content) of the token that stands for whatever the model cannot write; it is never text."""
+    """(id, content) of the unknown token, which is never text."""
     if model.get("unk_id") is not None:  # Unigram
         return model["unk_id"], model["vocab"][model["unk_id"]][0]
     token = model.get("unk_token")
@@ -78,9 +81,9 @@ def _unknown_token(model: dict[str, Any], vocabulary: dict[str, int]) -> tuple[i
 
 @dataclass(frozen=True)
 class _Decoder:
-    """A tokenizer's decoder, token by token: texts replaced first, then bytes taken from what is left.
+    """A tokenizer's decoder for single tokens: replacements first, then conversion to bytes.
 
-    What a decoder does at the two ends of the whole text (dropping the leading space) is not part of running text.
+    Steps for the two ends of the whole text (dropping the leading space) are left out.
     """
 
     replacements: tuple[tuple[str, str], ...]
@@ -88,15 +91,14 @@ class _Decoder:
 
     @classmethod
     def read(cls, fields: dict[str, Any], whose: str) -> _Decoder:
-        """From the fields of a tokenizer.json. ConfigError for one that cannot be followed token by token."""
+        """Reads the fields of a tokenizer.json. ConfigError for a decoder that does not work token by token."""
         model, steps = fields["model"], _flat(fields["decoder"])
         names = " + ".join(step["type"] for step in steps) or "none"
 
         def refuse(reason: str) -> ConfigError:
             return ConfigError(
-                f"{whose} (model {model.get('type')}, decoder {names}): {reason}, so the text of its tokens cannot be "
-                "told one by one; expected a byte-level tokenizer or one that marks spaces as sentencepiece does; use "
-                "a draft model with such a tokenizer, or with the target's own"
+                f"{whose} (model {model.get('type')}, decoder {names}): {reason}, so single tokens have no text of "
+                "their own; use a draft model with a byte-level or sentencepiece-like tokenizer, or the target's own"
             )
 
         for field in ("continuing_subword_prefix", "end_of_word_suffix"):
@@ -117,9 +119,9 @@ class _Decoder:
             elif kind == "Replace" and "String" in pattern:
                 replacements.append((pattern["String"], step["content"]))
             else:
-                raise refuse(f"{kind} is not a step that can be followed")
+                raise refuse(f"{kind} is not a step of a known kind")
         if bytes_by != "ByteLevel" and " " not in dict(replacements).values():
-            raise refuse("nothing says which sign stands for a space")
+            raise refuse("no sign stands for a space")
         encoder = {step["type"] for part in ("normalizer", "pre_tokenizer") for step in _flat(fields[part])}
         if (bytes_by == "ByteLevel") != ("ByteLevel" in encoder):
             raise refuse("text is turned into tokens by " + (" + ".join(sorted(encoder)) or "nothing"))
@@ -141,44 +143,46 @@ class _Decoder:
 
 
 def _flat(node: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The steps of a normalizer, pre-tokenizer or decoder, sequences within sequences laid out."""
+    """The steps of a normalizer, pre-tokenizer or decoder, with nested sequences flattened."""
     if node is None:
         return []
     inner = next((node[key] for key in ("decoders", "pretokenizers", "normalizers") if key in node), None)
-    return [node] if inner is None else [step for each in inner for step in _flat(each)]
+    return [node] if inner is None else [step for part in inner for step in _flat(part)]
 
 
 def same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> str | None:
-    """None if an id means the same to both tokenizers; else what differs, with counts and examples.
+    """None if every id means the same to both tokenizers; else the differences, with counts and examples.
 
     Either may have added tokens at ids that the other does not use, as the sizes and generations of a model line do;
-    all ordinary tokens must be there in both. Whether the draft model's embedding has a row for each of the target's
-    ids is for its user to check.
+    ordinary tokens must be in both. The caller checks that the draft model's embedding has a row for each target id.
     """
-    vocabularies = [(target.get_vocab(), target.added_tokens_decoder), (draft.get_vocab(), draft.added_tokens_decoder)]
-    (target_ids, _), (draft_ids, _) = vocabularies
-    reasons = []
+    target_ids, draft_ids = target.get_vocab(), draft.get_vocab()
+    draft_tokens = {id: token for token, id in draft_ids.items()}
+    differences = []
     moved = sorted(token for token in target_ids if draft_ids.get(token, target_ids[token]) != target_ids[token])
     if moved:
         examples = _examples(moved, lambda token: f"{token!r}: {target_ids[token]} and {draft_ids[token]}")
-        reasons.append(f"{len(moved):,} of {len(target_ids):,} tokens have another id in the draft model ({examples})")
-    for (ids, added), other, name in zip(vocabularies, (draft_ids, target_ids), ("target", "draft model")):
-        alone = sorted(token for token, id in ids.items() if token not in other and id not in added)
-        if alone:
-            reasons.append(f"{len(alone):,} tokens are only in the {name}'s ({_examples(alone, repr)})")
-    draft_tokens = {id: token for token, id in draft_ids.items()}
+        differences.append(
+            f"{len(moved):,} of {len(target_ids):,} tokens have another id in the draft model ({examples})"
+        )
+    for name, ids, added, other in (
+        ("target", target_ids, target.added_tokens_decoder, draft_ids),
+        ("draft model", draft_ids, draft.added_tokens_decoder, target_ids),
+    ):
+        if alone := sorted(token for token, id in ids.items() if token not in other and id not in added):
+            differences.append(f"{len(alone):,} tokens are only in the {name}'s ({_examples(alone, repr)})")
     clashes = sorted(
         token
         for token, id in target_ids.items()
         if token not in draft_ids and id in draft_tokens and draft_tokens[id] not in target_ids
     )
     if clashes:
-        shown = _examples(
-            clashes, lambda token: f"{target_ids[token]}: {token!r} and {draft_tokens[target_ids[token]]!r}"
+        pair = lambda token: f"{target_ids[token]}: {token!r} and {draft_tokens[target_ids[token]]!r}"
+        differences.append(
+            f"{len(clashes):,} ids stand for other tokens in the draft model ({_examples(clashes, pair)})"
         )
-        reasons.append(f"{len(clashes):,} ids stand for other tokens in the draft model ({shown})")
-    return "; ".join(reasons) or None
+    return "; ".join(differences) or None
 
 
-def _examples(tokens: list[str], show: Any) -> str:
-    return ", ".join(show(token) for token in tokens[:2]) + (", …" if len(tokens) > 2 else "")
+def _examples(tokens: list[str], show: Callable[[str], str]) -> str:
+    return ", ".join(map(show, tokens[:2])) + (", …" if len(tokens) > 2 else "")

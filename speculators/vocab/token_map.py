@@ -1,15 +1,14 @@
-"""What a draft model with another tokenizer than the target's needs in order to draft: token-level intersection
-(TLI, arXiv 2502.05202).
+"""Token maps for draft models with another tokenizer than the target's: token-level intersection (TLI, arXiv
+2502.05202).
 
-It proposes only the tokens that both vocabularies have, and reads what was committed spelt in its own tokens. Tokens
-are compared by the bytes they stand for (`token_bytes.py`). Knows tokenizers and tensors; no models, families or
-engines.
+The draft model proposes only tokens that both vocabularies have, and reads the committed text in its own tokens. Tokens
+are compared by their bytes (`token_bytes.py`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -21,19 +20,19 @@ from transformers import PreTrainedTokenizerBase
 
 from speculators.errors import CheckpointError, ConfigError
 from speculators.vocab import draft_vocab as vocab
-from speculators.vocab.token_bytes import Surfaces, surfaces
+from speculators.vocab.token_bytes import TokenBytes, token_bytes
 
 FILE = "token_map/model.safetensors"  # below: engines take every *.safetensors beside config.json for weights
-LEAST_SHARED = 64  # text tokens; fewer are not even the letters, digits and the space
+MIN_SHARED = 64  # text tokens: letters, digits and the space
 
 
 @dataclass(frozen=True, eq=False)
 class SpelledRows:
     """Packed rows of target tokens in the draft model's tokens, padded at the end.
 
-    `ends`: the draft position after which the draft model has read target token t of its document and nothing more: the
-    last one that spells t, or an earlier token where t is spelt by nothing. -1: nothing of the document is read yet,
-    or t is padding.
+    `ends`: the draft position at which the draft model has read target token t of its document and nothing more: the
+    last one that spells t, or that of an earlier token if t has no spelling. -1: the document is unread, or t is
+    padding.
     """
 
     input_ids: Tensor  # [B, T'], padding = 0
@@ -44,13 +43,13 @@ class SpelledRows:
 
 @dataclass(frozen=True, eq=False)
 class TokenMap:
-    """Two vocabularies side by side. S shared tokens, V target ids, N draft ids in all spellings.
+    """The map between two vocabularies. S shared tokens, V target ids, N draft ids in all spellings.
 
     q is the draft model's distribution over `draft_ids`, renormalised, and `vocab.scatter_to_target` with `target_ids`
-    takes it to the target's vocabulary. A shared token is spelt by its counterpart; any other text by the longest draft
-    tokens that fit, from the left; bytes that no draft token covers are left out. Special tokens without a counterpart
-    are spelt by nothing: written out, '<|im_start|>' would tell the draft model that someone typed it. So are ids that
-    no token has (embeddings are often padded).
+    takes it to the target's vocabulary. A shared token is spelt by its counterpart, any other text by the longest
+    matching draft tokens from the left; bytes that no draft token covers are left out. Special tokens without a
+    counterpart have no spelling, since '<|im_start|>' as text would mean that someone typed it. Nor have ids without a
+    token (embeddings are often padded).
 
     `opening_ids`: what the draft model's tokenizer puts before any text (a BOS token, mostly), and what the model has
     to see there, unless the target's own opening is spelt so already.
@@ -70,25 +69,27 @@ class TokenMap:
         vocab_size: int,
         draft_vocab_size: int,
     ) -> TokenMap:
-        """The map between two tokenizers whose models have so many embeddings; ids beyond those cannot occur.
+        """The map between two tokenizers whose models have these numbers of embeddings; larger ids cannot occur.
 
-        ConfigError if a tokenizer does not say what its tokens stand for, or if the two share next to nothing.
+        ConfigError if the bytes of a tokenizer's tokens are unknown, or if the two share almost no tokens.
         """
-        target = _within(surfaces(target_tokenizer, "the target's tokenizer"), vocab_size)
-        draft = _within(surfaces(draft_tokenizer, "the draft model's tokenizer"), draft_vocab_size)
+        target = _within(token_bytes(target_tokenizer, "the target's tokenizer"), vocab_size)
+        draft = _within(token_bytes(draft_tokenizer, "the draft model's tokenizer"), draft_vocab_size)
         shared = _shared(target, draft)
         texts = sum(id in target.text for id in shared)
-        if texts < LEAST_SHARED:
-            shares = [f"{texts / max(len(found.text), 1):.1%}" for found in (target, draft)]
+        if texts < MIN_SHARED:
+            parts = [f"{texts / max(len(tokens.text), 1):.1%}" for tokens in (target, draft)]
             raise ConfigError(
                 f"the target's tokenizer ({len(target.text):,} text tokens) and the draft model's "
-                f"({len(draft.text):,}) share {texts:,} of them, {shares[0]} of the target's and {shares[1]} of the "
-                f"draft model's: too few to draft with (at least {LEAST_SHARED}); choose a draft model for the same "
+                f"({len(draft.text):,}) share {texts:,} of them, {parts[0]} of the target's and {parts[1]} of the "
+                f"draft model's: too few to draft with (at least {MIN_SHARED}); choose a draft model for the same "
                 "languages"
             )
-        speller = _Speller(draft)
+        ids = {text: group[0] for text, group in _by_bytes(draft).items()}
+        longest = max(map(len, ids))
         spellings = [
-            [shared[id]] if id in shared else speller.spell(target.text.get(id, b"")) for id in range(vocab_size)
+            [shared[id]] if id in shared else _greedy(target.text.get(id, b""), ids, longest)
+            for id in range(vocab_size)
         ]
         opening = _opening(draft_tokenizer)
         if opening == [draft_id for id in _opening(target_tokenizer) for draft_id in spellings[id]]:
@@ -105,42 +106,42 @@ class TokenMap:
 
     @property
     def vocab_size(self) -> int:
-        """V: how many ids the target has."""
+        """V, the number of target ids."""
         return len(self.spelling_offsets) - 1
 
     def to(self, device: torch.device | str) -> TokenMap:
         return TokenMap(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
     def longest_row(self, tokens: int) -> int:
-        """Draft ids that so many target tokens may become, the opening included."""
+        """The most draft ids for this number of target tokens, with the opening."""
         return tokens * max(int(self.spelling_offsets.diff().max()), 1) + len(self.opening_ids)
 
     def row_length(self, token_ids: Sequence[int]) -> int:
-        """Draft ids that a row of these target tokens becomes, the opening included if there are any."""
+        """The number of draft ids for these target tokens, with the opening unless the row is empty."""
         if not token_ids:
             return 0
         ids = torch.tensor(list(token_ids), device=self.spelling_offsets.device)
         return int(self.spelling_offsets.diff()[ids].sum()) + len(self.opening_ids)
 
     def coverage(self, counts: Tensor) -> float:
-        """counts [V], how often the target wrote each token -> the share of its text that can be drafted."""
+        """counts [V] of the target's tokens -> the fraction of its text that can be drafted."""
         return vocab.coverage(counts, self.target_ids)
 
     def spell(self, token_ids: list[int]) -> list[int]:
-        """Target ids in the draft model's, without an opening."""
+        """Spells target ids in draft ids, without an opening."""
         ids = torch.tensor(token_ids, dtype=torch.long, device=self.spelling_offsets.device)
         bounds = torch.stack([self.spelling_offsets[ids], self.spelling_offsets[ids + 1]], dim=1).tolist()
         return [id for start, end in bounds for id in self.spelling_ids[start:end].tolist()]
 
     def spell_rows(self, token_ids: Tensor, counts: Tensor, begins: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """token_ids [b, M], of which the first counts [b] of each row are meant -> draft ids [b, M'], counts [b].
+        """token_ids [b, M] with counts [b] valid tokens per row -> draft ids [b, M'], counts [b].
 
-        Padding is 0; M' is at least 1. `begins` [b]: rows that start here and so get the opening, if they have a token.
+        Padding is 0; M' is at least 1. `begins` [b]: rows that start here, which get the opening unless empty.
         """
         columns = torch.arange(token_ids.shape[1], device=token_ids.device)
-        meant = columns < counts[:, None]  # [b, M]
-        first = torch.zeros_like(meant) if begins is None else meant & (columns == 0) & begins[:, None]
-        ids, _, lengths = self._spell(token_ids, meant, first)
+        valid = columns < counts[:, None]  # [b, M]
+        first = torch.zeros_like(valid) if begins is None else valid & (columns == 0) & begins[:, None]
+        ids, _, lengths = self._spell(token_ids, valid, first)
         return ids, lengths.sum(1)
 
     def spell_packed(self, input_ids: Tensor, segment_ids: Tensor) -> SpelledRows:
@@ -148,10 +149,10 @@ class TokenMap:
 
         Every document begins with the opening. Rows without any token to spell hold one position of padding.
         """
-        meant = segment_ids >= 0
-        first = meant.clone()
+        valid = segment_ids >= 0
+        first = valid.clone()
         first[:, 1:] &= segment_ids[:, 1:] != segment_ids[:, :-1]
-        ids, source, lengths = self._spell(input_ids, meant, first)
+        ids, source, lengths = self._spell(input_ids, valid, first)
         segments = segment_ids.gather(1, source.clamp(min=0)).masked_fill(source < 0, -1)  # [B, T']
         columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         starts = torch.ones_like(segments, dtype=torch.bool)
@@ -159,18 +160,18 @@ class TokenMap:
         since = (columns * starts).cummax(1).values
         positions = (columns - since).masked_fill(segments < 0, 0)
         ends = lengths.cumsum(1) - 1  # [B, T]
-        read = meant & (ends >= 0) & (segments.gather(1, ends.clamp(min=0)) == segment_ids)
+        read = valid & (ends >= 0) & (segments.gather(1, ends.clamp(min=0)) == segment_ids)
         return SpelledRows(ids, positions, segments, ends.masked_fill(~read, -1))
 
-    def _spell(self, token_ids: Tensor, meant: Tensor, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """token_ids, meant, first (gets the opening) [b, M] -> draft ids [b, M'], the column each spells (-1: padding)
+    def _spell(self, token_ids: Tensor, valid: Tensor, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """token_ids, valid, first (gets the opening) [b, M] -> draft ids [b, M'], the column each spells (-1: padding)
         [b, M'], how many draft ids there are for each target token [b, M]."""
         rows, width = token_ids.shape
         table = torch.cat([self.spelling_ids, self.opening_ids])
-        known = token_ids.masked_fill(~meant, 0)
+        known = token_ids.masked_fill(~valid, 0)
         starts = self.spelling_offsets[known]
         opening = first * len(self.opening_ids)  # [b, M]
-        lengths = (self.spelling_offsets[known + 1] - starts) * meant + opening
+        lengths = (self.spelling_offsets[known + 1] - starts) * valid + opening
         before = lengths.cumsum(1) - lengths
         total = lengths.sum(1)
         out = token_ids.new_zeros(rows, max(int(total.max()) if rows else 0, 1))
@@ -195,7 +196,7 @@ class TokenMap:
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int, draft_vocab_size: int) -> TokenMap:
-        """Reads what `save` wrote, for models with so many embeddings. CheckpointError names everything wrong."""
+        """Reads what `save` wrote, for models with these numbers of embeddings. CheckpointError lists all faults."""
         path = folder / FILE
         try:
             tensors = load_file(path)
@@ -216,7 +217,7 @@ class TokenMap:
         return made
 
     def _faults(self, vocab_size: int, draft_vocab_size: int) -> list[str]:
-        """What contradicts itself, or the sizes of the two models."""
+        """Contradictions in the map, or with the sizes of the two models."""
         offsets, faults = self.spelling_offsets, []
         if self.vocab_size != vocab_size:
             faults.append(f"it spells {self.vocab_size:,} target ids, the target has {vocab_size:,}")
@@ -240,21 +241,20 @@ class TokenMap:
         return faults
 
 
-def _within(found: Surfaces, size: int) -> Surfaces:
-    """Without the tokens that a model of so many embeddings cannot have, and without those that stand for no text."""
-    text = {id: surface for id, surface in found.text.items() if id < size and surface}
-    added = {id: content for id, content in found.added.items() if id < size}
-    return Surfaces(text, added, found.byte_tokens)
+def _within(tokens: TokenBytes, size: int) -> TokenBytes:
+    """Drops tokens beyond the embedding, and tokens without any text."""
+    text = {id: content for id, content in tokens.text.items() if id < size and content}
+    added = {id: content for id, content in tokens.added.items() if id < size}
+    return TokenBytes(text, added, tokens.byte_tokens)
 
 
-def _shared(target: Surfaces, draft: Surfaces) -> dict[int, int]:
-    """target id -> draft id, one to one: texts of the same bytes, then added tokens of the same content.
+def _shared(target: TokenBytes, draft: TokenBytes) -> dict[int, int]:
+    """target id -> draft id, one to one: tokens of the same bytes, then added tokens of the same content.
 
-    Where several tokens of one vocabulary stand for the same bytes, those that are not byte tokens come first, then the
-    lower ids: a byte token meets a plain one only if there is no better.
+    Among tokens of the same bytes, byte tokens come last, and lower ids first.
     """
-    mine, theirs = _by_surface(target), _by_surface(draft)
-    shared = {a: b for surface in mine.keys() & theirs.keys() for a, b in zip(mine[surface], theirs[surface])}
+    mine, theirs = _by_bytes(target), _by_bytes(draft)
+    shared = {a: b for text in mine.keys() & theirs.keys() for a, b in zip(mine[text], theirs[text])}
     taken = set(shared.values())
     counterparts = {content: id for id, content in draft.added.items() if id not in taken}
     for id, content in target.added.items():
@@ -263,33 +263,27 @@ def _shared(target: Surfaces, draft: Surfaces) -> dict[int, int]:
     return shared
 
 
-def _by_surface(found: Surfaces) -> dict[bytes, list[int]]:
-    """The tokens that stand for the same bytes, the first choice first."""
+def _by_bytes(tokens: TokenBytes) -> dict[bytes, list[int]]:
+    """The ids of each byte string, in order of preference."""
     groups: defaultdict[bytes, list[int]] = defaultdict(list)
-    for id in sorted(found.text, key=lambda id: (id in found.byte_tokens, id)):
-        groups[found.text[id]].append(id)
+    for id in sorted(tokens.text, key=lambda id: (id in tokens.byte_tokens, id)):
+        groups[tokens.text[id]].append(id)
     return groups
 
 
-class _Speller:
-    """Bytes into draft tokens: from the left, the longest that fits."""
-
-    def __init__(self, draft: Surfaces) -> None:
-        self._ids = {surface: group[0] for surface, group in _by_surface(draft).items()}
-        self._longest = max(map(len, self._ids))
-
-    def spell(self, text: bytes) -> list[int]:
-        ids, at = [], 0
-        while at < len(text):
-            ends = range(min(len(text), at + self._longest), at, -1)
-            end = next((end for end in ends if text[at:end] in self._ids), 0)
-            if end:
-                ids.append(self._ids[text[at:end]])
-            at = end or at + 1
-        return ids
+def _greedy(text: bytes, ids: Mapping[bytes, int], longest: int) -> list[int]:
+    """Splits bytes into the longest matching tokens from the left; `longest` is the length of the longest token."""
+    spelling, start = [], 0
+    while start < len(text):
+        ends = range(min(len(text), start + longest), start, -1)
+        end = next((end for end in ends if text[start:end] in ids), 0)
+        if end:
+            spelling.append(ids[text[start:end]])
+        start = end or start + 1
+    return spelling
 
 
 def _opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer puts before any text, whichever of its tokens it calls BOS."""
+    """The ids that the tokenizer puts before any text, mostly a BOS token."""
     whole, text = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
     return next((whole[:at] for at in range(len(whole)) if text and whole[at : at + len(text)] == text), [])

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from speculators.errors import CheckpointError, ConfigError
-from speculators.vocab.token_bytes import same_vocabulary, surfaces
+from speculators.vocab.token_bytes import same_vocabulary, token_bytes
 from speculators.vocab.token_map import FILE, TokenMap
 
 TARGET = Path(__file__).parents[3] / "recipes" / "quickstart" / "target"
@@ -100,7 +100,7 @@ def written(found, ids):
 @pytest.mark.parametrize("name", MAKERS)
 def test_surfaces_join_to_the_text(tokenizer, name):
     """What the tokens stand for one by one is the text they were made from (up to sentencepiece's leading space)."""
-    tok, found = tokenizer(name), surfaces(tokenizer(name), name)
+    tok, found = tokenizer(name), token_bytes(tokenizer(name), name)
     for text in [*CORPUS, TEXT.replace("<|im_start|>", "")]:
         ids = tok(text, add_special_tokens=False).input_ids
         assert written(found, ids).decode().removeprefix(" ") == text
@@ -109,16 +109,16 @@ def test_surfaces_join_to_the_text(tokenizer, name):
 
 def test_special_tokens_are_not_text_and_other_added_tokens_are(tokenizer):
     tok = tokenizer("larger byte level")
-    found, ids = surfaces(tok, "it"), tok.get_vocab()
+    found, ids = token_bytes(tok, "it"), tok.get_vocab()
     assert ids["<pad>"] not in found.text and found.added[ids["<pad>"]] == "<pad>"
     assert found.text[ids["<think>"]] == b"<think>" == found.added[ids["<think>"]].encode()
     llama = tokenizer("sentencepiece")
-    assert llama.unk_token_id not in surfaces(llama, "it").text
+    assert llama.unk_token_id not in token_bytes(llama, "it").text
 
 
 @pytest.mark.parametrize("target, draft", PAIRS)
 def test_shared_tokens_mean_the_same(tokenizer, target, draft):
-    a, b = surfaces(tokenizer(target), "a"), surfaces(tokenizer(draft), "b")
+    a, b = token_bytes(tokenizer(target), "a"), token_bytes(tokenizer(draft), "b")
     made = between(tokenizer(target), tokenizer(draft))
     assert (made.target_ids.diff() > 0).all() and len(made.draft_ids.unique()) == len(made.draft_ids)
     for mine, theirs in zip(made.target_ids.tolist(), made.draft_ids.tolist()):
@@ -134,7 +134,7 @@ def test_shared_tokens_mean_the_same(tokenizer, target, draft):
 @pytest.mark.parametrize("target, draft", PAIRS)
 def test_spellings_are_what_the_target_wrote(tokenizer, target, draft):
     """Every draft vocabulary here covers all bytes."""
-    a, b = surfaces(tokenizer(target), "a"), surfaces(tokenizer(draft), "b")
+    a, b = token_bytes(tokenizer(target), "a"), token_bytes(tokenizer(draft), "b")
     made = between(tokenizer(target), tokenizer(draft), extra=3)
     for id in range(made.vocab_size):
         spelling = made.spell([id])
@@ -160,7 +160,7 @@ def test_a_tokenizer_and_itself(tokenizer, name):
 def test_longest_match_and_bytes_that_nothing_covers():
     target = byte_level(600)
     draft = sentencepiece(fallback=False)
-    a, b = surfaces(target, "a"), surfaces(draft, "b")
+    a, b = token_bytes(target, "a"), token_bytes(draft, "b")
     made = between(target, draft)
     known = set(b.text.values())
     assert not any(text in known for text in [b"\x00", b"\xc3"])
@@ -182,7 +182,7 @@ def test_special_tokens_meet_added_tokens_of_the_same_content_only():
     made, theirs = between(target, draft), draft.get_vocab()
     spell = {token: made.spell([target.get_vocab()[token]]) for token in ("<|end|>", "<|im_start|>", "q", "<x>")}
     assert spell == {"<|end|>": [theirs["<|end|>"]], "<|im_start|>": [], "q": [], "<x>": [theirs["<x>"]]}
-    assert b"q" in surfaces(draft, "it").text.values()
+    assert b"q" in token_bytes(draft, "it").text.values()
 
 
 def test_a_byte_token_gives_way_to_the_plain_one(tokenizer):
@@ -331,7 +331,7 @@ def _edited(decoder=None, pre_tokenizer=None, model=None):
     [
         (_wordpiece, "continuing_subword_prefix is '##'"),
         (lambda: _edited(decoders.ByteLevel(), model=models.BPE(end_of_word_suffix="</w>")), "end_of_word_suffix"),
-        (_edited, "nothing says which sign stands for a space"),
+        (_edited, "no sign stands for a space"),
         (lambda: _edited(decoders.CTC()), "CTC is not a step"),
         (lambda: _edited(decoders.Strip(" ", 1, 0)), "Strip is not a step"),
         (lambda: _edited(decoders.Sequence([decoders.Fuse(), decoders.Metaspace()])), "after its tokens were joined"),
@@ -347,7 +347,7 @@ def test_tokens_whose_text_cannot_be_established(tokenizer, make, reason):
 
 def test_a_tokenizer_without_a_backend():
     with pytest.raises(ConfigError, match=r"it \(object\): no tokenizer.json"):
-        surfaces(object(), "it")
+        token_bytes(object(), "it")
 
 
 def test_next_to_nothing_in_common():
