@@ -1,5 +1,5 @@
-"""The layers heads are built of: decoder layers, attention over unrolled depths, borrowed and frozen layers.
+"""The layers of heads: decoder layers, attention over unrolled depths, layers of the target's kind, frozen layers.
 
-They know a config and tensors.
-No family, no target and no file format belongs here.
+They work on a config and tensors.
+Families, targets and file formats belong elsewhere.
 """

@@ -1,9 +1,8 @@
-"""Linear layers that will not change again, made quick for one row at a time.
+"""Linear layers with constant weights, optimized for one row at a time.
 
-Layers that read the same input become one product. On a CPU the weight is laid out a second time: in bfloat16 as
-oneDNN's kernels want it, which halves a product of few rows with a weight that has left the cache; in float32 the other
-way round, by which one row is up to a quarter faster. Costs a second copy of the weights: right for a drafter, which is
-small, and not for a target.
+Layers with the same input become one product. On a CPU the weight has a second copy: in bfloat16 packed for oneDNN's
+kernels, which halves the time of a few rows if the weight is not in the cache; in float32 transposed, which makes one
+row up to a quarter faster. The copy suits a drafter, which is small, and not a target.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 
 class FrozenLinear:
-    """[..., in] -> [..., the outputs of all `linears`, one behind the other]; all of them have a bias, or none has."""
+    """[..., in] -> [..., concatenated outputs of all `linears`]; either all of them have a bias, or none has."""
 
     def __init__(self, *linears: nn.Linear) -> None:
         self.weight = _joined([linear.weight.detach() for linear in linears])
@@ -24,7 +23,7 @@ class FrozenLinear:
         self.across = self.weight.t().contiguous() if _turns(self.weight) else None  # [in, out]
 
     def __call__(self, x: Tensor) -> Tensor:
-        shape = x.shape  # two dimensions: a strided batch of one would go through bmm, at four times the price
+        shape = x.shape  # made 2-d, since a strided batch of one would use bmm, which takes four times as long
         rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
         count, across = rows.shape[0], self.across
         packed = self.packed is not None and x.dtype == torch.bfloat16 and count > 0
@@ -40,19 +39,19 @@ class FrozenLinear:
 
 
 def freeze_linears(module: nn.Module) -> None:
-    """Every nn.Linear of `module` answers as a FrozenLinear, until `thaw_linears`."""
+    """Makes every nn.Linear of `module` compute as a FrozenLinear, until `thaw_linears`."""
     for linear in _linears(module):
         linear.forward = FrozenLinear(linear)
 
 
 def thaw_linears(module: nn.Module) -> None:
-    """Undoes `freeze_linears`; nothing where it was not called."""
+    """The inverse of `freeze_linears`; does nothing without it."""
     for linear in _linears(module):
         linear.__dict__.pop("forward", None)
 
 
 def _linears(module: nn.Module) -> Iterator[nn.Linear]:
-    return (each for each in module.modules() if type(each) is nn.Linear)
+    return (child for child in module.modules() if type(child) is nn.Linear)
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:

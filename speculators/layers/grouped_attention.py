@@ -1,9 +1,8 @@
-"""Attention of a few new tokens over a cache, where several query heads share a key head: the decoding step on a CPU.
+"""Grouped-query attention of a few new tokens over a cache, for decoding on a CPU.
 
-The usual path repeats keys and values for every query head before it attends, which on a CPU costs several times the
-attention itself. Here the query heads of a group stand one behind the other as if they were further query positions.
-Everything else is handed to the usual `sdpa`. Registered with transformers as an implementation of its own, so that
-no architecture has to know of it; knows nothing of targets, caches or drafters.
+transformers' sdpa repeats keys and values for every query head, which on a CPU costs several times the attention
+itself. Here the query heads of a group become further query positions. All other cases go to sdpa. The function is
+registered with transformers as an attention implementation of its own.
 """
 
 from __future__ import annotations
@@ -19,9 +18,16 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 NAME = "draftsmith_grouped"
-MOST_QUERIES = 16  # tokens; with more, the repetition is paid for
+MOST_QUERIES = 16  # tokens; above, repeating keys and values is cheap in comparison
 _repeated: ContextVar[dict[int, Tensor] | None] = ContextVar("repeated", default=None)  # masks of the forward, by id
-PLAIN = {"is_causal", "position_ids", "cache_position", "use_cache", "sliding_window", "output_attentions"}  # no maths
+PLAIN = {
+    "is_causal",
+    "position_ids",
+    "cache_position",
+    "use_cache",
+    "sliding_window",
+    "output_attentions",
+}  # arguments without effect on the result
 
 
 def grouped_attention(
@@ -56,7 +62,7 @@ def grouped_attention(
 def attend_grouped(
     query: Tensor, key: Tensor, value: Tensor, repeated_mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    """query [B, h, T, d], key and value [B, g, S, d], a mask of `repeat_mask` -> [B, h, T, d]. None: no mask at all."""
+    """query [B, h, T, d], key and value [B, g, S, d], a mask of `repeat_mask` or None -> [B, h, T, d]."""
     B, h, T, d = query.shape
     side_by_side = query.reshape(B, key.shape[1], h // key.shape[1] * T, d)
     attended = nn.functional.scaled_dot_product_attention(side_by_side, key, value, repeated_mask, scale=scale)
@@ -70,7 +76,7 @@ def repeat_mask(mask: Tensor, repeat: int) -> Tensor:
 
 @contextmanager
 def decoding(config: PretrainedConfig, wanted: bool) -> Iterator[None]:
-    """While this is open, models of `config` attend by `grouped_attention`, if `wanted`."""
+    """Inside this context, models of `config` attend by `grouped_attention`, if `wanted`."""
     before = config._attn_implementation
     if not wanted or before != "sdpa":
         yield
@@ -86,7 +92,7 @@ def decoding(config: PretrainedConfig, wanted: bool) -> Iterator[None]:
 
 
 def worthwhile(device: torch.device, past_key_values: object | None) -> bool:
-    """On a CPU, over a cache."""
+    """True on a CPU, over a cache."""
     return device.type == "cpu" and past_key_values is not None
 
 

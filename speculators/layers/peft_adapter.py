@@ -1,7 +1,4 @@
-"""Adapters of peft on a language model: put on in place, merged and taken out again, saved as peft itself does.
-
-Knows no family, no training and no folder layout.
-"""
+"""Adapters of peft on a language model: added in place, merged and unmerged, saved as peft saves them."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ class AdapterError(ConfigError, ValueError):
 
 
 class Adapter:
-    """An adapter that `model` runs through from now on; its parameters alone are trained."""
+    """Adds an adapter to `model`; only its parameters are trained."""
 
     def __init__(self, model: PreTrainedModel, fields: Mapping[str, Any], base: str | None = None) -> None:
         from peft import get_peft_model
@@ -67,7 +64,7 @@ class Adapter:
         self.merged = False
 
     def merge(self) -> None:
-        """The layers answer with the adapter added to their weights, until `unmerge`."""
+        """Adds the adapter to the layers' weights, until `unmerge`."""
         if not self.merged:
             self.peft.merge_adapter()
             self.merged = True
@@ -78,7 +75,7 @@ class Adapter:
             self.merged = False
 
     def merged_state(self) -> dict[str, Tensor]:
-        """The model's own tensors under their own names, with the adapter added: copies, which stay as they are."""
+        """Copies of the model's own tensors under their own names, with the adapter added."""
         before, prefix = self.merged, self.peft.base_model.prefix  # how peft's names of its own tensors begin
         self.merge()
         try:
@@ -96,7 +93,7 @@ class Adapter:
 
 
 def merge_saved_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """`model` with the adapter in `folder` merged into its weights. CheckpointError if it does not fit exactly."""
+    """Merges the adapter in `folder` into the model's weights. CheckpointError if it does not fit exactly."""
     from peft import PeftModel
     from peft.utils import get_peft_model_state_dict, load_peft_weights
 

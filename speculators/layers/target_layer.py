@@ -1,10 +1,9 @@
 """A decoder layer of transformers as part of a draft head, for heads that are one more layer of their target.
 
 The layer is transformers' own class, built from the target's configuration, so that its maths and the names of its
-tensors are the target's. Its attention goes through an implementation registered here, which hands query, key and value
-to the `attend` of the moment: the very same layer trains over unrolled chains and drafts over a ragged cache. Experts
-are told apart by their names in files (`experts.{i}.gate_proj`), though transformers keeps them in one tensor.
-Knows no family, no cache and no loss.
+tensors are the target's. Its attention uses an implementation registered here, which passes query, key and value to the
+current `attend`: the same layer trains over unrolled chains and drafts over a ragged cache. Experts are separate
+tensors in files (`experts.{i}.gate_proj`), while transformers keeps them in one.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class BorrowedLayer(ExactBuffers):
 
 
 def unpack_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state of a module under the names that checkpoints have: every expert's matrices on their own."""
+    """The state of a module under the names of checkpoints, with separate matrices for every expert."""
     found: dict[str, Tensor] = {}
     for name, tensor in state.items():
         stem, _, part = name.rpartition(".experts.")
@@ -105,7 +104,7 @@ def unpack_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def pack_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Undoes `unpack_experts`."""
+    """The inverse of `unpack_experts`."""
     found: dict[str, Tensor] = {}
     experts: dict[str, dict[int, dict[str, Tensor]]] = {}
     for name, tensor in state.items():

@@ -1,5 +1,5 @@
-"""The frozen target: its features and logits, what is checked of it, packed rows, sharding, its sizes.
+"""The frozen target: its features and logits, the probes of its model, packed rows, sharding, its sizes.
 
-It serves training and inference alike.
-No drafter and no loss belongs here.
+Training and inference share it.
+Drafters and losses belong elsewhere.
 """

@@ -1,11 +1,9 @@
 """FrozenTarget: any Hugging Face causal LM as the fixed model whose distribution is preserved.
 
 One forward gives the taps (hidden states a drafter reads) and the last hidden state (the input of the output head);
-`logits` turns the latter into the model's logits. Nothing here names an architecture: the decoder layers are the
-module list as long as the config says, taps are forward hooks on it, and which mask each layer wants and how the
-logits are scaled are observed on a short probe when the target is made. What cannot be confirmed is refused.
-
-This module must not know about drafters, caches with rows of different length, sampling or training.
+`logits` turns the latter into the model's logits. No architecture is known by name: the decoder layers are the
+module list of the length in the config, taps are forward hooks on it, and masks and logit scales are observed on a
+short probe when the target is made. What cannot be confirmed is refused.
 """
 
 from __future__ import annotations
@@ -45,10 +43,9 @@ _SHIFTED_NORMS = ("gemma", "gemma2", "gemma3", "gemma3_text")  # their norms sca
 
 @dataclass
 class TargetFeatures:
-    """What a drafter learns from; all but `taps`, `last_hidden` and `seeds` as given to `FrozenTarget.features`.
+    """The target's features of packed rows, which drafters are trained on.
 
-    `paths` and `forks` are those of rows whose text is followed by branches, tokens that were drafted and rejected:
-    the paths lead into them (`drafter.term_paths`). Other rows have neither.
+    `paths` and `forks` belong to rows with branches of rejected drafts after their text (`drafter.term_paths`).
     """
 
     input_ids: Tensor  # [B, T]
@@ -59,7 +56,7 @@ class TargetFeatures:
     last_hidden: Tensor  # [B, T, H], after the final norm: the output head's input
     paths: Tensor | None = None  # [B, T, K], the slot that depth k of slot t reads and must match; -1: no term
     forks: Tensor | None = None  # [B, T], of a branch's token the slot after which it left its text; of others -1
-    seeds: Tensor | None = None  # [B], in the host's memory: of the random numbers of each row; None: any
+    seeds: Tensor | None = None  # [B], on the CPU: seeds of each row's random numbers; None: any
 
 
 class FrozenTarget(nn.Module):
@@ -88,7 +85,7 @@ class FrozenTarget(nn.Module):
             self._collected: dict[int, Tensor] | None = None  # taps of the forward in progress
             self._handles = [self._hook_tap(tap) for tap in self.tap_layers]
             self._tapped = bool(self.tap_layers)
-            self._final_norm: Callable[[Tensor], Tensor] | None = None  # looked for when it is asked for
+            self._final_norm: Callable[[Tensor], Tensor] | None = None  # found on first use
             confirm_packing(self._parts, self._probe_packed)
 
     @classmethod
@@ -109,7 +106,7 @@ class FrozenTarget(nn.Module):
         dtype: "auto" is the checkpoint's own, where the device computes in it (`running_dtype`)
         attn_implementation: "sdpa", "eager", or "auto" (sdpa where it computes all of the architecture's attention,
             else eager: sinks, soft caps)
-        on_host: it stays in the host's memory for now, to be moved to `device` later
+        on_host: stay in the host's memory, to be moved to `device` later
         Errors: CheckpointError, UnsupportedTarget.
         """
         if attn_implementation not in ("auto", *ATTENTION):
@@ -157,7 +154,7 @@ class FrozenTarget(nn.Module):
 
     @property
     def checkpoint_dtype(self) -> torch.dtype:
-        """What is exported for it: its own, and bfloat16 where it runs in float32 for want of instructions."""
+        """The dtype of exports: the target's, or the checkpoint's where the device widens it to float32."""
         own = as_dtype(self.config.dtype or self.dtype)
         widened = self.dtype == running_dtype("auto", own, self.device) != own
         return own if widened else self.dtype
@@ -168,12 +165,12 @@ class FrozenTarget(nn.Module):
 
     @property
     def has_window(self) -> bool:
-        """Whether some layers attend to the latest positions only."""
+        """True if some layers have sliding-window attention."""
         return self._has_sliding
 
     @property
     def embed_tokens(self) -> nn.Module:
-        """The input embedding as the architecture has it, with its scale where the module applies one (Gemma)."""
+        """The input embedding, with its scale where the module applies one (Gemma)."""
         return self._parts.embed_tokens
 
     @property
@@ -239,8 +236,7 @@ class FrozenTarget(nn.Module):
         return self._run(input_ids, position_ids, attention_mask, places, past, past_key_values)
 
     def serve_up_to(self, max_length: int) -> None:
-        """From now on every text is read as one of `max_length` tokens at most would be: of LongRoPE, whose frequencies
-        otherwise depend on the longest row of a forward."""
+        """Fixes LongRoPE's frequencies to those for `max_length` tokens; else they depend on the longest row."""
         longrope.fix_frequencies(self._parts.decoder, max_length)
 
     def logits(self, last_hidden: Tensor) -> Tensor:
@@ -267,9 +263,9 @@ class FrozenTarget(nn.Module):
         gradients: bool = False,
         autocast: bool = False,
     ) -> TargetFeatures:
-        """Shapes as in TargetFeatures. Packed rows: a token attends to earlier tokens of its own segment only, and one
-        of a branch to the text before its branch and to the branch. `gradients`: for whoever trains weights in the
-        model; `autocast`: under the one in force, instead of in the model's own precision."""
+        """Features of packed rows; shapes as in TargetFeatures. A token attends to earlier tokens of its own segment
+        only, and one of a branch to the text before its branch and to the branch. `gradients`: record them, to train
+        weights of the model. `autocast`: run under the active one, instead of in the model's precision."""
         kept = nullcontext() if autocast else torch.autocast(self._device.type, enabled=False)
         with torch.set_grad_enabled(gradients), kept:
             long = input_ids.shape[1] >= LONG_ROW and forks is None and self._attends_by_name
@@ -283,7 +279,7 @@ class FrozenTarget(nn.Module):
         return TargetFeatures(input_ids, position_ids, segment_ids, loss_mask, taps, last_hidden, paths, forks)
 
     def _probe_packed(self, *packed: Tensor) -> Tensor:
-        """input_ids, position_ids, segment_ids [1, T] -> last_hidden [1, T, H], having looked at the taps' shape."""
+        """input_ids, position_ids, segment_ids [1, T] -> last_hidden [1, T, H]. Checks the shape of the taps."""
         features = self.features(*packed, loss_mask=packed[0])
         expected = (*packed[0].shape, len(self.tap_layers) * self.hidden_size)
         if features.taps is not None and features.taps.shape != expected:
@@ -294,14 +290,14 @@ class FrozenTarget(nn.Module):
         return features.last_hidden
 
     def _run_long(self, input_ids: Tensor, position_ids: Tensor, spans: Spans) -> tuple[Tensor | None, Tensor]:
-        """Rows too long for masks [T, T], text by text."""
+        """A forward of rows too long for [T, T] masks."""
         full, sliding = (torch.zeros(1, 1, 1, 1, dtype=self._dtype, device=self._device) for _ in range(2))
         windows = {full.data_ptr(): 0, sliding.data_ptr(): self._window}
         with packed(self.config, spans, windows):
             return self._decode(input_ids, position_ids, self._shape_masks(full, sliding), None)
 
     def _run(self, input_ids, position_ids, mask, places, past, past_key_values) -> tuple[Tensor | None, Tensor]:
-        """`places`: the positions of queries and keys, where a mask is given."""
+        """A forward. `places`: positions of queries and keys, if there is a mask."""
         masks = self._masks(mask, *places, past, *input_ids.shape)
         with decoding(self.config, self._attends_by_name and worthwhile(self._device, past_key_values)):
             return self._decode(input_ids, position_ids, masks, past_key_values)
@@ -322,9 +318,8 @@ class FrozenTarget(nn.Module):
         return taps, output.last_hidden_state
 
     def _masks(self, mask: Tensor | None, queries: Tensor | None, keys: Tensor | None, past: int, B: int, T: int):
-        """What the decoder takes as attention_mask: additive [B, 1, T, S] per kind of layer, or None where the
-        attention kernel's own causal rule is enough. Positions `queries` [B, T] and `keys` [B, S], between which a
-        window is measured; None: those of one text per row."""
+        """The decoder's attention_mask: additive [B, 1, T, S] per kind of layer, or None where the kernel's causal rule
+        is enough. `queries` [B, T] and `keys` [B, S]: positions for windows; None: those of one text per row."""
         narrow = self._has_sliding and past + T > self._window
         if mask is None:
             if not narrow and (T == 1 or (past == 0 and not self._eager)):
@@ -341,7 +336,7 @@ class FrozenTarget(nn.Module):
         return self._shape_masks(full, self._additive(mask & inside, B))
 
     def _additive(self, mask: Tensor, B: int) -> Tensor:
-        """[B or 1, 1, T, S] -> [B, 1, T, S], in no more memory."""
+        """[B or 1, 1, T, S] -> [B, 1, T, S], a view."""
         return additive_mask(mask, self._dtype).expand(B, -1, -1, -1)
 
     def _shape_masks(self, full: Tensor | None, sliding: Tensor | None):

@@ -1,7 +1,6 @@
-"""What a target is, from its config.json alone: sizes and counts for planning, before any weight is there.
+"""Sizes and counts of a target from its config.json alone, for planning before any weight is loaded.
 
-It stands in for a FrozenTarget where only sizes are read (`speculators.registry.config_for_target`). It can compute
-no feature.
+A TargetSketch stands in for a FrozenTarget where only sizes are read (`speculators.registry.config_for_target`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from speculators.sizes import AttentionSizes, Products, attention_sizes, decoder
 
 @dataclass(frozen=True)
 class TargetSketch:
-    """Field names are FrozenTarget's."""
+    """Sizes of a target, under FrozenTarget's names."""
 
     name_or_path: str
     config: PretrainedConfig  # of the text model

@@ -1,8 +1,8 @@
-"""Rotary embeddings of LongRoPE, kept at one set of frequencies.
+"""LongRoPE with one fixed set of frequencies.
 
-transformers takes the long frequencies for a whole forward as soon as one of its positions is beyond the original
-length, so that a long row, or a draft across the boundary, would change every row's output. Here the longest text that
-is served decides once, as in vLLM. Knows no target, cache or drafter.
+transformers uses the long frequencies for a whole forward if one of its positions is beyond the original length, so
+that a long row, or a draft across the boundary, would change every row's output. Here the longest text that is served
+decides once, as in vLLM.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 def original_length(config: Any) -> int | None:
-    """Positions up to which a model of `config` has its short frequencies; None: it has no LongRoPE."""
+    """The length up to which LongRoPE uses its short frequencies; None for models without it."""
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
         return None
@@ -22,11 +22,11 @@ def original_length(config: Any) -> int | None:
 
 
 def fix_frequencies(decoder: nn.Module, max_length: int) -> None:
-    """The frequencies of `decoder` become those of texts of `max_length` tokens, whatever it is called with."""
+    """Fixes the frequencies of `decoder` to those for texts of `max_length` tokens."""
     for module in decoder.modules():
         config = getattr(module, "config", None)
         if isinstance(getattr(module, "rope_type", None), str) and original_length(config):
             device = module.inv_freq.device
             inv_freq, module.attention_scaling = ROPE_INIT_FUNCTIONS["longrope"](config, device, seq_len=max_length)
             module.register_buffer("inv_freq", inv_freq, persistent=False)
-            module.rope_type = "fixed"  # to transformers: one that a forward does not change
+            module.rope_type = "fixed"  # a type that transformers does not update in a forward

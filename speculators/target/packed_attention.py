@@ -1,9 +1,8 @@
-"""Attention over long packed rows text by text: no mask and no scores of [T, T].
+"""Attention over packed rows: text by text for long rows, without [T, T] tensors, and the masks of all other rows.
 
-The texts of a packed row stand one behind the other and do not see each other, so that plain causal attention over
-each, one after the other, is the whole of it; a sliding window is walked in blocks of queries. The layers of an
-architecture are told by the mask they are handed: an empty stand-in, which leads to the places of the texts.
-Registered with transformers as an implementation of its own; knows nothing of targets or drafters.
+The texts of a packed row do not see each other, so plain causal attention over each text gives the same result; sliding
+windows are computed in blocks of queries. A layer receives an empty placeholder mask, whose address tells its window.
+The attention is registered with transformers as an implementation of its own.
 """
 
 from __future__ import annotations
@@ -19,30 +18,32 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 NAME = "draftsmith_packed"
-LONG_ROW = 4096  # tokens; the masks of shorter rows are small
+LONG_ROW = 4096  # tokens; masks of shorter rows are small
 WINDOW_BLOCK = 1024  # queries
 
 Spans = Sequence[Sequence[tuple[int, int]]]  # per row, [start, end) of each text
-_windows: ContextVar[dict[int, int] | None] = ContextVar("windows", default=None)  # stand-in -> window, 0: none
+_windows: ContextVar[dict[int, int] | None] = ContextVar(
+    "windows", default=None
+)  # address of a placeholder -> window, 0: none
 _spans: ContextVar[Spans] = ContextVar("spans", default=())
 
 
 def text_spans(segment_ids: Tensor) -> Spans | None:
-    """segment_ids [B, T] -> where each text of each row lies, padding counted as texts; None where a text is torn."""
-    found = []
+    """segment_ids [B, T] -> the spans of texts per row, padding included; None if a text is not contiguous."""
+    rows = []
     for row in segment_ids.tolist():
         starts = [0] + [i for i in range(1, len(row)) if row[i] != row[i - 1]]
         names = [row[start] for start in starts if row[start] >= 0]
         if len(set(names)) < len(names):
             return None
-        found.append(list(zip(starts, [*starts[1:], len(row)])))
-    return found
+        rows.append(list(zip(starts, [*starts[1:], len(row)])))
+    return rows
 
 
 @contextmanager
 def packed(config: PretrainedConfig, spans: Spans, windows: dict[int, int]) -> Iterator[None]:
-    """While this is open, models of `config` attend within `spans`. `windows`: addresses of the stand-ins for masks,
-    and how many tokens back a layer sees that is handed one (0: all)."""
+    """Inside this context, models of `config` attend within `spans`. `windows`: addresses of placeholder masks, and the
+    window of the layers that receive them (0: none)."""
     before, tokens = config._attn_implementation, (_windows.set(windows), _spans.set(spans))
     config._attn_implementation = NAME
     try:
@@ -63,7 +64,7 @@ def packed_attention(
     scaling: float | None = None,
     **others,
 ) -> tuple[Tensor, None]:
-    """query [B, h, T, d], key and value [B, g, T, ·], a stand-in for a mask -> [B, T, h, ·]."""
+    """query [B, h, T, d], key and value [B, g, T, ·], a placeholder mask -> [B, T, h, ·]."""
     windows = _windows.get() or {}
     window = None if attention_mask is None else windows.get(attention_mask.data_ptr())
     if window is None:
@@ -72,14 +73,14 @@ def packed_attention(
     for row, spans in enumerate(_spans.get()):
         texts = []
         for start, end in spans:
-            q, k, v = (each[row : row + 1, :, start:end] for each in (query, key, value))
+            q, k, v = (x[row : row + 1, :, start:end] for x in (query, key, value))
             texts.append(_attend(q, k, v, window, dropout, scaling))
         rows.append(torch.cat(texts, dim=2))
     return torch.cat(rows).transpose(1, 2).contiguous(), None
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: float, scale: float | None) -> Tensor:
-    """Of one text: [1, h, L, d] -> [1, h, L, ·]."""
+    """Attention of one text: [1, h, L, d] -> [1, h, L, ·]."""
     options = {"dropout_p": dropout, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     attention, L = nn.functional.scaled_dot_product_attention, q.shape[2]
     if not window or L <= window:
@@ -100,12 +101,12 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 # ------------------------------------------------------------------ masks of rows with branches
 #
-# A branch is a run of tokens that were drafted after some slot of a text, its fork, and not kept: for each of them the
-# text goes on with the branch instead of with what the row holds after the fork.
+# A branch is a run of rejected drafts after some slot of a text, its fork. Its tokens see the text up to the fork and
+# the branch itself.
 
 
 def packed_mask(segment_ids: Tensor, forks: Tensor | None = None) -> Tensor | None:
-    """bool [B, 1, T, T], True = attend; None where plain causal attention says the same.
+    """bool [B, 1, T, T], True = attend; None where plain causal attention is equivalent.
 
     segment_ids [B, T]: the text a token belongs to; -1: padding, or a branch. forks [B, T]: the slot after which a
     token's branch leaves its text, -1 for tokens of no branch; no two branches of a row have the same.
@@ -124,5 +125,5 @@ def packed_mask(segment_ids: Tensor, forks: Tensor | None = None) -> Tensor | No
 
 
 def _across(queries: Tensor, keys: Tensor, compare) -> Tensor:
-    """[B, T] each -> bool [B, T, T], queries down."""
+    """queries, keys [B, T] -> bool [B, T (queries), T (keys)]."""
     return compare(queries[:, :, None], keys[:, None, :])

@@ -1,8 +1,8 @@
-"""What FrozenTarget makes sure of before it trusts a model: its parts, its masks, its logits, its packing.
+"""Probes of a model that becomes a FrozenTarget: its modules, masks, logits and packing.
 
-A config says what an architecture claims; these functions ask the model itself, on a few tokens, and refuse with the
-reason whatever cannot be confirmed, since a wrong mask or scale would change the target's output in silence.
-They know no architecture by name, and nothing of taps or drafters.
+These functions run the model on a few tokens and compare with what its config claims. What cannot be confirmed is
+refused with the reason, since a wrong mask or scale would silently change the target's output. No architecture is known
+by name.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _RECURRENT_FIELDS = (
 _LOGIT_SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier_scale")
 _PROBE_ERRORS = (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError, NotImplementedError)
 _PROBE_ATTENTION = "draftsmith_probe"
-_PROBE_PREFIX_LIMIT = 32768  # longest past the mask probe pretends; a longer window is taken at the config's word
+_PROBE_PREFIX_LIMIT = 32768  # longest past of the mask probe; longer windows are not confirmed
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The modules of a causal LM that a target uses, and what its config says about them."""
+    """The modules of a causal LM that a target uses, and their attention by its config."""
 
     name: str  # for messages
     config: PretrainedConfig  # of the text model
@@ -70,7 +70,7 @@ def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 @lru_cache
 def _mask_values(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The two values of an additive mask, made once: on small models this shows in every step."""
+    """The two values of an additive mask, cached: on small models creating them is measurable in every step."""
     with torch.inference_mode(False):
         floor = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=device)
         return torch.zeros_like(floor), floor
@@ -80,7 +80,7 @@ def _mask_values(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tens
 
 
 def find_parts(model: PreTrainedModel) -> Parts:
-    """Finds decoder, layers, embedding and head by what they are for. Errors: UnsupportedTarget."""
+    """Finds decoder, layers, embedding and head by their roles. Errors: UnsupportedTarget."""
     config = model.config.get_text_config()
     name = getattr(model.config, "_name_or_path", "") or type(model).__name__
     _refuse_unsupported(model, config, name)
@@ -98,7 +98,7 @@ def find_parts(model: PreTrainedModel) -> Parts:
 
 
 def _refuse_unsupported(model: PreTrainedModel, config: PretrainedConfig, name: str) -> None:
-    """State that cannot be rolled back by forgetting keys and values is refused, never worked around."""
+    """UnsupportedTarget for state that dropping keys and values cannot roll back, and for unsuitable attention."""
     if getattr(config, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedTarget(f"target {name}: an encoder-decoder model; a decoder-only causal LM is needed")
     recurrent = sorted(
@@ -124,12 +124,12 @@ def _refuse_unsupported(model: PreTrainedModel, config: PretrainedConfig, name: 
 
 
 def needs_eager(config: PretrainedConfig) -> bool:
-    """Whether faster attention would leave something out: a soft cap of attention scores."""
+    """True if attention scores have a soft cap, which faster implementations leave out."""
     return bool(getattr(config, "attn_logit_softcapping", None))
 
 
 def refuse_incomplete(info: dict, name: str) -> None:
-    """`info` is what from_pretrained reports; tied heads are already accounted for. Extra tensors are harmless."""
+    """CheckpointError if from_pretrained's `info` reports missing or mismatched tensors. Extra ones are fine."""
     missing = sorted(info.get("missing_keys") or ())
     mismatched = sorted(str(key) for key in info.get("mismatched_keys") or ())
     errors = info.get("error_msgs") or ()
@@ -141,7 +141,7 @@ def refuse_incomplete(info: dict, name: str) -> None:
 
 
 def _layer_kinds(config: PretrainedConfig, name: str) -> tuple[str, ...]:
-    """Full or sliding attention, per layer; confirmed against the masks the layers really get."""
+    """Full or sliding attention per layer, as the config has it; `confirm_masks` checks it."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or [SLIDING if window else FULL] * config.num_hidden_layers
     kinds = [*kinds, *(kind for kind in getattr(config, "attention_layers", None) or () if kind == "local")]  # GPT-Neo
@@ -158,7 +158,7 @@ def _layer_kinds(config: PretrainedConfig, name: str) -> tuple[str, ...]:
 
 
 class _ZeroPast(Cache):
-    """A past of `length` zero keys and values that remembers nothing: lets a two-token probe see far-back masks."""
+    """A cache of `length` zero keys and values that stores nothing. With it two tokens show masks of a long past."""
 
     is_compileable = False
     is_sliding: tuple[bool, ...] = ()
@@ -209,9 +209,9 @@ def _probe_ids(parts: Parts, count: int) -> Tensor:
 
 
 def confirm_masks(parts: Parts) -> bool:
-    """Asks the model which keys each layer may see beyond its window, and how a ready mask reaches a layer unchanged.
+    """Confirms which keys each layer sees, and that prepared masks reach the layers unchanged.
 
-    Returns whether masks are passed as a dict by kind of layer; else as one tensor, for a model of one kind."""
+    Returns True if masks are passed as a dict by kind of layer, False if as one tensor, for models of one kind."""
     length = min(parts.window or 3, _PROBE_PREFIX_LIMIT)
     keys, queries = torch.arange(length + 2), torch.arange(length, length + 2)[:, None]
     causal = keys <= queries  # [2, S]
@@ -244,7 +244,7 @@ def confirm_masks(parts: Parts) -> bool:
 
 
 def _masks_seen(parts: Parts, attention_mask: Tensor | dict | None, past: int) -> list[Tensor | None]:
-    """The mask each layer gets when two tokens follow `past` others."""
+    """The mask of each layer for two tokens after `past` others."""
     with _spy(parts.layers) as seen:
         parts.decoder(
             input_ids=_probe_ids(parts, 2),
@@ -268,7 +268,7 @@ def _try(parts: Parts, what: str, call: Callable):
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    """Relative error two orders of the same arithmetic may show."""
+    """The relative error that another order of the same arithmetic may cause."""
     return 1e-3 if dtype in (torch.float32, torch.float64) else 0.05
 
 
@@ -279,10 +279,9 @@ def _error(a: Tensor, b: Tensor) -> Tensor:
 
 
 def attends_by_name(parts: Parts) -> bool:
-    """Whether every layer attends by whatever implementation the config names, under the mask that it was handed, so
-    that a faster one can be put in the place of sdpa. A layer that has its own attention and asks the config for
-    "sdpa" takes another path for any other name, where masks may mean something else; one that makes a mask of its
-    own, for each head another, needs that one."""
+    """True if every layer attends by the implementation that the config names, under the mask that it receives, so that
+    a faster one can replace sdpa. A layer with attention of its own may take another path for any name but "sdpa", and
+    one that makes a mask per head needs that mask."""
     if parts.config._attn_implementation != "sdpa":
         return False
     asked: set[nn.Module] = set()
@@ -305,7 +304,7 @@ def attends_by_name(parts: Parts) -> bool:
 
 
 def confirm_logits(parts: Parts) -> tuple[Callable[[Tensor], Tensor], int]:
-    """Finds how the head's output becomes logits: the config says which constants exist, the model how it uses them."""
+    """Finds how the head's output becomes logits: the constants are in the config, their use is observed."""
     hidden: list[Tensor] = []
     hook = parts.lm_head.register_forward_pre_hook(lambda module, args: hidden.append(args[0]))
     ids = _probe_ids(parts, 5)
@@ -332,7 +331,7 @@ def confirm_logits(parts: Parts) -> tuple[Callable[[Tensor], Tensor], int]:
 
 
 def _logit_transforms(config: PretrainedConfig) -> list[Callable[[Tensor], Tensor]]:
-    """Candidates: each scale in the config dividing, multiplying or unused, before its soft cap or without."""
+    """Candidates: each scale of the config as divisor, factor or unused, with its soft cap or without."""
     scalings: list[Callable] = [lambda x: x]
     for scale in (getattr(config, field, None) for field in _LOGIT_SCALES):
         if scale and scale != 1.0:
@@ -344,7 +343,7 @@ def _logit_transforms(config: PretrainedConfig) -> list[Callable[[Tensor], Tenso
 
 
 def find_final_norm(parts: Parts) -> Callable[[Tensor], Tensor]:
-    """What the decoder applies to the last layer's output: the module outside its layers that gives the same."""
+    """The final norm: the module outside the layers that maps the last layer's output to the last hidden state."""
     seen: list[Tensor] = []
     keep = lambda module, args, output: seen.append(output[0] if isinstance(output, tuple) else output)
     hook = parts.layers[-1].register_forward_hook(keep)
@@ -366,7 +365,7 @@ def find_final_norm(parts: Parts) -> Callable[[Tensor], Tensor]:
 
 
 def confirm_packing(parts: Parts, run: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-    """Two segments packed in one row must give what each gives alone: masks and positions are honoured.
+    """UnsupportedTarget unless two segments packed in one row give the same hidden states as each alone.
 
     `run`: input_ids, position_ids, segment_ids [1, T] -> last_hidden [1, T, H]."""
     ids = _probe_ids(parts, 9)

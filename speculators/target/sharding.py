@@ -1,7 +1,7 @@
-"""A frozen target whose layers are shared out over processes (FSDP2): each holds a part, gathered while it computes.
+"""Sharding of a frozen target's layers over processes (FSDP2).
 
 Embedding, final norm and output head stay whole on every process: drafters share them, and the loss reads the head in
-many small pieces. From here on all processes run the target together, the same number of times. Knows no drafter.
+many small pieces. After sharding all processes must run the target together, the same number of times.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from speculators.target.frozen_target import FrozenTarget
 
 
 def shard_target(target: FrozenTarget, mesh: DeviceMesh) -> FrozenTarget:
-    """In place. Of one in the host's memory the layers move to the mesh's devices, each of them whole there only until
-    it is parted; the rest is the caller's to move."""
+    """Shards in place. Layers in the host's memory move to the mesh's devices one by one; the caller moves the rest."""
     from torch.distributed.fsdp import fully_shard
 
     for layer in target.layers:
