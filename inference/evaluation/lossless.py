@@ -80,7 +80,7 @@ def _judge(
     Two tokens tie if neither lies further below the top than the gap between two leading logits is seen to change.
     """
     expected = reference[place] if place < len(reference) else None
-    found = output[place] if place < len(output) else None
+    produced = output[place] if place < len(output) else None
     runs: list[Tensor] = []  # of the leading tokens, one per shape
     leading: list[int] = []
     gap, noise, behind = 0.0, 0.0, float("inf")
@@ -88,9 +88,9 @@ def _judge(
         if not runs:
             top = logits.topk(min(LEADING, len(logits)))
             gap = float(top.values[0] - top.values[1])
-            leading = sorted({*top.indices.tolist(), *(t for t in (expected, found) if t is not None)})
-            if expected is not None and found is not None:
-                behind = float(top.values[0] - logits[[expected, found]].min())
+            leading = sorted({*top.indices.tolist(), *(t for t in (expected, produced) if t is not None)})
+            if expected is not None and produced is not None:
+                behind = float(top.values[0] - logits[[expected, produced]].min())
         runs.append(logits[leading])
         changes = [runs[-1] - earlier for earlier in runs[:-1]]
         noise = max([noise, *(float(change.max() - change.min()) for change in changes)])
@@ -100,7 +100,7 @@ def _judge(
         prompt=name,
         position=place,
         reference_token=expected,
-        token=found,
+        token=produced,
         top_two_gap=gap,
         noise=noise,
         tie=may_tie and behind <= noise,

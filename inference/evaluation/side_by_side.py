@@ -1,12 +1,12 @@
-"""Several ways to draft for one target, in one process: loaded once, run in turn on the same prompts, and compared.
+"""Compares drafting methods for one target in one process, on the same prompts and the same weights.
 
-Every way has an engine of its own around the same weights, and `default` drafts nothing. A repeat runs all of them one
-right after the other, every other repeat in reverse order (inference/evaluation/timing.py). Knows no files and no
-tables.
+Every method has an engine of its own; `default` drafts nothing. A repeat runs all of them one right after the other,
+every other repeat in reverse order (inference/evaluation/timing.py).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,13 +31,13 @@ Other = Callable[[Sequence[Sequence[int]], Sequence[SamplingParams]], int]
 
 
 def compiled_name(name: str) -> str:
-    """What a way is called where it runs compiled."""
+    """The name of a method where it runs compiled."""
     return f"{name}, compiled"
 
 
 @dataclass
 class Measured:
-    """One way. `outputs` are the first repeat's (none of another engine); everything else is of all repeats.
+    """The results of one method. `outputs` are those of the first repeat (none of another engine), all else is summed.
 
     rounds           verifications, each of all rows in flight
     row_rounds       the same, counted once per row
@@ -47,16 +47,18 @@ class Measured:
     outputs: list[RequestOutput] = field(default_factory=list)
     runs: list[TimedRun] = field(default_factory=list)
     counters: SpecDecodeCounters = field(default_factory=SpecDecodeCounters)
-    phase_seconds: dict[str, float] = field(default_factory=dict)
+    phase_seconds: Counter[str] = field(default_factory=Counter)
     rounds: int = 0
     row_rounds: int = 0
 
 
 class SideBySide:
-    """`methods`: name -> speculative_config. `options`: of LLM, the same for all of them. `compiled`: every way runs a
-    second time, compiled (docs/runtime.md), under the name `compiled_name` gives it.
+    """One engine per drafting method.
 
-    The engines: `llms[name]`, with `llms["default"]` first. ConfigError for a method that is called `default`.
+    `methods`: name -> speculative_config. `options`: of LLM, the same for all. `compiled`: every method runs a second
+    time, compiled (docs/runtime.md), under the name of `compiled_name`.
+
+    The engines are `llms[name]`, with `llms["default"]` first. ConfigError for a method that is called `default`.
     """
 
     def __init__(
@@ -77,8 +79,8 @@ class SideBySide:
         make = partial(LLM, self.target, first.get_tokenizer(), on_round=self._count)
         for name, config in methods.items():
             self.llms[name] = make(speculative_config=dict(config), **options)
-        for name, each in {DEFAULT: None, **methods}.items() if compiled else ():
-            config = None if each is None else dict(each)
+        for name, method in {DEFAULT: None, **methods}.items() if compiled else ():
+            config = None if method is None else dict(method)
             self.llms[compiled_name(name)] = make(speculative_config=config, **{**options, "enforce_eager": False})
 
     def num_speculative_tokens(self, name: str) -> int:
@@ -93,11 +95,13 @@ class SideBySide:
         others: Mapping[str, Other] | None = None,
         after_repeat: Callable[[Mapping[str, Measured]], None] | None = None,
     ) -> dict[str, Measured]:
-        """Every way and every other engine, warmed up, then timed `repeats` times. Request i has the seed
-        `params.seed` + i (0 if None), so that a way writes the same in every repeat. `after_repeat`: what else is to be
-        measured in turn with them, given what there is."""
+        """Runs every method and every other engine: warmed up, then timed `repeats` times.
+
+        Request i has the seed `params.seed` + i (0 if None), so that a method writes the same text in every repeat.
+        `after_repeat`: called after each repeat with the results so far, for measurements in turn with the runs.
+        """
         seeded = [replace(params, seed=(params.seed or 0) + i) for i in range(len(prompts))]
-        short = [replace(each, max_tokens=min(WARM_UP_TOKENS, each.max_tokens or WARM_UP_TOKENS)) for each in seeded]
+        short = [replace(p, max_tokens=min(WARM_UP_TOKENS, p.max_tokens or WARM_UP_TOKENS)) for p in seeded]
         rows = self.llms[DEFAULT].engine.scheduler.max_num_seqs
         for run in self._passes(prompts[:rows], short[:rows], others or {}, {}).values():
             run()
@@ -114,11 +118,11 @@ class SideBySide:
         return measured
 
     def compare(self, prompts: Sequence[Prompt], measured: Mapping[str, Measured], name: str) -> LosslessCheck:
-        """The greedy responses of a way against those of the default."""
+        """Compares the greedy responses of a method with those of the default."""
         return compare_greedy(
             self.target,
             [prompt.token_ids for prompt in prompts],
-            *([output.outputs[0].token_ids for output in measured[way].outputs] for way in (DEFAULT, name)),
+            *([output.outputs[0].token_ids for output in measured[m].outputs] for m in (DEFAULT, name)),
             num_speculative_tokens=self.num_speculative_tokens(name),
             rows=min(self.llms[name].engine.scheduler.max_num_seqs, len(prompts)),
         )
@@ -130,27 +134,26 @@ class SideBySide:
         others: Mapping[str, Other],
         into: Mapping[str, Measured],
     ) -> dict[str, Run]:
-        """One pass of each; what they count goes `into` the entry of their name, if there is one."""
+        """One pass of each; its results are added to the entry of its name in `into`, if there is one."""
         passes: dict[str, Run] = {
             name: partial(self._pass, name, prompts, params, into.get(name) or Measured()) for name in self.llms
         }
         ids = [prompt.token_ids for prompt in prompts]
-        return passes | {name: partial(lambda each: (each(ids, params), 0, 0), other) for name, other in others.items()}
+        return passes | {name: partial(lambda run: (run(ids, params), 0, 0), other) for name, other in others.items()}
 
     def _pass(
         self, name: str, prompts: Sequence[Prompt], params: Sequence[SamplingParams], into: Measured
     ) -> tuple[int, int, int]:
         llm, self._rounds = self.llms[name], 0
         llm.reset_metrics()
-        given = [{"prompt": prompt.text, "prompt_token_ids": prompt.token_ids} for prompt in prompts]
-        outputs = llm.generate(given, list(params), use_tqdm=False)
+        inputs = [{"prompt": prompt.text, "prompt_token_ids": prompt.token_ids} for prompt in prompts]
+        outputs = llm.generate(inputs, list(params), use_tqdm=False)
         counters = llm.get_metrics()
         into.outputs = into.outputs or outputs
         into.counters.merge(counters)
         into.rounds += self._rounds
         into.row_rounds += sum(len(output.metrics.accepted_per_round) for output in outputs)
-        for phase, seconds in llm.engine.timers.items():
-            into.phase_seconds[phase] = into.phase_seconds.get(phase, 0.0) + seconds
+        into.phase_seconds.update(llm.engine.timers)
         tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
         return tokens, counters.num_drafts, counters.num_accepted_tokens
 

@@ -68,7 +68,7 @@ class TimeShares(Record):
 
 
 class CostModel(Record):
-    """What the speedup could be, from the parts measured alone; formulas in `inference/report/cost_model.py`."""
+    """Limit of the speedup, from the parts measured alone; formulas in `inference/report/cost_model.py`."""
 
     target_step_ms: float = Field(description="V(1): one target forward over one token per row, lm_head included.")
     verify_ms: float = Field(description="V(K+1): one target forward over K+1 tokens per row, lm_head included.")

@@ -163,7 +163,7 @@ def _pool_runs(runs: Sequence[Sequence[TimedRun]]) -> list[TimedRun]:
 def _pool_phases(phases: Sequence[Mapping[str, float]]) -> dict[str, float]:
     if not all(phases):
         return {}
-    return {name: sum(each.get(name, 0.0) for each in phases) for name in PHASES if name != "other"}
+    return {name: sum(seconds.get(name, 0.0) for seconds in phases) for name in PHASES if name != "other"}
 
 
 def _pool_costs(group: Sequence[CellMeasurement]) -> Costs | None:

@@ -1,7 +1,4 @@
-"""One report of two engines: the cells of another evaluation of the same export, on the same prompts, laid beside.
-
-Knows reports only; nothing is measured here.
-"""
+"""Merges the reports of two engines on the same export and the same prompts into one."""
 
 from __future__ import annotations
 
@@ -32,11 +29,11 @@ def lay_beside(report: AcceptanceReport, other: AcceptanceReport) -> AcceptanceR
 
     DataError if they are not of the same export, prompts and precision.
     """
-    if found := differences(report.provenance, other.provenance):
-        raise DataError(f"two reports cannot be laid side by side: they differ in {', '.join(found)}")
+    if fields := differences(report.provenance, other.provenance):
+        raise DataError(f"two reports cannot be laid side by side: they differ in {', '.join(fields)}")
     name = other.provenance.engine
     cells = [cell for cell in report.results if cell.engine != name]
-    facts = [each for each in report.provenance.engines if each.name != name] + other.provenance.engines
+    facts = [engine for engine in report.provenance.engines if engine.name != name] + other.provenance.engines
     joined = report.model_copy(
         update={
             "results": cells + other.results,
@@ -54,7 +51,7 @@ def _gaps(report: AcceptanceReport, name: str) -> dict[str, float]:
     not."""
     figures: dict[str, float] = {}
     gaps = []
-    alike = len({each.draft_sample_method for each in report.provenance.engines}) == 1
+    alike = len({engine.draft_sample_method for engine in report.provenance.engines}) == 1
     for temperature in report.temperatures():
         if temperature > 0 and not alike:
             continue

@@ -38,7 +38,7 @@ SUMMARY_KEYS = {  # t<T> stands for t0, t1, t0.7, ...
 
 
 class Bound(Record):
-    """What a recipe demands of one figure of the summary."""
+    """Bounds of a recipe on one figure of the summary."""
 
     min: float | None = Field(default=None, description="Smallest value that passes.")
     max: float | None = Field(default=None, description="Largest value that passes.")

@@ -88,13 +88,13 @@ def layout_of(fields: Mapping[str, Any], names: set[str], where: str) -> Layout:
     own = fields.get("draftsmith") or {}
     family, format_ = own.get("family"), own.get("format", NATIVE)
     if family is None:
-        found = next((layout for layout in _TABLE if layout.recognises(fields, names)), None)
+        layout = next((layout for layout in _TABLE if layout.recognises(fields, names)), None)
     else:
-        found = LAYOUTS.get((format_, family))
-    if found is None:
+        layout = LAYOUTS.get((format_, family))
+    if layout is None:
         raise CheckpointError(
             f"{where}: not a drafter this version reads (architectures {fields.get('architectures')}, "
             f"family {family}, format {format_}); it reads {', '.join(FAMILIES)}, and targets that carry a module of "
             "their own; give the folder of one of these, or start from scratch"
         )
-    return found
+    return layout

@@ -24,19 +24,19 @@ class Header(NamedTuple):
 
 def read_headers(folder: Path) -> dict[str, Header]:
     """Every tensor of a folder by name. CheckpointError for a file that is damaged or no safetensors."""
-    found: dict[str, Header] = {}
+    headers: dict[str, Header] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, "pt") as reader:
                 for name in reader.keys():  # noqa: SIM118 (not a dict)
                     view = reader.get_slice(name)
                     dtype = FLOATS.get(view.get_dtype(), view.get_dtype())
-                    found[name] = Header(tuple(view.get_shape()), dtype, file)
+                    headers[name] = Header(tuple(view.get_shape()), dtype, file)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"{file}: damaged, or not safetensors ({error}); copy or download it again"
             ) from error
-    return found
+    return headers
 
 
 def pickled_files(folder: Path) -> list[str]:

@@ -103,29 +103,29 @@ def inspect_folder(path_or_id: str | Path, target: Any = None, *, num_target_lay
 # ------------------------------------------------------------------ files
 
 
-def _read_files(found: Inspection, path_or_id: str | Path) -> None:
-    folder = found.folder
+def _read_files(result: Inspection, path_or_id: str | Path) -> None:
+    folder = result.folder
     try:
         fields = json.loads((folder / "config.json").read_text())
         if not isinstance(fields, dict):
             raise ValueError("expected an object of fields")
-        found.fields = fields
+        result.fields = fields
     except (OSError, ValueError) as error:
-        found.add("no_config", f"config.json: {error}")
+        result.add("no_config", f"config.json: {error}")
     pickles = pickled_files(folder) or ([] if Path(path_or_id).is_dir() else _pickles_on_the_hub(str(path_or_id)))
     if pickles:
-        found.add("pickled_weights", f"{', '.join(pickles)}: pickled weights, not opened")
+        result.add("pickled_weights", f"{', '.join(pickles)}: pickled weights, not opened")
     try:
-        found.headers = read_headers(folder)
+        result.headers = read_headers(folder)
     except CheckpointError as error:
-        found.add("damaged_file", str(error))
+        result.add("damaged_file", str(error))
         return
-    if not found.headers and not pickles:
-        found.add("no_weights", "there is no *.safetensors file")
+    if not result.headers and not pickles:
+        result.add("no_weights", "there is no *.safetensors file")
     for index in sorted(folder.glob("*.safetensors.index.json")):
         named = set((json.loads(index.read_text()).get("weight_map") or {}).values())
         if lost := sorted(name for name in named if not (folder / name).exists()):
-            found.add("missing_file", f"{index.name} names {', '.join(lost)}, which is not there")
+            result.add("missing_file", f"{index.name} names {', '.join(lost)}, which is not there")
 
 
 def _pickles_on_the_hub(repository: str) -> list[str]:
@@ -157,22 +157,22 @@ _SIGNS: dict[str, Callable[[set[str], Mapping[str, Any]], bool]] = {
 }
 
 
-def _recognise(found: Inspection) -> Layout | None:
+def _recognise(result: Inspection) -> Layout | None:
     """The layout of the folder; None, and a fault, if there is none."""
-    names, fields = set(found.headers), found.fields
+    names, fields = set(result.headers), result.fields
     family = next((family for family, fits in _SIGNS.items() if fits(_bare(names), fields)), None)
     layout = None
     try:
-        layout = layout_of(fields, names, str(found.folder))
+        layout = layout_of(fields, names, str(result.folder))
     except DraftsmithError as error:
         if family is None:
-            found.add("unknown_drafter", str(error))
+            result.add("unknown_drafter", str(error))
             return None
     if layout is None or (family in ("eagle", "eagle3") and layout.family == "draft_model"):
         layout = LAYOUTS["vllm", str(family)]
-    found.layout = layout
+    result.layout = layout
     if layout.family in ("eagle", "eagle3") and (prefixed := sorted(n for n in names if n.startswith(PREFIX))):
-        found.add("prefix", f"{prefixed[0]} and {len(prefixed) - 1} more names begin with {PREFIX}")
+        result.add("prefix", f"{prefixed[0]} and {len(prefixed) - 1} more names begin with {PREFIX}")
     return layout
 
 
@@ -183,43 +183,43 @@ def _bare(names: set[str]) -> set[str]:
 # ------------------------------------------------------------------ config.json
 
 
-def _read_config(found: Inspection, layout: Layout, layers: int | None) -> DrafterConfig | None:
+def _read_config(result: Inspection, layout: Layout, layers: int | None) -> DrafterConfig | None:
     """The config, read after faults that would hide others were mended in memory; None if it cannot be read."""
     where = "config.json"
-    names = _bare(set(found.headers)) if layout.family in ("eagle", "eagle3") else set(found.headers)
+    names = _bare(set(result.headers)) if layout.family in ("eagle", "eagle3") else set(result.headers)
     try:
-        plain = dict(layout.plain(found.fields, where))
+        plain = dict(layout.plain(result.fields, where))
     except DraftsmithError as error:
-        found.add("missing_taps" if TAPS in str(error) else "field", str(error))
+        result.add("missing_taps" if TAPS in str(error) else "field", str(error))
         return None
     usable = _usable_architectures(layout)
     if usable and (plain.get("architectures") or [None])[0] not in usable:
-        found.add("architecture", f"architectures is {plain.get('architectures')}; expected {' or '.join(usable)}")
+        result.add("architecture", f"architectures is {plain.get('architectures')}; expected {' or '.join(usable)}")
         plain["architectures"] = [usable[0]]
     if layout.family == "eagle3":
-        _check_taps(found, plain, layers)
+        _check_taps(result, plain, layers)
     stand_in = layers or max([*(plain.get(TAPS) or ()), 1])
     try:
         # `plain` is in the terms of vLLM's own format, whichever the folder's is
         config = LAYOUTS["vllm", layout.family].from_config(plain, names, where, stand_in)
     except DraftsmithError as error:
-        found.add("field", str(error))
+        result.add("field", str(error))
         return None
     if layout.family == "eagle" and layout.format == "vllm":
-        _check_biases(found, config)
-    for name, value, trained in changed_fields(found.fields, config):
-        found.add("changed_field", f"{name} is {value}, and was {trained} in training")
-    if layout.family == "medusa" and config.model_dump()["fc_bias"] and not found.fields.get("medusa_fc_bias"):
-        found.add("medusa_bias", "the blocks have biases, and medusa_fc_bias is not true in config.json")
+        _check_biases(result, config)
+    for name, value, trained in changed_fields(result.fields, config):
+        result.add("changed_field", f"{name} is {value}, and was {trained} in training")
+    if layout.family == "medusa" and config.model_dump()["fc_bias"] and not result.fields.get("medusa_fc_bias"):
+        result.add("medusa_bias", "the blocks have biases, and medusa_fc_bias is not true in config.json")
     return config
 
 
-def _check_biases(found: Inspection, config: Any) -> None:
+def _check_biases(result: Inspection, config: Any) -> None:
     """Names the biases of an EAGLE head that vLLM drops."""
     if config.fc_bias:
-        found.add("dropped_bias", "fc.bias: vLLM's fc has none")
-    if config.attention_bias and not (found.fields.get("qkv_bias") or found.fields.get("attention_bias")):
-        found.add("dropped_bias", "layers.*.self_attn.*.bias: vLLM reads them with qkv_bias: true only")
+        result.add("dropped_bias", "fc.bias: vLLM's fc has none")
+    if config.attention_bias and not (result.fields.get("qkv_bias") or result.fields.get("attention_bias")):
+        result.add("dropped_bias", "layers.*.self_attn.*.bias: vLLM reads them with qkv_bias: true only")
 
 
 def _usable_architectures(layout: Layout) -> tuple[str, ...]:
@@ -231,52 +231,52 @@ def _usable_architectures(layout: Layout) -> tuple[str, ...]:
     return ("MedusaModel",) if layout.family == "medusa" else ()
 
 
-def _check_taps(found: Inspection, plain: dict[str, Any], layers: int | None) -> None:
+def _check_taps(result: Inspection, plain: dict[str, Any], layers: int | None) -> None:
     """Compares the tap ids, their number and fc's width; leaves as many ids in `plain` as fc was made for."""
     taps, count = list(plain.get(TAPS) or ()), plain.get(COUNT)
     width = plain.get("target_hidden_size") or plain.get("hidden_size")
-    fc = found.headers.get("fc.weight") or found.headers.get(f"{PREFIX}fc.weight")
+    fc = result.headers.get("fc.weight") or result.headers.get(f"{PREFIX}fc.weight")
     read = fc.shape[1] // width if fc is not None and len(fc.shape) == 2 and width else None
     numbers = {f"{COUNT} is {count}": count or 3, f"fc reads {read}": read, f"there are {len(taps)} tap ids": len(taps)}
     numbers = {text: number for text, number in numbers.items() if number}
     if len(set(numbers.values())) > 1:
-        found.add("tap_count", "; ".join(numbers))
+        result.add("tap_count", "; ".join(numbers))
     if not taps:
-        found.add("missing_taps", f"{TAPS} is not in config.json")
-    elif not found.fields.get(TAPS) and found.layout is not None and found.layout.format == "vllm":
-        found.add("ambiguous_taps", f"{SECTION}.{TAPS} is {[tap - 1 for tap in taps]}, taken for taps {taps}")
+        result.add("missing_taps", f"{TAPS} is not in config.json")
+    elif not result.fields.get(TAPS) and result.layout is not None and result.layout.format == "vllm":
+        result.add("ambiguous_taps", f"{SECTION}.{TAPS} is {[tap - 1 for tap in taps]}, taken for taps {taps}")
     wanted = read or len(taps) or 3
     if len(taps) != wanted:
         default = default_tap_layers(layers or 32)
         plain[TAPS] = default if len(default) == wanted else list(range(wanted))
     if layers is not None and (beyond := [tap for tap in taps if not 0 <= tap <= layers]):
-        found.add("taps_out_of_range", f"taps {taps}: {beyond} outside 0..{layers}, the layers of the target")
+        result.add("taps_out_of_range", f"taps {taps}: {beyond} outside 0..{layers}, the layers of the target")
         plain[TAPS] = default_tap_layers(layers) if wanted == 3 else list(range(wanted))
-    if layers is not None and found.own.get("num_target_layers", layers) != layers:
-        plain["draftsmith"] = {**found.own, "num_target_layers": layers}
+    if layers is not None and result.own.get("num_target_layers", layers) != layers:
+        plain["draftsmith"] = {**result.own, "num_target_layers": layers}
 
 
 # ------------------------------------------------------------------ tensors
 
 
-def _read_tensors(found: Inspection, layout: Layout, config: DrafterConfig) -> None:
-    if (others := other_dtypes(found.fields, found.headers, layout.exact)) and layout.family != "draft_model":
-        named = found.fields.get("dtype") or found.fields.get("torch_dtype")
-        found.add("other_dtype", f"dtype is {named}, but {others[0]} is {found.headers[others[0]].dtype}")
+def _read_tensors(result: Inspection, layout: Layout, config: DrafterConfig) -> None:
+    if (others := other_dtypes(result.fields, result.headers, layout.exact)) and layout.family != "draft_model":
+        named = result.fields.get("dtype") or result.fields.get("torch_dtype")
+        result.add("other_dtype", f"dtype is {named}, but {others[0]} is {result.headers[others[0]].dtype}")
     if config.family == "draft_model":
-        faults = _draft_model_faults(found.folder, layout, config)
+        faults = _draft_model_faults(result.folder, layout, config)
     else:
         try:
-            tensors = layout.load(config, sorted(found.folder.glob("*.safetensors")))
+            tensors = layout.load(config, sorted(result.folder.glob("*.safetensors")))
         except CheckpointError as error:
-            found.add("unexpected_tensor", str(error))
+            result.add("unexpected_tensor", str(error))
             return
         if config.family in ("eagle", "eagle3"):
             tensors = layout.canonical({name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}, config)
-        found.tensors, faults = tensors, layout.faults(tensors, config)
+        result.tensors, faults = tensors, layout.faults(tensors, config)
     for weight in faults:
-        found.add(_kind_of(weight, config), weight.text)
-    _check_values(found, config)
+        result.add(_kind_of(weight, config), weight.text)
+    _check_values(result, config)
 
 
 def _draft_model_faults(folder: Path, layout: Layout, config: DrafterConfig) -> list[WeightFault]:
@@ -306,57 +306,57 @@ def _kind_of(weight: WeightFault, config: DrafterConfig) -> str:
     return {"other": "missing_tensor"}.get(weight.kind, weight.kind)
 
 
-def _check_values(found: Inspection, config: DrafterConfig) -> None:
+def _check_values(result: Inspection, config: DrafterConfig) -> None:
     """Finds values that no training leaves behind: matrices of zeros, norms of ones, impossible maps of ids."""
-    tensors = {name: tensor for name, tensor in found.tensors.items() if tensor.is_floating_point()}
+    tensors = {name: tensor for name, tensor in result.tensors.items() if tensor.is_floating_point()}
     for name, tensor in tensors.items():
         if tensor.ndim == 2 and not name.startswith("blocks.") and not bool(tensor.any()):
-            found.add("all_zero", f"{name} is all zeros")
+            result.add("all_zero", f"{name} is all zeros")
     if ones := [name for name, tensor in tensors.items() if name.endswith("norm.weight") and bool((tensor == 1).all())]:
-        found.add("norm_ones", f"{', '.join(ones)}: all ones")
-    d2t = found.tensors.get("d2t")
+        result.add("norm_ones", f"{', '.join(ones)}: all ones")
+    d2t = result.tensors.get("d2t")
     if config.reduced_vocabulary and d2t is not None and d2t.shape == (config.draft_vocab_size,):
-        _check_d2t(found, d2t.long(), config.vocab_size)
+        _check_d2t(result, d2t.long(), config.vocab_size)
 
 
-def _check_d2t(found: Inspection, d2t: Tensor, vocabulary: int) -> None:
-    listed = found.tensors.get("t2d")
+def _check_d2t(result: Inspection, d2t: Tensor, vocabulary: int) -> None:
+    listed = result.tensors.get("t2d")
     known = None if listed is None or listed.shape != (vocabulary,) else listed.bool().nonzero().flatten()
     as_ids = bool(((d2t >= 0) & (d2t < vocabulary)).all()) and len(d2t.unique()) == len(d2t)
     try:
         ids = from_offsets(d2t, vocabulary, "d2t")
     except CheckpointError as error:
-        found.add("d2t_ids" if as_ids else "d2t_invalid", str(error).removeprefix("d2t: "))
+        result.add("d2t_ids" if as_ids else "d2t_invalid", str(error).removeprefix("d2t: "))
         return
     if known is None or torch.equal(ids.sort().values, known):
         return
     if as_ids and torch.equal(d2t.sort().values, known):
-        found.add("d2t_ids", "d2t holds the very ids that t2d names, not offsets")
+        result.add("d2t_ids", "d2t holds the very ids that t2d names, not offsets")
     else:
-        found.add("t2d_disagrees", "t2d names other tokens than d2t")
+        result.add("t2d_disagrees", "t2d names other tokens than d2t")
 
 
 # ------------------------------------------------------------------ against a target
 
 
-def _compare(found: Inspection, config: DrafterConfig, target: Any) -> None:
-    name = found.target_name
+def _compare(result: Inspection, config: DrafterConfig, target: Any) -> None:
+    name = result.target_name
     if name and Path(name).name != Path(str(target.name_or_path)).name:
-        found.add("other_target", f"it was made for {name}; this is {target.name_or_path}")
+        result.add("other_target", f"it was made for {name}; this is {target.name_or_path}")
     if config.family == "draft_model":
         return
     if config.target_hidden_size != target.hidden_size:
         wide, theirs = config.target_hidden_size, target.hidden_size
-        found.add("wrong_width", f"it reads states {wide} wide; the target's are {theirs}")
+        result.add("wrong_width", f"it reads states {wide} wide; the target's are {theirs}")
     if config.vocab_size != target.vocab_size:
-        found.add("wrong_vocabulary", f"vocab_size is {config.vocab_size}; the target's is {target.vocab_size}")
-    if (layers := found.own.get("num_target_layers", target.num_layers)) != target.num_layers:
-        found.add("wrong_depth", f"it was made for a target of {layers} layers; this one has {target.num_layers}")
+        result.add("wrong_vocabulary", f"vocab_size is {config.vocab_size}; the target's is {target.vocab_size}")
+    if (layers := result.own.get("num_target_layers", target.num_layers)) != target.num_layers:
+        result.add("wrong_depth", f"it was made for a target of {layers} layers; this one has {target.num_layers}")
     if isinstance(config, DecoderConfig) and getattr(config, "target_fields", None) is None:
-        _compare_positions(found, config, target.config)
+        _compare_positions(result, config, target.config)
 
 
-def _compare_positions(found: Inspection, config: DecoderConfig, target: Any) -> None:
+def _compare_positions(result: Inspection, config: DecoderConfig, target: Any) -> None:
     drafter_rope, target_rope = config.rope_parameters, rope_of(target)
     differences = [
         f"{name} {drafter_rope.get(name)}, the target's {target_rope.get(name)}"
@@ -364,7 +364,7 @@ def _compare_positions(found: Inspection, config: DecoderConfig, target: Any) ->
         if drafter_rope.get(name) != target_rope.get(name)
     ]
     if differences:
-        found.add("rope", f"rope_parameters: {'; '.join(differences)}")
+        result.add("rope", f"rope_parameters: {'; '.join(differences)}")
     most, own = getattr(target, "max_position_embeddings", None), config.max_position_embeddings
     if most is not None and own < most:
-        found.add("short_positions", f"max_position_embeddings is {own}; the target's {most}")
+        result.add("short_positions", f"max_position_embeddings is {own}; the target's {most}")
