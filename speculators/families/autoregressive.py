@@ -102,7 +102,7 @@ class ChainDrafter(Drafter):
         causal: list[tuple[Tensor, Tensor]] = []  # per layer: keys and values of depth 0
         own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(layers)]  # per layer: those of each later depth
         for depth in range(steps):
-            if depth and self.asks:
+            if depth and self.asks and self.samples_terms:  # counting slots waits for the device
                 fewer = slots_in_use(torch.stack(valid[depth:]).any(0))
                 if fewer.shape[1] <= WORTH_NARROWING * chosen.shape[1]:
                     state, own = _narrowed(chosen, fewer, T, state, own)
