@@ -2,23 +2,28 @@
 
 Between rounds a running row's cache holds all its committed tokens but the last, the anchor. A round feeds the anchor
 and the drafts through the target at once, keeps the drafts the rule accepts plus one token of the target's own, and
-rolls the rest back by not counting it. Knows no tokenizer, no file and no particular drafter.
+rolls the rest back by not counting it. No tokenizer and no particular drafter belongs here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from inference.compilation.config import Compilation
 from inference.engine.logprobs import record_logprobs, record_prompt_logprobs
-from inference.engine.rows import EngineRows, OnRound
+from inference.engine.rows import RowManager
 from inference.kv_cache.memory_limit import KVMemory
+from inference.kv_cache.prefix_cache import PrefixReuse
+from inference.kv_cache.ragged_cache import RaggedCache
+from inference.metrics import EngineCounters
 from inference.requests.request import Request
+from inference.requests.scheduler import Scheduler
 from inference.sampling_params import SamplingParams
 from inference.spec_decode.draft_length.policy import DraftLength
 from inference.spec_decode.logits import cut_at_dead_ends, process_logits
@@ -26,7 +31,7 @@ from inference.spec_decode.proposal import Kept, Proposal
 from inference.spec_decode.proposers.base import Proposer
 from inference.spec_decode.tree_drafting import ancestors
 from inference.spec_decode.verification.rejection_sampler import AUTO, verify_and_sample
-from speculators.errors import ConfigError
+from speculators.errors import ConfigError, DraftsmithError
 from speculators.precision import on_device
 from speculators.target.frozen_target import FrozenTarget
 
@@ -34,15 +39,41 @@ if TYPE_CHECKING:
     from inference.compilation.compiled_rounds import CompiledRounds
 
 
-class Engine(EngineRows):
-    """Runs requests in at most `max_num_seqs` rows. Not thread-safe: `add`, `step` and `abort` from one thread.
+# What was judged in a round, before it is committed: the requests in their rows, their drafts, the new tokens of each
+# (the accepted drafts and one more; what follows the end of a response among them will be dropped).
+OnRound = Callable[[Sequence[Request], Proposal, Sequence[Sequence[int]]], None]
 
+PHASES = ("schedule", "draft", "verify", "sample", "commit", "prefill")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How an engine runs, whatever it drafts with. The names are those of `LLM`.
+
+    max_num_seqs            rows: responses written at the same time
+    max_model_len           longest prompt + response; None: the model's own limit, or its draft model's if less
     max_num_batched_tokens  tokens of one prefill forward; admitted prompts are prefilled whole before the next round
     enable_prefix_caching   a request takes over what another row computed for the same first tokens
     kv_cache_memory_bytes   most memory for keys and values (see KVMemory); None: as much as max_num_seqs rows need
     compilation             how rounds are compiled (docs/runtime.md); None: they run eager
+    rejection_sample_method  the verification rule at temperature > 0
+    seed                    of the requests that bring none: each gets its own from this and its number
+    """
 
-    `options`: those above as they were given, for another engine like this one.
+    max_num_seqs: int = 8
+    max_model_len: int | None = None
+    max_num_batched_tokens: int = 512
+    enable_prefix_caching: bool = True
+    kv_cache_memory_bytes: int | None = None
+    compilation: Compilation | None = None
+    rejection_sample_method: str = AUTO
+    seed: int = 0
+
+
+class Engine:
+    """Runs requests in at most `max_num_seqs` rows. Not thread-safe: `add`, `step` and `abort` from one thread.
+
+    `options`: with max_model_len given. `on_round`: called after every verification.
     `timers`: seconds per phase since `reset_metrics`. verify is the target's forward, sample the decision what to keep;
     prefill includes the drafter's share of it. On a GPU a phase that only launches work is charged to the next one
     that waits for it (sample, as a rule).
@@ -51,45 +82,119 @@ class Engine(EngineRows):
     def __init__(
         self,
         target: FrozenTarget,
+        options: EngineOptions,
         *,
-        max_model_len: int,
-        max_num_seqs: int = 8,
-        max_num_batched_tokens: int = 512,
         proposer: Proposer | None = None,
         draft_length: DraftLength | None = None,
-        rule: str = AUTO,
         on_round: OnRound | None = None,
-        enable_prefix_caching: bool = True,
-        kv_cache_memory_bytes: int | None = None,
-        compilation: Compilation | None = None,
     ) -> None:
-        if max_num_batched_tokens < 1:
-            raise ConfigError(f"max_num_batched_tokens={max_num_batched_tokens}; expected at least 1")
-        self.options: dict[str, Any] = dict(
-            max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-            enable_prefix_caching=enable_prefix_caching, kv_cache_memory_bytes=kv_cache_memory_bytes,
-            compilation=compilation,
-        )  # fmt: skip
-        self.target, self.rule, self.max_model_len = target, rule, max_model_len
-        self.max_num_batched_tokens = max_num_batched_tokens
+        if options.max_num_batched_tokens < 1:
+            raise ConfigError(f"max_num_batched_tokens={options.max_num_batched_tokens}; expected at least 1")
+        if options.max_model_len is None:
+            raise ConfigError("EngineOptions: an engine needs max_model_len")
+        self.target, self.options, self.max_model_len = target, options, options.max_model_len
+        self.proposer, self.on_round = proposer, on_round
+        compilation = options.compilation
         # Compiled rounds write to padding rows too, which may hold a finished text of max_model_len: one token more.
         drafts = proposer.max_places + (compilation is not None) if proposer is not None else 0
-        super().__init__(
-            max_num_seqs, max_model_len + drafts, proposer=proposer, on_round=on_round,
-            enable_prefix_caching=enable_prefix_caching, device=target.device,
-        )  # fmt: skip
-        most = proposer.num_speculative_tokens if proposer is not None else 0
-        self.draft_length = draft_length or DraftLength(most)
+        scheduler = Scheduler(options.max_num_seqs)
+        cache = RaggedCache(options.max_num_seqs, self.max_model_len + drafts, device=target.device)
+        self.rows = RowManager(cache, PrefixReuse(cache, options.enable_prefix_caching), scheduler, proposer)
+        self.reset_metrics()
+        self.draft_length = draft_length or DraftLength(proposer.num_speculative_tokens if proposer is not None else 0)
         if proposer is not None:
             self.draft_length.attach(proposer, self._rehearse)
         self.compiled: CompiledRounds | None = None
-        if kv_cache_memory_bytes is not None:
+        if options.kv_cache_memory_bytes is not None:
             self._probe()
-            self._memory = KVMemory(kv_cache_memory_bytes, self._cache, proposer, self._cache.max_len - max_model_len)
+            self.rows.memory_limit = KVMemory(options.kv_cache_memory_bytes, cache, proposer, drafts)
         if compilation is not None:
             from inference.compilation.compiled_rounds import CompiledRounds  # torch's compiler takes seconds to import
 
-            self.compiled = CompiledRounds(compilation, target, self._cache, proposer, max_model_len, self._memory)
+            memory = self.rows.memory_limit
+            self.compiled = CompiledRounds(compilation, target, cache, proposer, self.max_model_len, memory)
+
+    # ------------------------------------------------------------------ requests
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.rows.scheduler
+
+    @property
+    def counters(self) -> EngineCounters:
+        return self.rows.counters
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished
+
+    @property
+    def speculation_enabled(self) -> bool:
+        return self.rows.proposer is not None
+
+    def set_speculation(self, on: bool) -> None:
+        """Turns drafting on or off; only while nothing runs, since a drafter must have seen a row from its start."""
+        proposer = self.proposer if on else None
+        if proposer is self.rows.proposer:
+            return
+        if self.has_unfinished:
+            raise DraftsmithError(
+                "engine: drafting cannot be turned on or off while requests are unfinished; "
+                "finish or abort them first (a stream that is not exhausted counts: close it)"
+            )
+        self.reset_prefix_cache()  # what lies in the rows was not, or will not be, seen by the drafter
+        self.rows.proposer = proposer
+
+    def reset_metrics(self) -> None:
+        self.timers: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self.rows.counters = EngineCounters()
+        self._row_rounds = 0
+
+    @property
+    def mean_draft_length(self) -> float:
+        """Drafts verified per row and round since `reset_metrics`, rounds without a draft included."""
+        return self.counters.num_draft_tokens / max(self._row_rounds, 1)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets what could be reused, as must be done when weights of the target or the drafter change."""
+        self.rows.prefix_cache.forget()
+
+    def refusal(self, num_prompt_tokens: int, end: int) -> str | None:
+        """The reason why a request of that prompt, which may grow to `end` tokens, can never run; None if it can."""
+        memory = self.rows.memory_limit
+        if memory is None or end <= memory.most_tokens:
+            return None
+        return (
+            f"prompt and response may have {num_prompt_tokens} + {end - num_prompt_tokens} tokens, whose keys and "
+            f"values take {memory.bytes(1, end)} bytes; kv_cache_memory_bytes={memory.limit} holds "
+            f"{memory.most_tokens} tokens. Lower max_tokens, shorten the prompt or raise kv_cache_memory_bytes"
+        )
+
+    def add(self, request: Request) -> None:
+        """The request waits for a row. ConfigError if memory can never hold it."""
+        reason = self.refusal(request.num_prompt_tokens, request.end)
+        if reason is not None:
+            raise ConfigError(f"request {request.request_id}: {reason}")
+        self.scheduler.add(request)
+
+    @torch.inference_mode()
+    def abort(self, request_id: str) -> None:
+        """Ends every unfinished response of the request with finish_reason "abort". Unknown ids are ignored."""
+        self.rows.abort(request_id)
+
+    @torch.inference_mode()
+    def preempt_all(self) -> list[Request]:
+        """Every running request gives its row back and waits again, to be computed again from its committed text: the
+        way out of a step that failed. Returns those that had finished."""
+        return self.rows.preempt_all()
+
+    def take_over(self, other: Engine) -> None:
+        """Continues the unfinished requests of another engine, computing them again, with its totals and its listener;
+        the other one is done. Between steps."""
+        other.preempt_all()
+        self.on_round = other.on_round
+        self.rows.scheduler, self.rows.counters = other.scheduler, other.counters
+        self.timers, self._row_rounds = other.timers, other._row_rounds
 
     # ------------------------------------------------------------------ one step
 
@@ -99,16 +204,16 @@ class Engine(EngineRows):
         try:
             return self._step()
         except BaseException:
-            self._reuse.forget()  # a row may hold half of something
+            self.reset_prefix_cache()  # a row may hold half of something
             raise
 
     def _step(self) -> list[Request]:
         started = perf_counter()
-        admitted = self._make_room()
+        admitted = self.rows.admit()
         self.timers["schedule"] += perf_counter() - started
         finished: list[Request] = []
         while admitted:
-            wave = self._reuse.wave(admitted)
+            wave = self.rows.prefix_cache.wave(admitted)
             self.scheduler.admit(wave)
             admitted = [request for request in admitted if request not in wave]
             finished += self._prefill(wave)
@@ -118,7 +223,7 @@ class Engine(EngineRows):
 
     def _round(self, rows: list[Request]) -> list[Request]:
         """Propose, verify, sample, commit. B = rows in use, K = longest draft of the round."""
-        clock, proposer = perf_counter, self.proposer
+        clock, proposer, cache = perf_counter, self.rows.proposer, self.rows.cache
         t0 = clock()
         if proposer is None:
             proposal = Proposal.empty(len(rows), self.target.device)
@@ -142,7 +247,7 @@ class Engine(EngineRows):
         if self.on_round is not None:
             self.on_round(rows, proposal, [each.tokens for each in kept])
         depths, kept_places = proposal.depths(), [[0, *(1 + place for place in each.places)] for each in kept]
-        self._cache.keep(kept_places)  # the anchor and the accepted drafts
+        cache.keep(kept_places)  # the anchor and the accepted drafts
         for row, (request, each, drafted) in enumerate(zip(rows, kept, proposal.counts, strict=True)):
             accepted = min(len(each.places), request.commit(each.tokens))  # what follows the end was not accepted
             request.count_round(drafted, accepted, depth := max(depths[row][:drafted], default=0))
@@ -156,7 +261,7 @@ class Engine(EngineRows):
             if proposal.parents is not None:
                 taps, last_hidden = (_along(kept_places, features) for features in (taps, last_hidden))
             proposer.observe(rows, [len(each.tokens) for each in kept], taps, last_hidden)
-        finished = self._release_finished()
+        finished = self.rows.release_finished()
         t5 = clock()
         timers = self.timers
         timers["draft"] += t1 - t0
@@ -170,10 +275,11 @@ class Engine(EngineRows):
         """Feeds the texts of the newly added rows, as far as they are not there, in chunks of at most
         max_num_batched_tokens; then samples the first token of each that has none."""
         started = perf_counter()
-        rows, lengths = self.scheduler.running, self._cache.lengths
+        rows, cache, proposer = self.scheduler.running, self.rows.cache, self.rows.proposer
+        lengths = cache.lengths
         first = len(rows) - len(wave)
         for row, request in enumerate(wave, first):
-            self._enter(row, request)
+            self.rows.enter(row, request)
         ends: dict[int, Tensor] = {}  # row -> last_hidden [H] of its last position
         while (chunk := self._next_chunk(first)) is not None:
             start, stop, width = chunk
@@ -184,11 +290,11 @@ class Engine(EngineRows):
             taps, last_hidden = self._forward(start, stop, on_device(padded, self.target.device))
             for i, (row, count) in enumerate(zip(range(start, stop), counts, strict=True)):
                 record_prompt_logprobs(self.target.logits, rows[row], lengths[row], last_hidden[i, :count])
-                self._cache.advance(row, count)
+                cache.advance(row, count)
                 if lengths[row] == len(texts[i]):
                     ends[row] = last_hidden[i, count - 1].clone()
-            if self.proposer is not None and self.proposer.reads_features:
-                self.proposer.prefill(start, rows[start:stop], counts, taps, last_hidden)
+            if proposer is not None and proposer.reads_features:
+                proposer.prefill(start, rows[start:stop], counts, taps, last_hidden)
         begun = [(request, ends[row]) for row, request in enumerate(wave, first) if not request.output_token_ids]
         if begun:
             new = [request for request, _ in begun]
@@ -198,21 +304,22 @@ class Engine(EngineRows):
             for request, kept in zip(new, first_tokens, strict=True):
                 request.first_token_time = now
                 request.commit(kept.tokens)
-        finished = self._release_finished()
+        finished = self.rows.release_finished()
         self.timers["prefill"] += perf_counter() - started
         return finished
 
     def _next_chunk(self, first: int) -> tuple[int, int, int] | None:
         """(start, stop, width): neighbouring rows from `first` on that are not prefilled yet, and how many tokens each
         is fed now. No row is padded beyond the longest one: that would need memory nobody asked for."""
-        lengths = self._cache.lengths
+        cache = self.rows.cache
+        lengths = cache.lengths
         left = [request.num_prefill_tokens - lengths[row] for row, request in enumerate(self.scheduler.running)]
         start = next((row for row in range(first, len(left)) if left[row]), None)
         if start is None:
             return None
         stop = next((row for row in range(start, len(left)) if not left[row]), len(left))
-        room = max(self._cache.capacity, *(lengths[row] + left[row] for row in range(start, stop)))
-        budget = max(1, self.max_num_batched_tokens // (stop - start))
+        room = max(cache.capacity, *(lengths[row] + left[row] for row in range(start, stop)))
+        budget = max(1, self.options.max_num_batched_tokens // (stop - start))
         return start, stop, min(budget, max(left[start:stop]), room - max(lengths[start:stop]))
 
     # ------------------------------------------------------------------ its parts
@@ -222,7 +329,7 @@ class Engine(EngineRows):
     ) -> tuple[Tensor | None, Tensor]:
         """token_ids [b, T], written at each row's own length -> taps [b, T, n·H] or None, last_hidden [b, T, H].
         `proposal`: what the tokens after the first are, where it is a tree."""
-        T, cache = token_ids.shape[1], self._cache
+        T, cache = token_ids.shape[1], self.rows.cache
         if self.compiled is not None:
             features = self.compiled.forward(start, stop, token_ids, proposal)
             if features is not None:
@@ -250,7 +357,7 @@ class Engine(EngineRows):
         """Logits [b, 1+K, V] -> the accepted drafts of each row and one token more."""
         processed = process_logits(logits, proposal, rows)
         params, generators = [request.params for request in rows], [request.generator for request in rows]
-        kept = verify_and_sample(processed, proposal, params, generators, self.rule)
+        kept = verify_and_sample(processed, proposal, params, generators, self.options.rejection_sample_method)
         cut_at_dead_ends(rows, kept)
         record_logprobs(logits, proposal, rows, [each.tokens for each in kept])
         return kept
@@ -258,15 +365,16 @@ class Engine(EngineRows):
     def _probe(self) -> None:
         """Two tokens through target and drafter, in as little memory as can be, for the size of keys and values."""
         request = Request("probe", 0, [0, 0], SamplingParams(), generator=None, max_model_len=self.max_model_len)
-        for cache in (self._cache, self._proposer.cache if self._proposer is not None else None):
+        proposer = self.proposer
+        for cache in (self.rows.cache, proposer.cache if proposer is not None else None):
             if cache is not None:
                 cache.resize(1, min(4, cache.max_len))
         with torch.inference_mode():
             features = self._forward(0, 1, torch.zeros(1, 2, dtype=torch.long, device=self.target.device))
-            if self._proposer is not None and self._proposer.reads_features:
-                self._proposer.reset(0)
-                self._proposer.prefill(0, [request], [2], *features)
-                self._proposer.reset(0)
+            if proposer is not None and proposer.reads_features:
+                proposer.reset(0)
+                proposer.prefill(0, [request], [2], *features)
+                proposer.reset(0)
 
 
 def _along(places: Sequence[Sequence[int]], features: Tensor | None) -> Tensor | None:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from inference.compilation.config import Compilation, read_compilation
-from inference.engine.engine import Engine, OnRound
+from inference.compilation.config import read_compilation
+from inference.engine.engine import Engine, EngineOptions, OnRound
 from inference.entrypoints.loading import (
     default_device,
     end_of_sequence_ids,
@@ -50,9 +51,9 @@ from inference.sampling.sampler import make_generator
 from inference.sampling_params import SamplingParams
 from inference.spec_decode.draft_length.policy import DraftLength
 from inference.spec_decode.proposers.base import Proposer
-from inference.spec_decode.proposers.drafter import HeadProposer
-from inference.spec_decode.tree_shape import TreeShape
+from inference.spec_decode.proposers.drafter import DraftOptions, HeadProposer
 from inference.spec_decode.verification.rejection_sampler import AUTO, is_lossless
+from speculators.drafter import Drafter
 from speculators.errors import ConfigError
 from speculators.target.frozen_target import FrozenTarget
 
@@ -119,79 +120,53 @@ class LLM:
         tokenizer = load_tokenizer(model, tokenizer, **source)
         target, drafter = load_drafter_for(target, config, tokenizer)
         max_model_len = model_limit(target, max_model_len, drafter)
-        proposer = make_proposer(config, target, drafter, max_num_seqs, max_model_len)
-        engine = Engine(
-            target,
-            max_model_len=max_model_len,
+        options = EngineOptions(
             max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
-            proposer=proposer,
-            draft_length=make_draft_length(config),
-            rule=config.rejection_sample_method,
-            on_round=on_round,
             compilation=compilation,
+            rejection_sample_method=config.rejection_sample_method,
+            seed=seed,
         )
-        self._set_up(engine, tokenizer, seed)
+        proposer = make_proposer(config, target, drafter, max_num_seqs, max_model_len)
+        draft_length = make_draft_length(config)
+        self._set_up(
+            Engine(target, options, proposer=proposer, draft_length=draft_length, on_round=on_round), tokenizer
+        )
 
     @classmethod
-    def _assemble(
+    def from_modules(
         cls,
-        model: FrozenTarget | PreTrainedModel,
+        target: FrozenTarget | PreTrainedModel,
         *,
-        tokenizer: Any = None,
+        drafter: Drafter | None = None,
+        drafting: DraftOptions | None = None,
         proposer: Proposer | None = None,
-        drafter: Any = None,
-        num_speculative_tokens: int = 4,
-        draft_sample_method: str = "probabilistic",
         draft_length: DraftLength | None = None,
-        seed: int = 0,
-        max_num_seqs: int = 8,
-        max_model_len: int | None = None,
-        max_num_batched_tokens: int = 512,
-        rule: str = AUTO,
-        tree: TreeShape | None = None,
-        enable_prefix_caching: bool = True,
-        kv_cache_memory_bytes: int | None = None,
+        tokenizer: Any = None,
         on_round: OnRound | None = None,
-        compilation: Compilation | None = None,
+        options: EngineOptions | None = None,
     ) -> LLM:
-        """From parts made elsewhere: a proposer, or a drafter in memory (attached to the target here). For tests and
-        measurements during training; what is reported is always measured on an export."""
+        """An LLM of modules in memory: a target, and a drafter, which is attached to it, or a proposer.
+
+        `drafting`: how the drafter drafts. For measurements during training and tests; what is reported is measured on
+        an export.
+        """
         taps = tuple(drafter.config.tap_layers) if drafter is not None and drafter.reads_taps else ()
-        target = load_target(model, taps)
-        max_model_len = model_limit(target, max_model_len, drafter)
+        target, options = load_target(target, taps), options or EngineOptions()
+        max_model_len = model_limit(target, options.max_model_len, drafter)
+        options = replace(options, max_model_len=max_model_len)
         if drafter is not None:
-            proposer = HeadProposer(
-                drafter.attach(target),
-                target.vocab_size,
-                num_speculative_tokens,
-                max_num_seqs,
-                max_model_len,
-                probabilistic=draft_sample_method == "probabilistic",
-                tree=tree,
-                device=target.device,
-            )
+            sizes = options.max_num_seqs, max_model_len
+            proposer = HeadProposer(drafter.attach(target), target, drafting or DraftOptions(), *sizes)
         llm = cls.__new__(cls)
-        engine = Engine(
-            target,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            enable_prefix_caching=enable_prefix_caching,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            proposer=proposer,
-            draft_length=draft_length,
-            rule=rule,
-            on_round=on_round,
-            compilation=compilation,
-        )
-        llm._set_up(engine, tokenizer, seed)
+        llm._set_up(Engine(target, options, proposer=proposer, draft_length=draft_length, on_round=on_round), tokenizer)
         return llm
 
-    def _set_up(self, engine: Engine, tokenizer: Any, seed: int) -> None:
-        self.engine, self._tokenizer, self._seed = engine, tokenizer, seed
+    def _set_up(self, engine: Engine, tokenizer: Any) -> None:
+        self.engine, self._tokenizer = engine, tokenizer
         self._eos_token_ids = end_of_sequence_ids(engine.target, tokenizer)
         self._sampling = RequestSampling(tokenizer, engine.target.vocab_size, self._eos_token_ids)
         self._num_prompts = 0  # names requests
@@ -350,7 +325,7 @@ class LLM:
             generator = make_generator(params.seed + index)
         else:
             if not params.greedy:
-                generator = make_generator((self._seed << 32) + self._num_seeded)
+                generator = make_generator((self.engine.options.seed << 32) + self._num_seeded)
             self._num_seeded += 1
         detokenizer = None
         if self._tokenizer is not None and params.detokenize and (streaming or params.stop):

@@ -15,7 +15,7 @@ from inference.entrypoints.speculative_config import SpeculativeConfig
 from inference.spec_decode.draft_length.costs import MeasuredCosts, RoundCosts
 from inference.spec_decode.draft_length.policy import AdaptiveDraftLength, DraftLength
 from inference.spec_decode.proposers.base import Proposer
-from inference.spec_decode.proposers.drafter import HeadProposer
+from inference.spec_decode.proposers.drafter import DraftOptions, HeadProposer
 from inference.spec_decode.proposers.lookahead import LookaheadProposer
 from inference.spec_decode.proposers.ngram import NgramProposer
 from inference.spec_decode.proposers.suffix import SuffixProposer
@@ -124,10 +124,10 @@ def make_proposer(
     if k is None or config.method is None:
         return None
     if drafter is not None:
-        return HeadProposer(
-            drafter, target.vocab_size, k, max_rows, max_model_len,
-            probabilistic=config.draft_sample_method == "probabilistic", tree=config.tree, device=target.device,
-        )  # fmt: skip
+        options = DraftOptions(
+            num_speculative_tokens=k, draft_sample_method=config.draft_sample_method, tree=config.tree
+        )
+        return HeadProposer(drafter, target, options, max_rows, max_model_len)
     if config.method == "suffix":
         return SuffixProposer(k, **config.suffix_options, device=target.device)
     if config.method == "lookahead":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -155,8 +155,8 @@ class DrafterSwap:
         proposer, draft_length = arms[0].proposer, make_draft_length(candidates[0].config)
         if len(arms) > 1:
             proposer, draft_length = self._side_by_side(arms, target), None
-        rule = candidates[0].config.rejection_sample_method
-        engine = Engine(target, proposer=proposer, draft_length=draft_length, rule=rule, **old.options)
+        options = replace(old.options, rejection_sample_method=candidates[0].config.rejection_sample_method)
+        engine = Engine(target, options, proposer=proposer, draft_length=draft_length)
         for request in (*old.scheduler.running, *old.scheduler.waiting):
             if (reason := engine.refusal(request.num_prompt_tokens, request.end)) is not None:
                 raise ConfigError(f"with it a running or waiting request would have no memory: {reason}")
@@ -170,7 +170,7 @@ class DrafterSwap:
 
     def _side_by_side(self, arms: Sequence[Arm], target: FrozenTarget) -> SplitProposer:
         split = SplitProposer(arms, target.vocab_size)
-        limit = self._llm.engine.options["kv_cache_memory_bytes"]
+        limit = self._llm.engine.options.kv_cache_memory_bytes
         if limit is not None and len(split.caches) > 1:
             raise ConfigError(
                 f"drafters: kv_cache_memory_bytes={limit} is a limit for the keys and values of a target and one "

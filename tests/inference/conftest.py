@@ -18,6 +18,7 @@ from inference.spec_decode.tree_shape import DynamicTree, StaticTree
 from speculators.families.eagle3 import Eagle3
 from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget
+from tests.inference.modules import make_llm
 
 
 class StubProposer(Proposer):
@@ -189,13 +190,13 @@ def drafting_llm(byte_tokenizer, tiny_eagle3):
         options = {"tokenizer": byte_tokenizer, "max_num_batched_tokens": 16, "num_speculative_tokens": 3, **options}
         vocab, size = model.config.vocab_size, model.config.hidden_size
         if kind == "fake":
-            return LLM._assemble(model, drafter=FakeHead(vocab, (1, 2), size, range(1, vocab, 2)), **options)
+            return make_llm(model, drafter=FakeHead(vocab, (1, 2), size, range(1, vocab, 2)), **options)
         if kind in TREES:
-            return LLM._assemble(model, drafter=tiny_eagle3(model, (1, 2)), tree=TREES[kind], **options)
+            return make_llm(model, drafter=tiny_eagle3(model, (1, 2)), tree=TREES[kind], **options)
         k = options.pop("num_speculative_tokens")
         proposer = {"off": lambda: None, "ngram": lambda: NgramProposer(k, 1, 3)}.get(
             kind, lambda: StubProposer(kind, k, vocab, texts)
         )
-        return LLM._assemble(model, proposer=proposer(), **options)
+        return make_llm(model, proposer=proposer(), **options)
 
     return make

@@ -25,6 +25,7 @@ from speculators.drafter import Drafter
 from speculators.export import export_drafter, load_drafter, read_drafter_config
 from speculators.export.serving_commands import vllm_method
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from tests.inference.modules import make_llm
 from tests.vllm.process import VLLMProcess
 from tests.vllm.serve import SETTINGS as ENVIRONMENT
 
@@ -150,7 +151,7 @@ def own_texts():
 
     def of(target: FrozenTarget) -> list[TargetFeatures]:
         params = SamplingParams(temperature=0, max_tokens=WRITTEN)
-        outputs = LLM._assemble(target).generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
+        outputs = make_llm(target).generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
         found = []
         for prompt, output in zip(PROMPTS, outputs):
             ids = torch.tensor([[*prompt, *output.outputs[0].token_ids]])
@@ -226,7 +227,7 @@ def with_head(model: Any, head: Path, k: int) -> LLM:
     """Our runtime with an exported head."""
     layers = model.config.get_text_config().num_hidden_layers
     target = FrozenTarget(model, read_drafter_config(head, layers).tap_layers)
-    return LLM._assemble(target, drafter=load_drafter(head, target), num_speculative_tokens=k)
+    return make_llm(target, drafter=load_drafter(head, target), num_speculative_tokens=k)
 
 
 @pytest.fixture(scope="session")

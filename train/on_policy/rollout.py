@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from inference import LLM, SamplingParams
+from inference.engine.engine import EngineOptions
 from inference.metrics import SpecDecodeCounters
 from inference.requests.request import Request
 from inference.spec_decode.proposal import Proposal
+from inference.spec_decode.proposers.drafter import DraftOptions
 from speculators.drafter import Drafter
 from speculators.target.frozen_target import FrozenTarget
 from train.recipe.recipe import Recipe
@@ -87,14 +89,14 @@ class RolloutWriter:
         writer = copy.writer if alone else self.target
         assert writer is not None, "the recipe lets a drafter write that cannot"
         drafts = self.section.num_speculative_tokens or self.recipe.evaluation.num_speculative_tokens
-        llm = LLM._assemble(
+        rows = sampling.batch_size
+        llm = LLM.from_modules(
             writer,
             tokenizer=self.tokenizer,
             drafter=None if alone else copy,
-            num_speculative_tokens=1 if alone else drafts,
-            max_num_seqs=sampling.batch_size,
-            max_num_batched_tokens=max(512, 32 * sampling.batch_size),
+            drafting=DraftOptions(num_speculative_tokens=drafts),
             on_round=None if alone else log,
+            options=EngineOptions(max_num_seqs=rows, max_num_batched_tokens=max(512, 32 * rows)),
         )
         mine = slice(part[0], None, part[1])
         temperatures = temperatures_of(self.section.temperatures or sampling.temperatures, len(prompts))[mine]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,42 +29,48 @@ from speculators.vocab.draft_vocab import scatter_to_target, to_target_ids
 
 if TYPE_CHECKING:
     from speculators.drafter import Drafter
+    from speculators.target.frozen_target import FrozenTarget
 
 
 SPARE = 16  # slots that may wait beyond a round's own while nothing is drafted, so that few forwards are run for them
 
 
+@dataclass(frozen=True, kw_only=True)
+class DraftOptions:
+    """How a trained drafter drafts. The names are those of `speculative_config`.
+
+    num_speculative_tokens  K, tokens of a chain
+    draft_sample_method     "probabilistic": sampled from q; "greedy": its argmax at any temperature, a one-hot q
+    tree                    the shape of a tree in place of a chain
+    """
+
+    num_speculative_tokens: int = 4
+    draft_sample_method: str = "probabilistic"
+    tree: TreeShape | None = None
+
+
 class HeadProposer(Proposer):
-    """`probabilistic=False` drafts the argmax at any temperature, which leaves q one-hot. `tree`: of which shape, in
-    place of a chain of `num_speculative_tokens`."""
+    """Drafts for at most `max_rows` rows of `max_model_len` tokens with a drafter that is attached to `target`."""
 
     reads_features = True
 
     def __init__(
-        self,
-        drafter: Drafter,
-        vocab_size: int,
-        num_speculative_tokens: int,
-        max_rows: int,
-        max_model_len: int,
-        *,
-        probabilistic: bool = True,
-        tree: TreeShape | None = None,
-        device: torch.device | str = "cpu",
+        self, drafter: Drafter, target: FrozenTarget, options: DraftOptions, max_rows: int, max_model_len: int
     ) -> None:
+        num_speculative_tokens, tree = options.num_speculative_tokens, options.tree
         super().__init__(num_speculative_tokens if tree is None else tree.budget)
         depth = num_speculative_tokens if tree is None else tree.depth
         drafter.require_depth(depth, "num_speculative_tokens" if tree is None else "the depth of the tree of drafts")
         drafter.require_length(max_model_len, "max_model_len")
-        self._drafter, self._vocab_size, self._probabilistic = drafter, vocab_size, probabilistic
+        self._drafter, self._vocab_size, self._device = drafter, target.vocab_size, target.device
+        self._probabilistic = options.draft_sample_method == "probabilistic"
         self._draft_to_target, self._tree, self._depth = drafter.draft_to_target, tree, depth
-        self._device = torch.device(device)
         self.asks = self._device.type == "cpu"
         self._seen = [0] * max_rows  # slots of each row that the drafter holds
         self._held = [0] * max_rows  # features of each row that wait
         self._room = depth + 1 + SPARE
         longest = self.cache_length(max_model_len + self.max_places)
-        self._cache = RaggedCache(max_rows, longest, device=device)
+        self._cache = RaggedCache(max_rows, longest, device=self._device)
         self._taps: Tensor | None = None  # [max_rows, room, n·H], the waiting ones
         self._last_hidden: Tensor | None = None  # [max_rows, room, H]
 

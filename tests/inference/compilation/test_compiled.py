@@ -21,6 +21,7 @@ from inference.spec_decode.proposers.ngram import NgramProposer
 from inference.spec_decode.tree_shape import DynamicTree
 from speculators.errors import ConfigError
 from tests.inference.conftest import StubProposer
+from tests.inference.modules import make_llm
 from tests.speculators.families.conftest import CASES, make
 
 K, LIMIT = 3, 96
@@ -63,8 +64,8 @@ def llm_of(kind: str, model, rows: int, compilation: Compilation | None, **optio
     options = {"max_num_seqs": rows, "max_model_len": LIMIT, "compilation": compilation, **options}
     if kind in DRAFTED:
         target, drafter = make(CASES[DRAFTED[kind]], model)
-        return LLM._assemble(target, drafter=drafter.freeze(), num_speculative_tokens=K, **options)
-    return LLM._assemble(model, proposer=NgramProposer(K, 1, 3) if kind == "ngram" else None, **options)
+        return make_llm(target, drafter=drafter.freeze(), num_speculative_tokens=K, **options)
+    return make_llm(model, proposer=NgramProposer(K, 1, 3) if kind == "ngram" else None, **options)
 
 
 def write(llm: LLM, prompts=PROMPTS, **params) -> list[list[int]]:
@@ -115,10 +116,10 @@ def test_padding_to_a_row_that_holds_a_text_of_the_longest_length(tiny_model):
     def run(llm: LLM) -> list[list[int]]:
         return [list(output.outputs[0].token_ids) for output in llm.generate(inputs, params, use_tqdm=False)]
 
-    plain = run(LLM._assemble(model, max_num_seqs=4))
+    plain = run(make_llm(model, max_num_seqs=4))
     texts = {tuple(ids): written + [0] * 8 for ids, written in zip(asked, plain)}
     proposer = StubProposer("right", 4, 101, texts)
-    assert run(LLM._assemble(model, proposer=proposer, max_num_seqs=4, compilation=TRACED)) == plain
+    assert run(make_llm(model, proposer=proposer, max_num_seqs=4, compilation=TRACED)) == plain
 
 
 def test_generated_code_writes_the_same(model_of):
@@ -136,7 +137,7 @@ def test_generated_code_writes_the_same(model_of):
 def test_the_number_of_graphs_is_bounded_and_the_same_rounds_need_no_more(model_of):
     llm = llm_of("eagle3", model_of("eagle3"), 5, TRACED)
     rounds = llm.engine.compiled
-    caches = [llm.engine._cache, llm.engine.proposer.cache]
+    caches = [llm.engine.rows.cache, llm.engine.proposer.cache]
     first = write(llm)
     places = [each.data_ptr() for cache in caches for part in cache.memory() for each in part]
     found = rounds.num_graphs
@@ -191,7 +192,7 @@ def test_a_missing_compiler_is_an_error_that_says_what_to_do(model_of):
 def test_a_limit_of_memory_must_hold_all_rows_at_their_longest(model_of):
     model = model_of("off")
     eager = llm_of("off", model, 2, None, kv_cache_memory_bytes=10**6)
-    needed = KVMemory(10**6, eager.engine._cache, None, 0).bytes(2, LIMIT)
+    needed = KVMemory(10**6, eager.engine.rows.cache, None, 0).bytes(2, LIMIT)
     with pytest.raises(ConfigError, match=rf"all 2 rows of {LIMIT} positions from the start, {needed} bytes"):
         llm_of("off", model, 2, TRACED, kv_cache_memory_bytes=needed - 1)
     llm = llm_of("off", model, 2, TRACED, kv_cache_memory_bytes=needed)

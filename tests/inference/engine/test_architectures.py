@@ -12,6 +12,7 @@ from speculators.errors import UnsupportedTarget
 from speculators.target.frozen_target import FrozenTarget
 from speculators.target.longrope import original_length
 from tests.conftest import make_tiny_model
+from tests.inference.modules import make_llm
 
 OWN_WAYS = {
     "falcon": {},  # own attention, which asks the configuration for "sdpa"
@@ -50,7 +51,7 @@ def test_rows_and_trees_write_what_transformers_writes(name, rows):
         )
         expected.append(written[0, ids.shape[1] :].tolist())
     for proposer in (None, NgramProposer(4, 1, 3), lookahead()):
-        llm = LLM._assemble(model, proposer=proposer, max_model_len=200, max_num_seqs=rows)
+        llm = make_llm(model, proposer=proposer, max_model_len=200, max_num_seqs=rows)
         assert write(llm, asked) == expected
 
 
@@ -73,10 +74,10 @@ def phi3_long() -> torch.nn.Module:
 
 def test_longrope_does_not_depend_on_neighbours_or_drafts():
     asked = prompts((10, 40, 70, 25))
-    alone = write(LLM._assemble(phi3_long(), max_model_len=256, max_num_seqs=1), asked, 40)
+    alone = write(make_llm(phi3_long(), max_model_len=256, max_num_seqs=1), asked, 40)
     for proposer in (None, NgramProposer(4, 1, 3), lookahead()):
         for rows in (1, 4):
-            llm = LLM._assemble(phi3_long(), proposer=proposer, max_model_len=256, max_num_seqs=rows)
+            llm = make_llm(phi3_long(), proposer=proposer, max_model_len=256, max_num_seqs=rows)
             assert write(llm, asked, 40) == alone
 
 
@@ -91,7 +92,7 @@ def test_longrope_up_to_its_original_length_is_transformers_own(caplog):
         )
         expected.append(written[0, ids.shape[1] :].tolist())
     target = FrozenTarget(model)
-    LLM._assemble(target, max_model_len=200)
-    llm = LLM._assemble(target, proposer=NgramProposer(4, 1, 3))
+    make_llm(target, max_model_len=200)
+    llm = make_llm(target, proposer=NgramProposer(4, 1, 3))
     assert llm.engine.max_model_len == 64 == original_length(model.config) and "short frequencies" in caplog.text
     assert write(llm, asked, 100) == expected

@@ -15,6 +15,7 @@ from inference.kv_cache.prefix_cache import PrefixReuse, common_prefix
 from inference.requests.request import Request
 from inference.sampling.sampler import make_generator
 from speculators.errors import ConfigError
+from tests.inference.modules import make_llm as llm_of
 
 K, LIMIT, VOCAB, TAPS = 3, 64, 94, (1, 2)
 KINDS = ["off", "ngram", "wrong", "right", "ragged", "sampled", "fake", "eagle3"]
@@ -70,13 +71,13 @@ def make_llm(model, stub_proposer, fake_head, tiny_eagle3, texts):
         options = {"max_num_batched_tokens": 16, **options}
         if kind == "fake":
             drafter = fake_head(VOCAB, TAPS, model.config.hidden_size, range(1, VOCAB, 2))
-            return LLM._assemble(model, drafter=drafter, num_speculative_tokens=K, **options)
+            return llm_of(model, drafter=drafter, num_speculative_tokens=K, **options)
         if kind == "eagle3":
-            return LLM._assemble(model, drafter=tiny_eagle3(model, TAPS), num_speculative_tokens=K, **options)
+            return llm_of(model, drafter=tiny_eagle3(model, TAPS), num_speculative_tokens=K, **options)
         if kind in ("off", "ngram"):
             config = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 1}
             return LLM(model, speculative_config=config if kind == "ngram" else None, **options)
-        return LLM._assemble(model, proposer=stub_proposer(kind, K, VOCAB, texts), **options)
+        return llm_of(model, proposer=stub_proposer(kind, K, VOCAB, texts), **options)
 
     return make
 
@@ -99,12 +100,12 @@ def alone(make_llm):
 
 def cache_bytes(engine) -> int:
     drafter = engine.proposer.cache if engine.proposer is not None else None
-    return engine._cache.bytes() + (drafter.bytes() if drafter is not None else 0)
+    return engine.rows.cache.bytes() + (drafter.bytes() if drafter is not None else 0)
 
 
 def bytes_of_rows(make_llm, kind: str, rows: int, tokens: int) -> int:
     """A limit that so many rows of so many tokens just keep to."""
-    return make_llm(kind, kv_cache_memory_bytes=1 << 30).engine._memory.bytes(rows, tokens)
+    return make_llm(kind, kv_cache_memory_bytes=1 << 30).engine.rows.memory_limit.bytes(rows, tokens)
 
 
 # ---------------------------------------------------------------------- any schedule
@@ -152,11 +153,13 @@ class Schedule:
         assert arrivals == sorted(arrivals)
         assert max([r.arrival for r in scheduler.running], default=-1) < min(arrivals, default=1 << 30)
         for row, request in enumerate(scheduler.running):
-            assert engine._cache.lengths[row] == len(request.token_ids) - 1
-            assert engine._reuse.text(row) == (request.token_ids[:-1] if engine._reuse.enabled else [])
-        assert max(engine._cache.lengths) <= engine._cache.capacity
-        if engine._memory is not None:
-            assert cache_bytes(engine) <= engine._memory.limit
+            assert engine.rows.cache.lengths[row] == len(request.token_ids) - 1
+            assert engine.rows.prefix_cache.text(row) == (
+                request.token_ids[:-1] if engine.rows.prefix_cache.enabled else []
+            )
+        assert max(engine.rows.cache.lengths) <= engine.rows.cache.capacity
+        if engine.rows.memory_limit is not None:
+            assert cache_bytes(engine) <= engine.rows.memory_limit.limit
 
     def finish(self, alone, kind: str) -> None:
         for _ in range(500):
@@ -302,7 +305,7 @@ def test_common_prefix(one, other):
 
 
 def test_who_shares_with_a_request_of_its_wave_waits_for_it(make_llm):
-    reuse = PrefixReuse(make_llm("off").engine._cache)
+    reuse = PrefixReuse(make_llm("off").engine.rows.cache)
     requests = [
         Request(str(i), 0, prompt, SamplingParams(), generator=None, max_model_len=LIMIT)
         for i, prompt in enumerate([PROMPTS[3], PROMPTS[0], PROMPTS[0], PROMPTS[4]])
@@ -350,7 +353,7 @@ def test_rows_and_positions_follow_what_is_used(make_llm):
 
     def watching():
         finished = step()
-        sizes.append((engine._cache.rows, engine._cache.capacity))
+        sizes.append((engine.rows.cache.rows, engine.rows.cache.capacity))
         assert cache_bytes(engine) <= limit
         return finished
 

@@ -18,12 +18,13 @@ from inference.server.metrics import ServerMetrics
 from inference.spec_decode.draft_length.costs import RoundCosts
 from inference.spec_decode.draft_length.policy import AdaptiveDraftLength
 from inference.spec_decode.proposers.ab_split import Arm, SplitProposer
-from inference.spec_decode.proposers.drafter import HeadProposer
+from inference.spec_decode.proposers.drafter import DraftOptions, HeadProposer
 from inference.spec_decode.proposers.lookahead import LookaheadProposer
 from inference.spec_decode.proposers.ngram import NgramProposer
 from inference.spec_decode.proposers.suffix import SuffixProposer
 from inference.spec_decode.tree_shape import DynamicTree, StaticTree
 from tests.inference.engine.test_proof_ladder import FAMILIES
+from tests.inference.modules import make_llm
 from tests.speculators.families.conftest import make
 from tests.speculators.families.draft_model.test_draft_model_vocabulary import other_tokens
 
@@ -52,7 +53,7 @@ HOT, COLD, FILTERED = (
     {"temperature": 0},
     {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
 )
-MATCHED = {"rule": "sample_match", "draft_sample_method": "greedy"}
+MATCHED = {"rejection_sample_method": "sample_match", "draft_sample_method": "greedy"}
 WAYS = {
     # what was decided, and what was drafted: the host commits both
     "off, greedy": Way("off", 1, COLD),
@@ -60,7 +61,7 @@ WAYS = {
     "off, filtered": Way("off", 1, FILTERED),
     "ngram, greedy": Way("ngram", 1, COLD),
     "ngram": Way("ngram", 1, HOT),
-    "ngram, block": Way("ngram", 2, FILTERED, {"rule": "block"}),
+    "ngram, block": Way("ngram", 2, FILTERED, {"rejection_sample_method": "block"}),
     "suffix": Way("suffix", 1, HOT),
     "lookahead, greedy": Way("lookahead", 2, COLD),
     "lookahead": Way("lookahead", 2, HOT),
@@ -68,18 +69,18 @@ WAYS = {
     # whether every draft could be drawn, how many are kept, what follows them, and the drafts
     **{f"{family}, block": Way(family, 4, HOT) for family in FAMILIES},
     "draft_model, another tokenizer": Way("other_tokens", 4 + 2 * K, HOT),  # how long drafts are in its tokens
-    "eagle3, token": Way("eagle3", 4, FILTERED, {"rule": "token"}),
-    "eagle3, typical": Way("eagle3", 4, HOT, {"rule": "lossy:typical"}),
+    "eagle3, token": Way("eagle3", 4, FILTERED, {"rejection_sample_method": "token"}),
+    "eagle3, typical": Way("eagle3", 4, HOT, {"rejection_sample_method": "lossy:typical"}),
     "eagle3, matched": Way("eagle3", 2, HOT, MATCHED),
     # a tree is read once; what of it is refused is asked for in as many steps as the row has that refuses most
     **{f"{family}, grown tree": Way(family, 4 + DYNAMIC.budget, HOT, {"tree": DYNAMIC}) for family in FAMILIES},
     "eagle3, grown tree, greedy": Way("eagle3", 3, COLD, {"tree": DYNAMIC}),
     "eagle3, tree, greedy": Way("eagle3", 3, COLD, {"tree": STATIC}),
     "eagle3, tree, traversal": Way("eagle3", 4 + STATIC.budget, FILTERED, {"tree": STATIC}),
-    "eagle3, tree, recursive": Way("eagle3", 4 + 2, HOT, {"tree": STATIC, "rule": "recursive"}),
+    "eagle3, tree, recursive": Way("eagle3", 4 + 2, HOT, {"tree": STATIC, "rejection_sample_method": "recursive"}),
     "eagle3, tree, matched": Way("eagle3", 3, HOT, {"tree": STATIC, **MATCHED}),
     "split": Way("split", 2, COLD),
-    "split, block": Way("split", 4, HOT, {"rule": "block"}),
+    "split, block": Way("split", 4, HOT, {"rejection_sample_method": "block"}),
     "adaptive": Way("adaptive", 3, COLD),
     # the drafts so far, depth by depth, and where nothing is left
     "off, processors": Way("off", 2, {**HOT, **PROCESSORS}),
@@ -108,12 +109,12 @@ def llm_of(way: Way, model, tokenizer, device: str, rows: int) -> LLM:
     target.to(device)
     drafter = drafter.to(device).freeze()
     if way.drafter in (*FAMILIES, "other_tokens"):
-        return LLM._assemble(target, drafter=drafter, **options | way.options)
+        return make_llm(target, drafter=drafter, **options | way.options)
     if way.drafter == "adaptive":
         costs = RoundCosts.given({"verify": [1.0, 1.1, 1.2, 1.3], "draft": [0.1] * 3}, K)
-        return LLM._assemble(target, drafter=drafter, draft_length=AdaptiveDraftLength(K, costs), **options)
+        return make_llm(target, drafter=drafter, draft_length=AdaptiveDraftLength(K, costs), **options)
     options.pop("num_speculative_tokens")
-    lookup = NgramProposer(K, 1, 3, device=device)
+    lookup, chains = NgramProposer(K, 1, 3, device=device), DraftOptions(num_speculative_tokens=K)
     proposer = {
         "off": lambda: None,
         "ngram": lambda: lookup,
@@ -124,10 +125,10 @@ def llm_of(way: Way, model, tokenizer, device: str, rows: int) -> LLM:
             6, window_size=4, ngram_size=3, num_guesses=3, pool_from_prompt=True, device=device
         ),
         "split": lambda: SplitProposer(
-            [Arm("a", HeadProposer(drafter, VOCAB, K, rows, 200, device=device)), Arm("b", lookup)], VOCAB
+            [Arm("a", HeadProposer(drafter, target, chains, rows, 200)), Arm("b", lookup)], VOCAB
         ),
     }[way.drafter]()
-    return LLM._assemble(target, proposer=proposer, **options | way.options)
+    return make_llm(target, proposer=proposer, **options | way.options)
 
 
 def requests_of(way: Way, rows: int, max_tokens: int) -> list[tuple[Prompt, SamplingParams]]:

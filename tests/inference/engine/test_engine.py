@@ -12,6 +12,7 @@ from inference.sampling.sampler import probabilities
 from inference.spec_decode.tree_shape import DynamicTree, StaticTree
 from speculators.errors import DraftsmithError
 from speculators.vocab.draft_vocab import scatter_to_target
+from tests.inference.modules import make_llm as llm_of
 
 K, LIMIT, VOCAB, TAPS = 3, 64, 94, (1, 2)  # the byte tokenizer's first 94 tokens are printable
 VARIANTS = {  # what follows the kind of drafter
@@ -19,8 +20,11 @@ VARIANTS = {  # what follows the kind of drafter
     "greedy": {"draft_sample_method": "greedy"},
     "static": {"tree": StaticTree.parse([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])},
     "dynamic": {"tree": DynamicTree(topk=3, depth=3, budget=7)},
-    **{rule: {"rule": rule} for rule in ("token", "sample_match")},
-    "recursive": {"rule": "recursive", "tree": StaticTree.parse([(0,), (1,), (0, 0), (0, 1), (1, 0)])},
+    **{rule: {"rejection_sample_method": rule} for rule in ("token", "sample_match")},
+    "recursive": {
+        "rejection_sample_method": "recursive",
+        "tree": StaticTree.parse([(0,), (1,), (0, 0), (0, 1), (1, 0)]),
+    },
     "pruned": {"draft_sample_method": "greedy", "tree": DynamicTree(topk=3, depth=3, budget=7)},
 }
 PROPOSERS = ["off", "ngram", "suffix", "lookahead", "wrong", "right", "random", "ragged", "sampled", "fake", "eagle3"]
@@ -69,16 +73,16 @@ def make_llm(model, byte_tokenizer, stub_proposer, fake_head, tiny_eagle3, texts
         options |= VARIANTS[variant]
         size, vocab = model.config.hidden_size, model.config.vocab_size
         if kind == "fake":
-            return LLM._assemble(model, drafter=fake_head(vocab, TAPS, size, range(1, vocab, 2)), **options)
+            return llm_of(model, drafter=fake_head(vocab, TAPS, size, range(1, vocab, 2)), **options)
         if kind == "eagle3":
-            return LLM._assemble(model, drafter=tiny_eagle3(model, TAPS), **options)
+            return llm_of(model, drafter=tiny_eagle3(model, TAPS), **options)
         k = options.pop("num_speculative_tokens")
         if kind == "off":
             return LLM(model, **options)
         if kind in TRAINING_FREE:
             config = {"method": kind, "num_speculative_tokens": k, **TRAINING_FREE[kind]}
             return LLM(model, speculative_config=config, **options)
-        return LLM._assemble(model, proposer=stub_proposer(kind, k, vocab, texts), **options)
+        return llm_of(model, proposer=stub_proposer(kind, k, vocab, texts), **options)
 
     return make
 

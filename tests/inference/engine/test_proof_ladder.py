@@ -12,6 +12,7 @@ import pytest
 from inference import LLM, SamplingParams
 from inference.spec_decode.tree_shape import DynamicTree, StaticTree
 from tests.inference.engine.test_engine import SMALL_PROMPT, TRAINING_FREE, WRITTEN, ids_of
+from tests.inference.modules import make_llm
 from tests.inference.sampling.test_logits_processors import (  # noqa: F401 (fixtures among them)
     JOINT,
     check_joint,
@@ -33,13 +34,13 @@ FAMILIES = {
 STATIC = StaticTree.parse([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 DYNAMIC = DynamicTree(topk=3, depth=3, budget=7)
 WAYS: dict[str, dict[str, Any]] = {
-    "token": {"rule": "token"},
-    "block": {"rule": "block"},
-    "sample_match": {"rule": "sample_match", "draft_sample_method": "greedy"},
-    "recursive": {"rule": "recursive", "tree": STATIC},
-    "traversal": {"rule": "traversal", "tree": STATIC},
-    "traversal, grown": {"rule": "traversal", "tree": DYNAMIC},
-    "sample_match, tree": {"rule": "sample_match", "draft_sample_method": "greedy", "tree": DYNAMIC},
+    "token": {"rejection_sample_method": "token"},
+    "block": {"rejection_sample_method": "block"},
+    "sample_match": {"rejection_sample_method": "sample_match", "draft_sample_method": "greedy"},
+    "recursive": {"rejection_sample_method": "recursive", "tree": STATIC},
+    "traversal": {"rejection_sample_method": "traversal", "tree": STATIC},
+    "traversal, grown": {"rejection_sample_method": "traversal", "tree": DYNAMIC},
+    "sample_match, tree": {"rejection_sample_method": "sample_match", "draft_sample_method": "greedy", "tree": DYNAMIC},
 }
 OF_A_LIST = ("token", "block", "sample_match")  # what texts that were looked up can be judged by
 SAMPLES = 1200
@@ -60,7 +61,7 @@ class Combination:
                 return LLM(model, speculative_config=config | {"rejection_sample_method": self.way}, **options)
             return LLM(model, speculative_config=config, **options)
         target, drafter = make(FAMILIES[self.drafter], model)
-        return LLM._assemble(target, drafter=drafter.freeze(), num_speculative_tokens=3, **WAYS[self.way], **options)
+        return make_llm(target, drafter=drafter.freeze(), num_speculative_tokens=3, **WAYS[self.way], **options)
 
 
 COMBINATIONS = [Combination(drafter, way) for drafter in FAMILIES for way in WAYS]

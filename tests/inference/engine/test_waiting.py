@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from inference import SamplingParams
 from inference.requests.request import Request
 from inference.sampling.sampler import make_generator
-from inference.spec_decode.proposers.drafter import HeadProposer
+from inference.spec_decode.proposers.drafter import DraftOptions, HeadProposer
 from speculators.precision import on_device
 from tests.speculators.families.conftest import CASES, make
 
@@ -92,7 +92,7 @@ def drafting(case, model, device: str) -> tuple[HeadProposer, list[int]]:
         else:
             drafter.to("meta")
         target.to("meta")
-    proposer = HeadProposer(drafter.freeze(), target.vocab_size, K, ROWS, LIMIT, device=device)
+    proposer = HeadProposer(drafter.freeze(), target, DraftOptions(num_speculative_tokens=K), ROWS, LIMIT)
     return proposer, [len(target.tap_layers) * target.hidden_size, target.hidden_size]
 
 

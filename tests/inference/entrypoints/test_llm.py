@@ -10,6 +10,7 @@ import torch
 from inference import LLM, SamplingParams
 from speculators.errors import ConfigError
 from speculators.export import export_drafter
+from tests.inference.modules import make_llm
 
 LIMIT, VOCAB, TAPS = 64, 94, (1, 2)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
@@ -29,7 +30,7 @@ def test_everything_from_disk(model, tiny_eagle3, byte_tokenizer, tmp_path):
     export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
     options = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 3}
     llm = LLM(str(tmp_path / "target"), dtype="float32", device="cpu", speculative_config=options, max_num_seqs=2)
-    in_memory = LLM._assemble(model, drafter=drafter, num_speculative_tokens=3)
+    in_memory = make_llm(model, drafter=drafter, num_speculative_tokens=3)
     prompts = [{"prompt_token_ids": [5] * 9}, {"prompt_token_ids": list(range(40))}]
     loaded, expected = (
         each.generate(prompts, SamplingParams(max_tokens=16, seed=1), False) for each in (llm, in_memory)

@@ -153,8 +153,8 @@ class Violating(Proposer):
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 4}], ids=str)
 def test_forbidden_drafts_are_rejected_and_leave_the_state_as_it_was(options, model, drafting_llm, grammars, greedy):
     llm = drafting_llm("off", model)
-    llm.engine._proposer = Violating(greedy[0])
-    llm.engine._cache.max_len += 4
+    llm.engine.rows.proposer = llm.engine.proposer = Violating(greedy[0])
+    llm.engine.rows.cache.max_len += 4
     seen = []
 
     def check(requests, proposal, new_tokens):

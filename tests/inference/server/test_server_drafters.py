@@ -174,7 +174,7 @@ def test_a_limit_of_memory_holds_for_the_new_drafter(serving, drafting_llm, mode
     """A head has keys and values of its own: requests that fitted without it and would not with it keep it out."""
     llm = drafting_llm("off", model)
     llm.generate("x", SamplingParams(temperature=0, max_tokens=2), False)
-    per_token = llm.engine._cache.bytes() // (llm.engine._cache.rows * llm.engine._cache.capacity)
+    per_token = llm.engine.rows.cache.bytes() // (llm.engine.rows.cache.rows * llm.engine.rows.cache.capacity)
     llm = slowly(drafting_llm("ngram", model, kv_cache_memory_bytes=per_token * 230))
     url = serving(llm, enable_drafter_swap=True)
     asked = {"prompt": "once", "temperature": 0, "max_tokens": 210, "stream": True}

@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2
 import pytest
 
-from inference import LLM, SamplingParams
+from inference import SamplingParams
 from inference.spec_decode.proposers.ngram import NgramProposer
 from tests.forked import Forked
+from tests.inference.modules import make_llm
 
 CLIENT = httpx2.Client(timeout=60, limits=httpx2.Limits(max_connections=None))
 LONG = {"prompt": "a long answer", "max_tokens": 230, "temperature": 0, "stream": True}
@@ -189,7 +190,7 @@ class Breaking(NgramProposer):
 def test_a_request_that_breaks_does_not_touch_the_others(serving, drafting_llm, model, byte_tokenizer, caplog, stream):
     proposer = Breaking(3, 1, 3)
     (proposer.poison,) = byte_tokenizer("!").input_ids
-    url = serving(LLM._assemble(model, tokenizer=byte_tokenizer, proposer=proposer, max_num_seqs=4))
+    url = serving(make_llm(model, tokenizer=byte_tokenizer, proposer=proposer, max_num_seqs=4))
     requests = mixed(12)
     bad = {"prompt": "!secret", "max_tokens": 30, "temperature": 0, "stream": stream}
     with ThreadPoolExecutor(13) as pool:

@@ -16,11 +16,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from inference import LLM, SamplingParams
+from inference import SamplingParams
 from speculators.drafter import Drafter
 from speculators.errors import ConfigError
 from speculators.export import export_drafter
 from speculators.target.frozen_target import FrozenTarget
+from tests.inference.modules import make_llm
 from tests.speculators.families.test_contract import draft_logits
 
 WHOLE = ["dflash", "dflash, causal, window, reduced, qwen3", "dspark", "dspark, gated, fill in, reduced",
@@ -242,7 +243,7 @@ def test_more_drafts_than_trained_are_refused_by_name(name, all_cases, make_draf
     model = tiny_model(case.architecture, max_position_embeddings=64)
     _, drafter = make_drafter(case, model)
     with pytest.raises(ConfigError, match=f"num_speculative_tokens is {drafter.max_depth + 1}"):
-        LLM._assemble(model, drafter=drafter.freeze(), num_speculative_tokens=drafter.max_depth + 1)
+        make_llm(model, drafter=drafter.freeze(), num_speculative_tokens=drafter.max_depth + 1)
 
 
 def test_a_row_near_its_end_does_not_shorten_the_block_of_its_neighbours(all_cases, make_drafter, tiny_model) -> None:
@@ -251,7 +252,7 @@ def test_a_row_near_its_end_does_not_shorten_the_block_of_its_neighbours(all_cas
     model = tiny_model(case.architecture, max_position_embeddings=64)
     model.generation_config.eos_token_id = None
     _, drafter = make_drafter(case, model)
-    llm = LLM._assemble(model, drafter=drafter.freeze(), num_speculative_tokens=4, max_num_seqs=2)
+    llm = make_llm(model, drafter=drafter.freeze(), num_speculative_tokens=4, max_num_seqs=2)
     prompts = [{"prompt_token_ids": [5, 9, 2, 7]}, {"prompt_token_ids": [4, 8, 15]}]
 
     def accepted(prompts, lengths) -> list[list[int]]:

@@ -29,6 +29,7 @@ from speculators.export import export_drafter, load_drafter, read_drafter_config
 from speculators.registry import FAMILIES, family_class
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from speculators.vocab.draft_vocab import to_target_ids
+from tests.inference.modules import make_llm
 from train.data.loss_mask import TokenRow
 from train.data.packing import pack
 from train.recipe.recipe import recipe_class
@@ -262,7 +263,7 @@ def test_greedy_text_is_the_targets(case, make_drafter, tiny_model, rows: int) -
     model.generation_config.eos_token_id = None
     _, drafter = make_drafter(case, model)
     prompts = [[3 + (i * i) % 90 for i in range(n)] for n in (9, 1, 30)]
-    llm = LLM._assemble(model, drafter=drafter.freeze(), num_speculative_tokens=DEPTHS, max_num_seqs=rows)
+    llm = make_llm(model, drafter=drafter.freeze(), num_speculative_tokens=DEPTHS, max_num_seqs=rows)
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
     outputs = llm.generate(asked, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -286,7 +287,7 @@ def assert_reuse_and_preemption_change_no_draft(model: Any, drafter: Drafter) ->
     drafter.freeze()
 
     def written(**options: Any) -> tuple[list[Any], LLM]:
-        llm = LLM._assemble(model, drafter=drafter, num_speculative_tokens=DEPTHS, max_num_seqs=4, **options)
+        llm = make_llm(model, drafter=drafter, num_speculative_tokens=DEPTHS, max_num_seqs=4, **options)
         params, found = SamplingParams(temperature=1, n=2, seed=3, max_tokens=14), []
         histories = [[3 + (i * i + first) % 90 for i in range(20)] for first in (0, 40)]
         for _ in range(2):
@@ -299,8 +300,8 @@ def assert_reuse_and_preemption_change_no_draft(model: Any, drafter: Drafter) ->
     expected, whole = written(enable_prefix_caching=False, kv_cache_memory_bytes=1 << 30)
     reused, llm = written()
     assert reused == expected and llm.get_metrics().prefix_cache_hits > 2 * 18 + 2 * (18 + 28)
-    assert whole.engine._memory is not None
-    pressed, llm = written(kv_cache_memory_bytes=whole.engine._memory.bytes(2, 45))
+    assert whole.engine.rows.memory_limit is not None
+    pressed, llm = written(kv_cache_memory_bytes=whole.engine.rows.memory_limit.bytes(2, 45))
     assert pressed == expected and llm.get_metrics().num_preemptions > 0
 
 
@@ -321,7 +322,7 @@ def assert_distributed_as_the_target(model: Any, drafter: Drafter) -> None:
     """`model` has VOCAB tokens."""
     model.generation_config.eos_token_id = None
     params = SamplingParams(temperature=1.0, max_tokens=WRITTEN, n=SAMPLES)
-    llm = LLM._assemble(
+    llm = make_llm(
         model, drafter=drafter.freeze(), num_speculative_tokens=2, seed=11, max_num_seqs=500,
         max_num_batched_tokens=8000,
     )  # fmt: skip
@@ -350,7 +351,7 @@ def test_expected_acceptance_is_the_measured_one(case, make_drafter, tiny_model)
     model = tiny_model(case.architecture, max_position_embeddings=128)
     model.generation_config.eos_token_id = None
     target, drafter = make_drafter(case, model)
-    llm = LLM._assemble(model, drafter=drafter.freeze(), num_speculative_tokens=DEPTHS, max_num_seqs=2)
+    llm = make_llm(model, drafter=drafter.freeze(), num_speculative_tokens=DEPTHS, max_num_seqs=2)
     asked = [{"prompt_token_ids": [3 + (i * i) % 90 for i in range(n)]} for n in (9, 4)]
     outputs = llm.generate(asked, SamplingParams(temperature=0, max_tokens=60), use_tqdm=False)
     texts = [(output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs]

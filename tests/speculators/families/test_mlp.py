@@ -22,6 +22,7 @@ from speculators.errors import CheckpointError, ConfigError
 from speculators.export import export_drafter, load_drafter, read_drafter_config
 from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget
+from tests.inference.modules import make_llm
 from train.recipe.drafter_config import drafter_config, sketch_drafter
 from train.recipe.recipe import make_recipe
 
@@ -185,7 +186,7 @@ def test_more_drafts_than_heads_are_refused(make, tmp_path: Path) -> None:
     target, drafter = make(n_predict=2)
     said = "num_speculative_tokens is 3, but this drafter of family mlp was made to draft 2 tokens"
     with pytest.raises(ConfigError, match=said):
-        LLM._assemble(target, drafter=drafter, num_speculative_tokens=3)
+        make_llm(target, drafter=drafter, num_speculative_tokens=3)
     folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
     drafting = {"method": "mlp", "model": str(folder), "num_speculative_tokens": 3}
     with pytest.raises(ConfigError, match=said):

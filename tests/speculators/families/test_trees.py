@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference.entrypoints.llm import LLM
 from inference.kv_cache.ragged_cache import RaggedCache
 from inference.sampling_params import SamplingParams
 from inference.spec_decode.tree_shape import DynamicTree, StaticTree
 from speculators.drafter import DraftInput, TreeLevel
+from tests.inference.modules import make_llm
 
 STATIC = StaticTree.parse([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0), (2, 0, 0)])
 DYNAMIC = DynamicTree(topk=3, depth=3, budget=8)
@@ -94,9 +94,7 @@ def test_text_is_the_targets(world, tree, temperature):
     target, drafter = world
     if drafter.max_depth is not None and drafter.max_depth < tree.depth:
         pytest.skip("fewer heads than levels")
-    llm = LLM._assemble(
-        target, drafter=drafter, tree=tree, draft_sample_method="greedy", max_num_seqs=5, max_model_len=64
-    )
+    llm = make_llm(target, drafter=drafter, tree=tree, draft_sample_method="greedy", max_num_seqs=5, max_model_len=64)
     prompts = [{"prompt_token_ids": ids} for ids in ([3, 5], [7], [1, 2, 3, 4, 5], [9, 8], [6] * 7)]
     params = [SamplingParams(temperature=temperature, max_tokens=14, seed=i, ignore_eos=True) for i in range(5)]
     drafted = llm.generate(prompts, params, use_tqdm=False)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from inference import LLM, SamplingParams
+from inference import SamplingParams
 from speculators.errors import DataError
 from tests.inference.conftest import StubProposer
+from tests.inference.modules import make_llm
 from tests.train.trainer.test_loop import make_recipe, make_rows, make_trainer
 from train.data.packing import collate
 from train.on_policy.branches import branching_row, rollout_rows
@@ -42,7 +43,7 @@ def test_a_writer_logs_the_rounds_of_its_text(tiny_model, tmp_path, temperature)
     assert found == writer.write(drafter, PROMPTS, [7, 8, 9, 10])
     assert [len(each.prompt_ids) + len(each.output_ids) <= 25 for each in found] == [True] * 4
     if temperature == 0:
-        plain = LLM._assemble(trainer.target).generate(
+        plain = make_llm(trainer.target).generate(
             [{"prompt_token_ids": p} for p in PROMPTS], SamplingParams(temperature=0, max_tokens=WRITTEN), False
         )
         for rollout, output in zip(found, plain):
@@ -57,10 +58,10 @@ def stubbed(model, kind: str) -> list[Rollout]:
     """Texts drafted by a proposer that is always right, or always wrong."""
     model.generation_config.eos_token_id = None
     asked, params = [{"prompt_token_ids": p} for p in PROMPTS], SamplingParams(temperature=0, max_tokens=WRITTEN)
-    plain = LLM._assemble(model).generate(asked, params, False)
+    plain = make_llm(model).generate(asked, params, False)
     texts = {tuple(p): list(o.outputs[0].token_ids) + [5] * DRAFTS for p, o in zip(PROMPTS, plain)}
     log = RoundLog()
-    llm = LLM._assemble(model, proposer=StubProposer(kind, DRAFTS, 101, texts), max_num_seqs=2, on_round=log)
+    llm = make_llm(model, proposer=StubProposer(kind, DRAFTS, 101, texts), max_num_seqs=2, on_round=log)
     outputs = llm.generate(asked, params, False)
     found = [
         checked(Rollout(tuple(p), tuple(o.outputs[0].token_ids), tuple(log.rounds[o.request_id])))

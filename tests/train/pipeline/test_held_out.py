@@ -13,6 +13,7 @@ import pytest
 from inference import LLM, SamplingParams
 from inference.spec_decode.replay import ReplayResult, standard_error
 from tests.conftest import make_tiny_model
+from tests.inference.modules import make_llm
 from tests.speculators.families.conftest import Case, make
 from train.data.sources import Example
 from train.pipeline import data_stage as run_data
@@ -53,8 +54,13 @@ def test_what_is_expected_is_what_the_runtime_does_under_the_reports_filters() -
     )
     drafter.initialise_from(target)
     drafter.freeze()
-    llm = LLM._assemble(
-        target, drafter=drafter, num_speculative_tokens=3, max_num_seqs=32, max_model_len=100, rule="token"
+    llm = make_llm(
+        target,
+        drafter=drafter,
+        num_speculative_tokens=3,
+        max_num_seqs=32,
+        max_model_len=100,
+        rejection_sample_method="token",
     )
     texts = written_texts(llm, 96, **filters)
     measured = llm.get_metrics().acceptance_length

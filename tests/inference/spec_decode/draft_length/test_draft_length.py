@@ -38,6 +38,7 @@ from tests.inference.engine.test_engine import (  # noqa: F401 (fixtures among t
     texts,
     token_prompts,
 )
+from tests.inference.modules import make_llm as llm_of
 from tests.inference.spec_decode.verification.test_verification import (
     LOSSLESS,
     Models,
@@ -216,7 +217,7 @@ def joint_fits(draft_length, small, samples=500) -> LLM:  # noqa: F811
     """χ² of four tokens at T = 1, one request after the other: what one row does is decided by that row."""
     params = SamplingParams(temperature=1.0, max_tokens=WRITTEN, n=samples)
     drafting = {"drafter": Bigrams(small), "num_speculative_tokens": K, "draft_length": draft_length}
-    llm = LLM._assemble(small, seed=5, max_num_seqs=1, **drafting)
+    llm = llm_of(small, seed=5, max_num_seqs=1, **drafting)
     (output,) = llm.generate({"prompt_token_ids": SMALL_PROMPT}, params, False)
     codes = torch.tensor([o.token_ids for o in output.outputs]) @ torch.tensor([512, 64, 8, 1])
     observed = torch.bincount(codes, minlength=8**WRITTEN).double()

@@ -18,6 +18,7 @@ from speculators.families.draft_model.model import DraftModel, DraftModelOptions
 from speculators.families.draft_model.student import cut_fields, cut_layers
 from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget
+from tests.inference.modules import make_llm
 from tests.speculators.families.conftest import OPT
 from tests.speculators.families.test_contract import (
     VOCAB,
@@ -48,7 +49,7 @@ def student(target: FrozenTarget, noise: float = 0.0, **options: Any) -> DraftMo
 def drafted(model: Any, drafter: DraftModel, k: int = 3, tokens: int = 21, **options: Any) -> LLM:
     """An LLM that has written greedily, with drafting on, what it also writes with drafting off."""
     model.generation_config.eos_token_id = None
-    llm = LLM._assemble(model, drafter=drafter.freeze(), num_speculative_tokens=k, **options)
+    llm = make_llm(model, drafter=drafter.freeze(), num_speculative_tokens=k, **options)
     return same_text(llm, tokens)
 
 
@@ -73,7 +74,7 @@ def test_a_student_of_all_layers_is_the_target(tiny_model, any_architecture: str
         assert torch.equal(drafter.model.state_dict()[name], tensor), name
     metrics = drafted(model, drafter).get_metrics()
     assert 1 + metrics.num_accepted_tokens / metrics.num_drafts == 4
-    llm = LLM._assemble(model, drafter=drafter, num_speculative_tokens=3)
+    llm = make_llm(model, drafter=drafter, num_speculative_tokens=3)
     llm.generate(PROMPTS, SamplingParams(temperature=1.0, max_tokens=21, ignore_eos=True), False)
     metrics = llm.get_metrics()
     assert metrics.num_accepted_tokens == metrics.num_draft_tokens
