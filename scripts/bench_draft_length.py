@@ -126,7 +126,7 @@ def record(llm: LLM, prompts: Prompts, max_tokens: int) -> dict[str, list[list[C
     assert proposer is not None
     draft, most = proposer.propose, proposer.num_speculative_tokens
     seen: dict[str, dict[int, tuple[list[int], list[float]]]] = {}  # request -> position -> tokens, confidences
-    proposer.asks = False  # the whole chain is drafted, with its confidences
+    proposer.stops_early = False  # the whole chain is drafted, with its confidences
     proposer.go_on = lambda confidence: most
 
     def watched(requests, limits):
@@ -163,7 +163,7 @@ def simulated(recorded: Mapping[str, list[list[Chain]]], costs: RoundCosts, most
             f"K={k}": _replay(texts, costs, lambda response, right, sure, k=k: (k, k)) for k in range(most + 1)
         }
         length = AdaptiveDraftLength(most, costs)
-        length.attach(SimpleNamespace(asks=asks), lambda rows, tokens: None)  # type: ignore[arg-type]
+        length.attach(SimpleNamespace(stops_early=asks), lambda rows, tokens: None)  # type: ignore[arg-type]
         by_workload[workload][ADAPTIVE] = _replay(
             texts, costs, lambda *chain, length=length: _choose(length, asks, *chain)
         )

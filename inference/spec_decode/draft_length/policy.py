@@ -1,8 +1,7 @@
-"""How many tokens are drafted and verified, per row and round: always K, K by batch size, or what pays now.
+"""DraftLength: how many tokens are drafted and verified, per row and round. Always K, K by batch size, or adaptive.
 
-`DraftLength` is what the engine asks. It gives limits before a round, has the last word on what is verified, and is
-told what became of it. Knows no target, no cache and no rule; what pays is
-inference/spec_decode/draft_length/round_plan.py's to say.
+The engine calls `limits` before a round, `settle` after drafting and `learn` after verification. Which length pays is
+computed in draft_length/round_plan.py. No target, no cache and no verification rule belongs here.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from inference.spec_decode.proposers.base import Proposer
 
 Schedule = Sequence[tuple[int, int, int]]  # (smallest batch size, largest, K), ascending
 
-PROBING = 0.01  # share of the time that may be lost on drafts that are not expected to pay
-ALLOWANCE = 4.0  # steps without drafts that may be lost so at once, and when nothing is known yet
+PROBE_FRACTION = 0.01  # of the time may be lost on drafts that are not expected to pay
+MAX_ALLOWANCE = 4.0  # plain decoding steps that may be lost so at once, and at the start
 
 
 class DraftLength:
-    """As many drafts as there is room for, or as `schedule` says of the batch size; 0 leaves drafting out. No row has
-    more than its request asks for."""
+    """As many drafts as there is room for, or as `schedule` says of the batch size, where 0 turns drafting off. No row
+    has more than its request allows."""
 
     def __init__(self, num_speculative_tokens: int, schedule: Schedule | None = None) -> None:
         self.num_speculative_tokens, self._schedule = num_speculative_tokens, schedule or ()
 
     def attach(self, proposer: Proposer, forward: Forward) -> None:
-        """Called once, by the engine: who drafts, and a forward of the target for its time to be taken."""
+        """Called once, by the engine. `forward`: a forward of the target whose time can be measured."""
 
     def limits(self, rows: Sequence[Request]) -> list[int]:
-        """Before a round: drafts per row at most."""
+        """The most drafts of each row, before a round."""
         tokens = self.num_speculative_tokens
         for smallest, _, scheduled in self._schedule:
             if smallest <= len(rows):  # a gap between two ranges belongs to the one below, as in vLLM
@@ -42,19 +41,19 @@ class DraftLength:
         return [min(tokens, request.draft_limit, request.most_drafts) for request in rows]
 
     def settle(self, proposal: Proposal) -> Proposal:
-        """After drafting: what of it is verified."""
+        """The part of a proposal that is verified."""
         return proposal
 
     def learn(self, verified: Sequence[int], accepted: Sequence[int], draft_time: float, verify_time: float) -> None:
-        """After the round: drafts verified and accepted per row; the seconds that drafting and the rest took."""
+        """After the round: drafts verified and accepted per row, and the seconds that drafting and the rest took."""
 
 
 class AdaptiveDraftLength(DraftLength):
-    """What pays now, up to `num_speculative_tokens` and the schedule.
+    """The length that maximises accepted tokens per time, up to `num_speculative_tokens` and the schedule.
 
-    Where drafting is not expected to pay, the best of the losing lengths is still tried now and then, since what is
-    never tried cannot be found to pay again. Tries have an allowance: it grows by `PROBING` of the time of every step,
-    holds `ALLOWANCE` steps at most, and a try takes from it what it lost against plain steps (or returns what it won).
+    Where drafting is not expected to pay, the best length above 0 is still tried now and then, since acceptance that is
+    never measured cannot be found to have risen. Such probes have an allowance. It grows by `PROBE_FRACTION` of the
+    time of every round, up to `MAX_ALLOWANCE` steps, and a probe takes from it what it lost against plain decoding.
     """
 
     def __init__(self, num_speculative_tokens: int, costs: RoundCosts, schedule: Schedule | None = None) -> None:
@@ -64,12 +63,12 @@ class AdaptiveDraftLength(DraftLength):
         self._histories: WeakKeyDictionary[Request, RequestHistory] = WeakKeyDictionary()
         self._plan: RoundPlan | None = None
         self._limits: list[int] = []
-        self._probing = self._asks = False
-        self._allowance = ALLOWANCE  # in steps without drafts
+        self._probing = self._stops_early = False
+        self._allowance = MAX_ALLOWANCE  # in plain decoding steps
 
     def attach(self, proposer: Proposer, forward: Forward) -> None:
         self._costs.attach(proposer, forward)
-        proposer.go_on, self._asks = self._go_on, proposer.asks
+        proposer.go_on, self._stops_early = self._go_on, proposer.stops_early
 
     def limits(self, rows: Sequence[Request]) -> list[int]:
         room = super().limits(rows)
@@ -78,57 +77,59 @@ class AdaptiveDraftLength(DraftLength):
             return room
         histories = [self._histories.setdefault(request, RequestHistory()) for request in rows]
         plan = self._plan = RoundPlan(self._estimator, histories, room, *self._costs.of(rows))
-        if plan.free:
+        if plan.drafting_is_free:
             depth = max(room)
-        elif self._asks and (plan.planned or plan.worth_looking()):
-            depth = max(room)  # the proposer is stopped on the way
+        elif self._stops_early and (plan.best_length or plan.next_draft_pays()):
+            depth = max(room)  # `_go_on` stops the proposer
         else:
-            depth = (0 if self._asks else plan.worth_drafting()) or self._probe(plan)
+            depth = (0 if self._stops_early else plan.best_depth()) or self._probe(plan)
         self._limits = [min(limit, depth) for limit in room]
         return self._limits
 
     def settle(self, proposal: Proposal) -> Proposal:
         plan = self._plan
-        if plan is None or plan.seen or not proposal.width or proposal.parents is not None:
+        if plan is None or plan.num_depths_seen or not proposal.width or proposal.parents is not None:
             return proposal
-        plan.limit(proposal.counts)
-        told: list[list[float]] | list[None] = [None] * proposal.width
+        plan.limit_rows(proposal.counts)
+        confidences: list[list[float]] | list[None] = [None] * proposal.width
         if proposal.confidence is not None:
-            told = proposal.confidence.T.tolist()
-        for confidence in told:
-            if not self._answer(plan, confidence, drafted=True):
+            confidences = proposal.confidence.T.tolist()
+        for confidence in confidences:
+            if not self._decide_next(plan, confidence, drafted=True):
                 break
-        return proposal.shortened(plan.settled)
+        return proposal.shortened(plan.committed_length)
 
     def learn(self, verified: Sequence[int], accepted: Sequence[int], draft_time: float, verify_time: float) -> None:
         plan = self._plan
         if plan is None:
             return
         verified = [min(count, limit) for count, limit in zip(verified, self._limits, strict=True)]
-        depth = plan.seen if self._asks else max(self._limits)
+        depth = plan.num_depths_seen if self._stops_early else max(self._limits)
         width = max(verified)
-        took = plan.time(depth, width)
-        self._allowance += PROBING * took
+        time = plan.relative_time(depth, width)
+        self._allowance += PROBE_FRACTION * time
         if self._probing:
-            self._allowance -= took - 1 - sum(accepted) / len(accepted)
-        self._allowance = min(self._allowance, ALLOWANCE)
+            self._allowance -= time - 1 - sum(accepted) / len(accepted)
+        self._allowance = min(self._allowance, MAX_ALLOWANCE)
         self._costs.learn(len(verified), depth, width, draft_time, verify_time)
-        self._estimator.learn(plan.outlook, plan.histories, verified, accepted, plan.told)
+        self._estimator.learn(plan.state, plan.histories, verified, accepted, plan.confidence_available)
 
     def _go_on(self, confidence: Sequence[float]) -> int:
-        """`Proposer.go_on`."""
+        """See `Proposer.go_on`."""
         assert self._plan is not None
-        return self._answer(self._plan, confidence, drafted=False)
+        return self._decide_next(self._plan, confidence, drafted=False)
 
-    def _answer(self, plan: RoundPlan, confidence: Sequence[float] | None, *, drafted: bool) -> int:
-        return plan.show(confidence, drafted=drafted) or (0 if plan.settled else self._probe(plan))
+    def _decide_next(self, plan: RoundPlan, confidence: Sequence[float] | None, *, drafted: bool) -> int:
+        wanted = plan.decide_next(confidence, drafted=drafted)
+        return wanted or (0 if plan.committed_length else self._probe(plan))
 
     def _probe(self, plan: RoundPlan) -> int:
-        """Drafts to try although they are not expected to pay: 0, unless the allowance covers losing them all."""
-        drafts = plan.least_bad
-        while drafts and plan.time(drafts, drafts) - 1 > ALLOWANCE:
+        """The number of drafts to try although they are not expected to pay: 0 unless the allowance covers the loss of
+        all of them."""
+        drafts = plan.best_nonzero_length
+        while drafts and plan.relative_time(drafts, drafts) - 1 > MAX_ALLOWANCE:
             drafts -= 1
-        if not drafts or plan.time(drafts, drafts) - 1 > self._allowance:
+        if not drafts or plan.relative_time(drafts, drafts) - 1 > self._allowance:
             return 0
         self._probing = True
         return plan.force(drafts)

@@ -1,19 +1,19 @@
-"""One round's length, decided depth by depth: which number of further drafts gains most, at the price of its time.
+"""RoundPlan: the draft length of one round, chosen depth by depth to maximise accepted tokens per time.
 
 With B rows whose drafts share one forward, a round that drafts to depth d and verifies w tokens per row
 
     commits   B + Σ_b Σ_{k≤w} S_bk        S_bk: probability that the first k drafts of row b are all accepted
     costs     V(w + 1) + D(d)
 
-and the best long-run ratio of the two is reached by weighing every round's tokens against its time at one price, the
-rate ρ (Dinkelbach 1967): go on while some number of further drafts gains more tokens than ρ times what it costs. That
-number is looked for as a whole, since the first draft may be the dear one, as it is when a second token per row turns
-a matrix-vector product into a matrix product. ρ is the best ratio that a length fixed now would have, and STOPPING of
-what that gains over plain steps, as time saved is spent on rounds that stop in time too.
+The best long-run ratio of the two is reached by weighing every round's tokens against its time at one price, the rate ρ
+(Dinkelbach 1967): draft on while some number of further drafts gains more tokens than ρ times its time. All numbers of
+further drafts are compared, since the first one may be the expensive one, as it is when a second token per row turns a
+matrix-vector product into a matrix product. ρ is the best ratio of a length that is fixed now, plus EARLY_STOP_GAIN of
+what that ratio gains over plain decoding, as rounds that stop early save time.
 
-**Never anticipating.** Verification is only lossless if whether draft k is verified is decided without looking at the
-token x_k; it may depend on x_1 .. x_{k-1} and on what x_k is about to be drawn from. A plan is shown no tokens. It is
-shown confidences, one depth at a time, each known before the draw at its depth, and every answer is final.
+**No look-ahead.** Verification is lossless only if the decision to verify draft k does not depend on the token x_k. It
+may depend on x_1 .. x_{k-1} and on the distribution that x_k is drawn from. A plan is given no tokens. It is given
+confidences, one depth at a time, each before the draw at its depth, and every answer is final.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from collections.abc import Sequence
 
 from inference.spec_decode.draft_length.acceptance_estimator import AcceptanceEstimator, RequestHistory
 
-STOPPING = 0.3  # what stopping in time adds to the gain of the best fixed length; 0.2 to 0.7 make no difference
+EARLY_STOP_GAIN = 0.3  # share of the gain of the best fixed length; decisions are alike from 0.2 to 0.7
+FREE_DRAFTING = 0.01  # drafting all K tokens takes no more than this share of a plain decoding step
 
 
 class RoundPlan:
     """room [B]: drafts that each row may have, not all 0; verify, draft: V(w + 1) and D(w) for w = 0 … K.
 
-    planned      drafts worth having if nothing more were learnt on the way
-    least_bad    the same, if there must be some
-    settled      drafts that will be verified, of every row that has as many
-    seen         depths whose confidence was shown
-    told         whether the proposer says how sure it is
+    best_length           drafts that pay if no confidence were known on the way; may be 0
+    best_nonzero_length   the same, of at least 1
+    committed_length      drafts that will be verified, in every row that has as many
+    num_depths_seen       depths whose confidence was given
+    confidence_available  the proposer reports confidences
     """
 
     def __init__(
@@ -47,106 +48,106 @@ class RoundPlan:
         self._estimator, self.histories, self._room = estimator, histories, list(room)
         self._verify, self._draft = list(verify[: most + 1]), list(draft[: most + 1])
         self._cost = [v + d for v, d in zip(self._verify, self._draft, strict=True)]
-        self.outlook = estimator.outlook(histories, most)
-        self._alive = [1.0] * len(room)  # [B] probability that the drafts settled so far are all accepted
-        self._pending = self._alive  # what _alive is once the depth seen last is settled
-        self.settled = self.seen = self._forced = 0
-        self.told = False
-        ahead = estimator.ahead(self.outlook)
-        first = [row[0] if limit else 0.0 for row, limit in zip(ahead, room, strict=True)]
-        tokens = [float(len(room)), *self._gains(first, [row[1:] for row in ahead])]
+        self.state = estimator.start_round(histories, most)
+        self._survival = [1.0] * len(room)  # [B] probability that the committed drafts are all accepted
+        self._next_survival = self._survival  # the same once the depth seen last is committed
+        self.committed_length = self.num_depths_seen = self._forced_length = 0
+        self.confidence_available = False
+        remaining = estimator.estimate_remaining(self.state)
+        first = [row[0] if limit else 0.0 for row, limit in zip(remaining, room, strict=True)]
+        tokens = [float(len(room)), *self._gains(first, [row[1:] for row in remaining])]
         for w in range(1, most + 1):
             tokens[w] += tokens[w - 1]
         best, plain = max(t / cost for t, cost in zip(tokens, self._cost, strict=True)), tokens[0] / self._cost[0]
-        self._rate = best + STOPPING * (best - plain)  # ρ
+        self._rate = best + EARLY_STOP_GAIN * (best - plain)  # ρ
         net = [t - self._rate * cost for t, cost in zip(tokens, self._cost, strict=True)]
-        self.planned = _best(net)
-        self.least_bad = 1 + _best(net[1:])
+        self.best_length = _argmax(net)
+        self.best_nonzero_length = 1 + _argmax(net[1:])
 
     @property
-    def free(self) -> bool:
-        """Whether drafting takes next to no time, so that deciding can wait until the drafts are there."""
-        return self._draft[-1] < 0.01 * self._verify[0]
+    def drafting_is_free(self) -> bool:
+        """Drafting takes so little time that the length can be chosen after all K tokens are drafted."""
+        return self._draft[-1] < FREE_DRAFTING * self._verify[0]
 
-    def time(self, depth: int, width: int) -> float:
-        """Of a round that drafts to `depth` and verifies `width`, in rounds without drafts."""
+    def relative_time(self, depth: int, width: int) -> float:
+        """The time of a round that drafts to `depth` and verifies `width`, in plain decoding steps."""
         return (self._verify[width] + self._draft[depth]) / self._verify[0]
 
-    def worth_looking(self) -> bool:
-        """Whether the next draft is worth its drafting, as it may be dropped once its confidence is known."""
-        k = self.settled
+    def next_draft_pays(self) -> bool:
+        """The next draft is worth its drafting, though it may be dropped once its confidence is known."""
+        k = self.committed_length
         if k == len(self._draft) - 1:
             return False
-        found = [max(0.0, *net) for net in self._scenarios(drafted=False)]
-        return sum(found) > len(found) * self._rate * (self._draft[k + 1] - self._draft[k])
+        gains = [max(0.0, *net) for net in self._scenarios(drafted=False)]
+        return sum(gains) > len(gains) * self._rate * (self._draft[k + 1] - self._draft[k])
 
-    def worth_drafting(self) -> int:
-        """Drafts worth their drafting at the start, as those that are not sure enough may be dropped afterwards."""
-        found = list(self._scenarios(drafted=True))
+    def best_depth(self) -> int:
+        """The number of drafts to draft at the start, if those with low confidence may be dropped afterwards."""
+        scenarios = list(self._scenarios(drafted=True))
         net = [0.0]
         for depth in range(1, len(self._draft)):
-            gain = sum(max(0.0, *each[:depth]) for each in found) / len(found)
+            gain = sum(max(0.0, *scenario[:depth]) for scenario in scenarios) / len(scenarios)
             net.append(gain - self._rate * self._draft[depth])
-        return _best(net)
+        return _argmax(net)
 
-    def limit(self, counts: Sequence[int]) -> None:
-        """Drafts that the rows turned out to have."""
+    def limit_rows(self, counts: Sequence[int]) -> None:
+        """Limits each row to the number of drafts [B] that it got."""
         self._room = [min(limit, count) for limit, count in zip(self._room, counts, strict=True)]
 
-    def show(self, confidence: Sequence[float] | None, *, drafted: bool) -> int:
-        """The next depth's confidence [B] -> how many drafts are wanted from it on, this one included; 0 is final
-        unless `force` follows.
+    def decide_next(self, confidence: Sequence[float] | None, *, drafted: bool) -> int:
+        """The number of drafts wanted from the next depth on, the next one included, given its confidence [B].
 
-        None: the proposer does not say. `drafted`: the rest of the chain is drafted already, and costs nothing more.
+        0 is final unless `force` follows. `confidence` None: the proposer reports none. `drafted`: the rest of the
+        chain is drafted already and costs nothing more.
         """
-        k = self.settled
-        first, second = self._estimator.see(self.outlook, confidence)
-        this = self._pending = self._next(first)
-        self.seen, self.told = k + 1, confidence is not None
+        k = self.committed_length
+        first, second = self._estimator.estimate_next(self.state, confidence)
+        this = self._next_survival = self._survival_after(first)
+        self.num_depths_seen, self.confidence_available = k + 1, confidence is not None
         if not drafted and second and self._both_pay(this, second):
-            self._alive, self.settled = this, k + 1
+            self._survival, self.committed_length = this, k + 1
             return 2
-        net = self._net(this, self._estimator.ahead(self.outlook), drafted)
-        best = _best(net)
-        self.least_bad = 1 + best
-        wanted = max(self.least_bad if net[best] > 0 else 0, self._forced - k)
+        net = self._net(this, self._estimator.estimate_remaining(self.state), drafted)
+        best = _argmax(net)
+        self.best_nonzero_length = 1 + best
+        wanted = max(self.best_nonzero_length if net[best] > 0 else 0, self._forced_length - k)
         if wanted:
-            self._alive, self.settled = this, k + 1
-        if wanted == 1 and not drafted and self.worth_looking():
+            self._survival, self.committed_length = this, k + 1
+        if wanted == 1 and not drafted and self.next_draft_pays():
             return 2
         return wanted
 
+    def force(self, drafts: int) -> int:
+        """Commits to `drafts` drafts in all, though the first was not wanted; returns their number."""
+        self._forced_length = drafts
+        if self.num_depths_seen > self.committed_length:
+            self._survival, self.committed_length = self._next_survival, self.num_depths_seen
+        return drafts
+
+    # ------------------------------------------------------------------ sums
+
     def _both_pay(self, this: Sequence[float], after: Sequence[float]) -> bool:
-        """Whether the next draft, of survival `this` [B], and the one after it, with a [B], gain what each of them
-        costs: then there is no need to look further."""
-        k = self.settled
+        """The next draft, of survival `this` [B], and the one after it, with a [B], both gain what they cost, so that
+        no other length needs to be compared."""
+        k = self.committed_length
         if sum(this) <= self._rate * (self._verify[k + 1] - self._verify[k]):
             return False
         gain = sum([s * a for s, a, limit in zip(this, after, self._room, strict=True) if k + 1 < limit])
         return gain > self._rate * (self._cost[k + 2] - self._cost[k + 1])
 
-    def force(self, drafts: int) -> int:
-        """That many drafts in all, whatever they are worth, though the first was not wanted; returns it."""
-        self._forced = drafts
-        if self.seen > self.settled:
-            self._alive, self.settled = self._pending, self.seen
-        return drafts
+    def _survival_after(self, estimates: Sequence[float]) -> list[float]:
+        """a_k [B] of the next draft -> its survival [B], 0 in rows that have no such draft."""
+        k = self.committed_length
+        return [s * a if k < limit else 0.0 for s, a, limit in zip(self._survival, estimates, self._room, strict=True)]
 
-    # ------------------------------------------------------------------ sums
+    def _gains(self, this: Sequence[float], remaining: Sequence[Sequence[float]]) -> list[float]:
+        """Expected accepted tokens of each of the K-k next depths, over all rows.
 
-    def _next(self, estimates: Sequence[float]) -> list[float]:
-        """a_k [B] of the next draft -> its survival, 0 in rows that have no such draft."""
-        k = self.settled
-        return [s * a if k < limit else 0.0 for s, a, limit in zip(self._alive, estimates, self._room, strict=True)]
-
-    def _gains(self, this: Sequence[float], ahead: Sequence[Sequence[float]]) -> list[float]:
-        """Expected accepted tokens of each of the K-k next depths, all rows together.
-
-        this [B]: survival of the next draft; ahead [B, K-k-1]: a of those after it, given that.
+        this [B]: survival of the next draft; remaining [B, K-k-1]: a of those after it, given that.
         """
-        k = self.settled
+        k = self.committed_length
         gains = [0.0] * (len(self._draft) - 1 - k)
-        for survival, row, limit in zip(this, ahead, self._room, strict=True):
+        for survival, row, limit in zip(this, remaining, self._room, strict=True):
             if not survival:
                 continue
             gains[0] += survival
@@ -155,22 +156,22 @@ class RoundPlan:
                 gains[place] += survival
         return gains
 
-    def _net(self, this: Sequence[float], ahead: Sequence[Sequence[float]], drafted: bool) -> list[float]:
-        """Tokens gained less ρ times the time, of verifying 1 … K-k drafts more."""
-        k, net, gained = self.settled, [], 0.0
+    def _net(self, this: Sequence[float], remaining: Sequence[Sequence[float]], drafted: bool) -> list[float]:
+        """Tokens gained less ρ times the time, for verifying 1 … K-k drafts more."""
+        k, net, gained = self.committed_length, [], 0.0
         cost = self._verify if drafted else self._cost
         start = self._verify[k] if drafted else self._verify[k] + self._draft[k + 1]
-        for place, gain in enumerate(self._gains(this, ahead), k + 1):
+        for place, gain in enumerate(self._gains(this, remaining), k + 1):
             gained += gain
             net.append(gained - self._rate * (cost[place] - start))
         return net
 
     def _scenarios(self, drafted: bool) -> list[list[float]]:
-        """`_net` for each of the estimator's scenarios of the next confidence."""
-        scenarios = self._estimator.scenarios(self.outlook)
-        return [self._net(self._next(this), ahead, drafted) for this, ahead in scenarios]
+        """`_net` for each scenario of the next confidence."""
+        scenarios = self._estimator.confidence_scenarios(self.state)
+        return [self._net(self._survival_after(this), remaining, drafted) for this, remaining in scenarios]
 
 
-def _best(values: Sequence[float]) -> int:
-    """The place of the largest, the first of equals."""
+def _argmax(values: Sequence[float]) -> int:
+    """The index of the largest value, the first of equals."""
     return max(range(len(values)), key=values.__getitem__)

@@ -65,7 +65,7 @@ class HeadProposer(Proposer):
         self._drafter, self._vocab_size, self._device = drafter, target.vocab_size, target.device
         self._probabilistic = options.draft_sample_method == "probabilistic"
         self._draft_to_target, self._tree, self._depth = drafter.draft_to_target, tree, depth
-        self.asks = self._device.type == "cpu"
+        self.stops_early = self._device.type == "cpu"
         self._seen = [0] * max_rows  # slots of each row that the drafter holds
         self._held = [0] * max_rows  # features of each row that wait
         self._room = depth + 1 + SPARE
@@ -191,7 +191,7 @@ class HeadProposer(Proposer):
                 wanted = depth - len(drafted)  # further drafts, this one included
                 if go_on is not None:
                     confidence = _confidence(logits)
-                    if self.asks:
+                    if self.stops_early:
                         wanted = go_on(confidence.tolist())
                     else:
                         confidences.append(confidence)

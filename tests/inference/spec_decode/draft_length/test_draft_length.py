@@ -65,14 +65,14 @@ def trained_estimator() -> AcceptanceEstimator:
     estimator, source = AcceptanceEstimator(K), np.random.default_rng(0)
     for _ in range(300):
         histories = [RequestHistory()]
-        outlook = estimator.outlook(histories, K)
+        state = estimator.start_round(histories, K)
         sure = source.uniform(0.3, 0.9, K)
         for confidence in sure:
-            estimator.see(outlook, [confidence])
+            estimator.estimate_next(state, [confidence])
         accepted = next(
             (k for k, confidence in enumerate(sure) if source.random() > (0.95 if confidence > 0.5 else 0.1)), K
         )
-        estimator.learn(outlook, histories, [K], [accepted], told=True)
+        estimator.learn(state, histories, [K], [accepted], confidence_available=True)
     return estimator
 
 
@@ -82,16 +82,16 @@ def after_texts(estimator: AcceptanceEstimator, requests: int, acceptance: float
     for _ in range(requests):
         histories = [RequestHistory()]
         for _ in range(5):
-            outlook = estimator.outlook(histories, K)
+            state = estimator.start_round(histories, K)
             for confidence in source.uniform(0.6, 0.9, K):
-                estimator.see(outlook, [confidence])
+                estimator.estimate_next(state, [confidence])
             accepted = next((k for k in range(K) if source.random() > acceptance), K)
-            estimator.learn(outlook, histories, [K], [accepted], told=True)
+            estimator.learn(state, histories, [K], [accepted], confidence_available=True)
     return estimator
 
 
 def first_draft(estimator: AcceptanceEstimator, history: RequestHistory) -> float:
-    return estimator.see(estimator.outlook([history], K), [0.75])[0][0]
+    return estimator.estimate_next(estimator.start_round([history], K), [0.75])[0][0]
 
 
 def test_texts_of_another_kind_are_noticed():
@@ -126,11 +126,11 @@ def planned_counts(q, confidence, drafted):
 
     def counts(draft: tuple) -> int:
         plan = RoundPlan(copy.deepcopy(estimator), [RequestHistory()], [K], *costs)
-        while plan.settled < K and plan.show(
-            [confidence(q(draft[: plan.settled]), draft[plan.settled])], drafted=drafted
+        while plan.committed_length < K and plan.decide_next(
+            [confidence(q(draft[: plan.committed_length]), draft[plan.committed_length])], drafted=drafted
         ):
             pass
-        return plan.settled
+        return plan.committed_length
 
     return counts
 
@@ -161,11 +161,11 @@ def test_answers_do_not_depend_on_what_is_shown_later():
         answers = []
         for later in (0.01, 0.99):
             plan = RoundPlan(copy.deepcopy(trained_estimator()), [RequestHistory(), RequestHistory()], [K, K], *costs)
-            first = plan.show(list(sure[0]), drafted=True)
-            answers.append((first, plan.settled))
+            first = plan.decide_next(list(sure[0]), drafted=True)
+            answers.append((first, plan.committed_length))
             if first:
-                plan.show([later] * 2, drafted=True)
-                assert plan.settled >= 1
+                plan.decide_next([later] * 2, drafted=True)
+                assert plan.committed_length >= 1
         assert answers[0] == answers[1]
 
 
@@ -230,7 +230,9 @@ def joint_fits(draft_length, small, samples=500) -> LLM:  # noqa: F811
 
 @pytest.mark.parametrize(("length", "asks"), [("adaptive", True), ("adaptive", False), ("threshold", True)])
 def test_joint_of_the_first_tokens(length, asks, small, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(head.HeadProposer, "asks", property(lambda self: asks, lambda self, value: None), raising=False)
+    monkeypatch.setattr(
+        head.HeadProposer, "stops_early", property(lambda self: asks, lambda self, value: None), raising=False
+    )
     llm = joint_fits(LENGTHS[length](), small)
     counters = llm.get_metrics()
     assert counters.num_accepted_tokens > 40
@@ -266,7 +268,9 @@ def test_a_length_that_looks_at_the_draft_is_noticed(small, monkeypatch):  # noq
     ("kind", "asks"), [("ngram", False), ("right", False), ("fake", True), ("fake", False), ("eagle3", True)]
 )
 def test_greedy_equals_the_target_alone(length, kind, asks, make_llm, texts, byte_tokenizer, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(head.HeadProposer, "asks", property(lambda self: asks, lambda self, value: None), raising=False)
+    monkeypatch.setattr(
+        head.HeadProposer, "stops_early", property(lambda self: asks, lambda self, value: None), raising=False
+    )
     lengths = {
         "cheap": adaptive,
         "hopeless": lambda: adaptive(HOPELESS),
@@ -362,7 +366,7 @@ class Rows:
 
     def __init__(self, draft_length: AdaptiveDraftLength, rows: int = 1, seed: int = 0) -> None:
         self.length, self.source = draft_length, np.random.default_rng(seed)
-        self.length.attach(SimpleNamespace(asks=False), lambda rows, tokens: None)
+        self.length.attach(SimpleNamespace(stops_early=False), lambda rows, tokens: None)
         self.requests = [SimpleRequest() for _ in range(rows)]
         self.widths: list[int] = []
 
@@ -437,7 +441,7 @@ def test_rows_of_a_batch_share_a_width_that_pays_for_all_of_them():
 def test_confidence_decides_where_it_means_something():
     """Half of all drafts are sure and accepted, the others unsure and rejected; on average drafting does not pay."""
     length, source = adaptive({"verify": [10, 17, 24, 31], "draft": [0.2, 0.4, 0.6]}), np.random.default_rng(0)
-    length.attach(SimpleNamespace(asks=True), lambda rows, tokens: None)
+    length.attach(SimpleNamespace(stops_early=True), lambda rows, tokens: None)
     request, wrong = SimpleRequest(), 0
     for turn in range(400):
         limit = length.limits([request])[0]
@@ -453,6 +457,21 @@ def test_confidence_decides_where_it_means_something():
         if turn >= 200:
             wrong += (width > accepted) + (width == 0 and sure[0])
     assert wrong < 20
+
+
+def test_the_lengths_chosen_for_recorded_confidences():
+    """Golden: the decisions of the first version, so that a rewrite of the estimator or the plan changes none."""
+    length = adaptive({"verify": [10, 11, 12, 13], "draft": [0.5, 1, 1.5]})
+    length.attach(SimpleNamespace(stops_early=False), lambda rows, tokens: None)
+    source, request, widths = np.random.default_rng(7), SimpleRequest(), []
+    for turn in range(60):
+        (limit,), sure = length.limits([request]), source.uniform(0.02, 0.99, (1, K))
+        tokens, confidence = torch.zeros(1, limit, dtype=torch.long), torch.tensor(sure[:, :limit])
+        width = length.settle(Proposal(tokens, [limit], confidence=confidence)).width
+        (hits,) = source.random((1, K)) < sure ** (0.2 if turn < 40 else 1)
+        length.learn([width], [next((k for k in range(width) if not hits[k]), width)], 0.0, 0.0)
+        widths.append(width)
+    assert "".join(map(str, widths)) == "333333333333333333333333333333323333333333333333333233222221"
 
 
 # ---------------------------------------------------------------------- costs
@@ -504,7 +523,7 @@ def test_schedule_by_batch_size():
             num_speculative_tokens_per_batch_size=[[1, 1, 1]],
         )
     )
-    capped.attach(SimpleNamespace(asks=False), lambda rows, tokens: None)
+    capped.attach(SimpleNamespace(stops_early=False), lambda rows, tokens: None)
     assert capped.limits([SimpleRequest()]) == [1]
 
 
