@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -134,6 +135,15 @@ def term_paths(features: Any, depth: int) -> tuple[Tensor, Tensor]:
         return valid_terms(features, depth + 2), onward
     named = paths[..., depth]
     return named >= 0, torch.where(named >= 0, named, onward)
+
+
+def row_noise(batch: Any) -> Tensor:
+    """[B, T] uniform numbers in [0, 1) for every slot, from the seed of its row (`batch.seeds`; without them the row's
+    number), whatever rows it is padded and computed with."""
+    B, T = batch.segment_ids.shape
+    seeds = getattr(batch, "seeds", None)
+    rows = [np.random.default_rng(int(seed)).random(T) for seed in (range(B) if seeds is None else seeds)]
+    return torch.from_numpy(np.stack(rows)).to(batch.segment_ids.device)
 
 
 class Drafter(nn.Module):

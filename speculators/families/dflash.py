@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from speculators.config import DecoderConfig, TargetShape
-from speculators.drafter import Drafter, DraftInput, DraftStep, DraftSteps, Grow, term_paths
+from speculators.drafter import Drafter, DraftInput, DraftStep, DraftSteps, Grow, row_noise, term_paths
 from speculators.families.autoregressive import slots_in_use
 from speculators.layers.attention import cached_attends
 from speculators.layers.block_attention import Blocks, block_attention
@@ -107,7 +107,7 @@ class DFlashOptions(DecoderOptions, TapOptions):
         description="target hidden states read by the head (0: embedding output, i: output of layer i); null: one per "
         "layer of the head, spread from the second layer's output to that of the third from the end",
     )
-    unroll_steps: PositiveInt = Field(15, description="depths trained: null or left out, all that a block has")
+    unroll_steps: PositiveInt = Field(15, description="depths trained; left out, all that a block has")
 
     @model_validator(mode="before")
     @classmethod
@@ -261,12 +261,8 @@ class DFlash(Drafter):
             slots = slots_in_use(first)
             return slots, first.gather(1, slots)
         eligible = first & batch.loss_mask.bool().roll(-1, 1)
-        B, T = first.shape
-        seeds = getattr(batch, "seeds", None)
-        seeds = range(B) if seeds is None else seeds
-        numbers = [np.random.default_rng(int(seed)).random(T) for seed in seeds]
-        noise = torch.from_numpy(np.stack(numbers)).to(first.device).masked_fill_(~eligible, -1.0)
-        drawn = noise.topk(min(self.max_anchors, T), dim=1).indices
+        noise = row_noise(batch).masked_fill_(~eligible, -1.0)
+        drawn = noise.topk(min(self.max_anchors, first.shape[1]), dim=1).indices
         wanted = torch.zeros_like(first).scatter_(1, drawn, True) & eligible
         slots = slots_in_use(wanted)
         return slots, wanted.gather(1, slots)

@@ -7,14 +7,13 @@ which deeper depths keep fewer, nested within each other: depth d keeps max(rati
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from speculators.drafter import DraftInput, DraftSteps, Grow
+from speculators.drafter import DraftInput, DraftSteps, Grow, row_noise
 from speculators.families.eagle3 import Eagle3, Eagle3Config, Eagle3Options
 from speculators.options import Count, PositiveInt, Share
 from speculators.precision import on_device
@@ -34,7 +33,7 @@ class PEagleOptions(Eagle3Options):
     """The trained head. Sizes left null are the target's own."""
 
     num_depths: PositiveInt = Field(8, description="depths trained, which are the tokens drafted at most")
-    unroll_steps: Annotated[int, Field(ge=1)] = Field(8, description="depths trained; never more than num_depths")
+    unroll_steps: PositiveInt = Field(8, description="depths trained; left out, all of num_depths")
     mask_token_id: Count | None = Field(
         None,
         description="token for unknown slots, one that no text contains; null: the tokenizer's mask token, or the "
@@ -43,6 +42,13 @@ class PEagleOptions(Eagle3Options):
     own_embeddings: bool = Field(True, description="train a copy of the target's embeddings, the mask token's too")
     cod_ratio: Share = Field(0.7, description="share of the chains that each further depth keeps in training")
     cod_floor: Share = Field(0.2, description="the smallest share of chains that a depth keeps")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _all_depths(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("unroll_steps") is None and isinstance(value.get("num_depths"), int):
+            value = {**value, "unroll_steps": value["num_depths"]}
+        return value
 
 
 class PEagle(Eagle3):
@@ -76,10 +82,7 @@ class PEagle(Eagle3):
         valid, paths = super().terms(batch, steps)
         if not self.training or self.cod_ratio == 1:
             return valid, paths
-        B, T = valid[0].shape
-        seeds = getattr(batch, "seeds", None)
-        numbers = [np.random.default_rng(int(seed)).random(T) for seed in (range(B) if seeds is None else seeds)]
-        noise = torch.from_numpy(np.stack(numbers)).to(valid[0].device).masked_fill_(~valid[0], 2.0)
+        noise = row_noise(batch).masked_fill_(~valid[0], 2.0)
         rank = noise.argsort(1).argsort(1)  # of every slot in its row's order
         chains = valid[0].sum(1, keepdim=True)
         shares = [max(self.cod_ratio**depth, self.cod_floor) for depth in range(steps)]

@@ -128,8 +128,7 @@ class Recipe(Section):
     def _sections_agree(self) -> Recipe:
         try:
             mix = Mix.parse(self.loss)
-            if self.position_weights is not None:
-                PositionWeights.parse(self.position_weights)
+            position = None if self.position_weights is None else PositionWeights.parse(self.position_weights)
         except ConfigError as error:
             raise ValueError(str(error)) from None
         family = family_class(self.family)
@@ -140,6 +139,8 @@ class Recipe(Section):
             )
         if mix.chain_terms and not family.one_head:
             raise ValueError(f"loss.e2e_tv: a drafter of family {self.family} has a head per depth; use tv")
+        if mix.chain_terms and position is not None and position.measured:
+            raise ValueError(f"loss.e2e_tv: weighs positions by itself; leave position_weights.{position.kind} out")
         for name in self.gates:
             try:
                 temperature, _ = split_gate(name)

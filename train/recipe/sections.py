@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from speculators.errors import ConfigError
 from speculators.hub import is_repository_id, split_revision
 from speculators.options import Count, PositiveInt, Section, Share, Text
-from train.losses.divergences import ON_LABELS, Mix
+from train.losses.divergences import ON_CHAINS, ON_LABELS, Mix
 from train.recipe.data_sections import Dtype, Shares, Sources
 
 if TYPE_CHECKING:
@@ -249,6 +249,8 @@ class OnPolicySection(Section):
                 f"suffix_loss.{wrong[0]}: reads the token of the data, and after a rejected draft there is none; use a "
                 "divergence of distributions, such as reverse_kl or tv"
             )
+        if wrong := sorted(ON_CHAINS & set(self.suffix_loss)):
+            raise ValueError(f"suffix_loss.{wrong[0]}: is of whole chains, and a suffix is a part of one; use tv")
         return self
 
 

@@ -110,6 +110,7 @@ class Trainer:
         per_step = self.step_rows.rows_per_step
         self.total_steps = t.steps or (math.ceil(len(rows) * t.epochs / per_step) if t.epochs else None)
         depths = min(recipe.drafter.unroll_steps, drafter.max_depth or recipe.drafter.unroll_steps)
+        self.chain_terms = Mix.parse(recipe.loss).chain_terms
         self.position = PositionWeights.parse(recipe.position_weights or {"step_decay": recipe.drafter.step_decay})
         self.depth_weights = self.position.of_depths(depths).to(accelerator.device)  # [K]
         self.state = checkpoint.TrainState(fingerprint=fingerprint)
@@ -275,7 +276,11 @@ class Trainer:
         with self.accelerator.autocast():
             branches = branch_weights(features, section.suffix_decay) if section is not None else None
             steps, rejected = split(list(self.module.unroll(features, len(row_weights))), branches)
+            if self.position.measured:
+                steps = self._weighed(features, steps)
             loss, parts = self._objectives(features, steps, row_weights, self.recipe.loss)
+            if self.chain_terms:
+                loss = loss + self._chain_loss(features, steps, row_weights, parts)
             if self.joint is not None:
                 loss = loss + self.joint.loss(features, supervised)
             if rejected and section is not None:
@@ -294,18 +299,10 @@ class Trainer:
     ) -> tuple[Tensor, list[StepMetrics]]:
         """The loss over terms of several depths, each weighted by its depth's of `scales` [K], for every trained head;
         the metrics of each depth under the head that drafts."""
-        heads, parsed, losses = self.module.trained_heads(mix), Mix.parse(mix), []
-        size = features.input_ids.numel()
-        if self.position.measured:
-            with torch.no_grad():
-                _, parts = self._over_depths(features, steps, torch.ones_like(scales), heads[0].head, CROSS_ENTROPY)
-            weights = self.position.of_chains([p.loss for p in parts], [s.anchor_index for s in steps], size)
-            steps = [replace(step, weight=step.weight * w) for step, w in zip(steps, weights, strict=True)]
-        for trained in heads:
+        losses = []
+        for trained in self.module.trained_heads(mix):
             loss, parts = self._over_depths(features, steps, scales, trained.head, trained.loss)
             losses.append(loss)
-        if parsed.chain_terms:
-            losses.append(self._chain_loss(features, steps, scales, parts, parsed.chain_terms[0].weight))
         if self.module.confidence_loss:
             for step, part in zip(steps, parts, strict=True):
                 logits = self.module.confidence(step.hidden)
@@ -313,21 +310,26 @@ class Trainer:
                 losses.append(self.module.confidence_loss * sure)
         return sum(losses), parts
 
+    def _weighed(self, features: TargetFeatures, steps: Sequence[DraftStep]) -> list[DraftStep]:
+        """The steps under position weights that depend on what the drafter says of each chain."""
+        ones, size = torch.ones_like(self.depth_weights), features.input_ids.numel()
+        head = self.module.trained_heads(self.recipe.loss)[0].head
+        with torch.no_grad():
+            _, parts = self._over_depths(features, steps, ones, head, CROSS_ENTROPY)
+        weights = self.position.of_chains([p.loss for p in parts], [s.anchor_index for s in steps], size)
+        return [replace(step, weight=step.weight * w) for step, w in zip(steps, weights, strict=True)]
+
     def _chain_loss(
-        self,
-        features: TargetFeatures,
-        steps: Sequence[DraftStep],
-        scales: Tensor,
-        parts: Sequence[StepMetrics],
-        weight: float,
+        self, features: TargetFeatures, steps: Sequence[DraftStep], row_weights: Tensor, parts: Sequence[StepMetrics]
     ) -> Tensor:
-        """weight * the mean over chains of `e2e_tv`: the total variations under its weights, with its value."""
+        """The mean over chains of `e2e_tv`: the total variations under its weights, with its value. A depth's
+        `row_weights` are its weight over its terms, of depth 0 one per chain."""
         lost, weights = expected_share(
             [p.alpha for p in parts], [s.anchor_index for s in steps], features.input_ids.numel()
         )
         steps = [replace(step, weight=w) for step, w in zip(steps, weights, strict=True)]
-        chains = scales[:1] / self.depth_weights[:1] if not self.position.measured else scales[:1] * len(scales)
-        scale = (weight * chains).expand_as(scales)
+        weight = sum(term.weight for term in self.chain_terms)
+        scale = (weight * row_weights[:1] / self.depth_weights[:1]).expand_as(row_weights)
         loss, _ = self._over_depths(features, steps, scale, self.module.trained_heads({})[-1].head, {"tv": 1.0})
         return loss + (scale[0] * lost - loss).detach()
 

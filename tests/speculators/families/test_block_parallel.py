@@ -20,9 +20,10 @@ from inference import SamplingParams
 from speculators.drafter import Drafter
 from speculators.errors import ConfigError
 from speculators.export import export_drafter
+from speculators.registry import family_class
 from speculators.target.frozen_target import FrozenTarget
 from tests.inference.modules import make_llm
-from tests.speculators.families.test_contract import draft_logits
+from tests.speculators.families.test_contract import draft_logits, trainer
 
 WHOLE = ["dflash", "dflash, causal, window, reduced, qwen3", "dspark", "dspark, gated, fill in, reduced",
          "dspark, rnn, no confidence, qwen3", "dspark, causal, window, gemma3", "dflash2"]  # fmt: skip
@@ -235,6 +236,36 @@ def test_a_narrowed_unroll_is_the_whole_one(all_cases, make_drafter, tiny_model)
         assert torch.equal(a.anchor_index.sort().values, b.anchor_index.sort().values)
         order = a.anchor_index.argsort(), b.anchor_index.argsort()
         torch.testing.assert_close(a.hidden[order[0]], b.hidden[order[1]], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["dspark", "eagle3"])
+@pytest.mark.parametrize(
+    "sections",
+    [{"loss": {"e2e_tv": 1.0}}, {"loss": {"cross_entropy": 0.1, "e2e_tv": 1.0}}, {"position_weights": {"d_pace": 0.5}}],
+    ids=["e2e_tv", "mixed", "d_pace"],
+)
+def test_losses_of_chains_are_lowered(name, sections, all_cases, make_drafter, tiny_model, tmp_path) -> None:
+    """By training of a block family and of another; without `position_weights` e2e_tv is a share between 0 and 1."""
+    case = all_cases[name]
+    run = trainer(make_drafter, case, tiny_model(case.architecture), tmp_path, steps=25, **sections)
+    losses = [record["loss"] for record in run.run().history]
+    if name == "eagle3" and list(sections.get("loss", ())) == ["e2e_tv"]:
+        assert all(0 < loss < 1 for loss in losses)
+    assert sum(losses[-3:]) < sum(losses[:3])
+
+
+@pytest.mark.parametrize(
+    "family, shape, drafts",
+    [
+        ("dflash", {"block_size": 24}, 23),
+        ("dspark", {"block_size": 9}, 9),
+        ("dspark", {"block_size": 9, "sample_from_anchor": False}, 8),
+        ("peagle", {"num_depths": 12}, 12),
+    ],
+)
+def test_as_many_depths_are_trained_as_are_drafted_at_most(family, shape, drafts) -> None:
+    """A recipe that says nothing of unroll_steps leaves no depth untrained that serving would accept."""
+    assert family_class(family).options.model_validate(shape).unroll_steps == drafts
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2", "peagle"])

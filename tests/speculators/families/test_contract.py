@@ -374,7 +374,7 @@ def rows(count: int = 16, vocab: int = 100) -> list[Any]:
     return pack(found, 48)
 
 
-def trainer(make, case, model: Any, folder: Path, steps: int = 6) -> Trainer:
+def trainer(make, case, model: Any, folder: Path, steps: int = 6, **sections: Any) -> Trainer:
     target, drafter = make(case, model, noise=0.0)
     recipe = recipe_class(case.family).model_validate(
         {
@@ -386,6 +386,7 @@ def trainer(make, case, model: Any, folder: Path, steps: int = 6) -> Trainer:
             "training": {
                 "steps": steps, "batch_size": 2, "learning_rate": 1e-2, "save_every": 2, "mixed_precision": "no",
             },
+            **sections,
         }
     )  # fmt: skip
     torch.manual_seed(0)

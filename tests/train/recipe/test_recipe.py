@@ -262,6 +262,9 @@ MALFORMED = {
     "step; needs online",
     "data: {train: [{path: chats.jsonl}], fan_out: true}\nregenerate: {turns: all}": AT
     + "data.fan_out: with regenerate.turns: all every turn ...",
+    "loss: {e2e_tv: 1.0}\nposition_weights: {d_pace: 0.5}": AT + "loss.e2e_tv: weighs positions by itself; ...",
+    "position_weights: {gamma: 0}": AT + "position_weights.gamma: expected ...",
+    "on_policy: {suffix_loss: {e2e_tv: 1.0}}": AT + "on_policy: suffix_loss.e2e_tv: is of whole chains...",
     "name: ../escape": AT + "name: expected a string matching ...",
 }
 
