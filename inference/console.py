@@ -1,4 +1,4 @@
-"""What the command lines of this project have in common: what a user can mend is one red paragraph and exit code 2;
+"""Shared by the command lines of this project: an error the user can mend is one red paragraph and exit code 2;
 options that are JSON."""
 
 from __future__ import annotations

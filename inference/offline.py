@@ -122,8 +122,8 @@ def as_prompts(
 
 
 def results(measured: dict[str, Measured], checks: dict[str, LosslessCheck]) -> dict[str, dict[str, Any]]:
-    """What is saved, by way: outputs, timings, metrics (totals of all passes); of those that draft also `agree` and
-    `speedup`.
+    """The saved results by way of decoding: outputs, timings, metrics (totals of all passes); with drafting also
+    `agree` and `speedup`.
 
     `agree` is null where nothing can be compared: at temperatures above 0 only the distributions are the same.
     """

@@ -1,4 +1,4 @@
-"""What the user gets back: vLLM's shapes and names. Plain records that know neither the engine nor a tokenizer."""
+"""Outputs of a request, with vLLM's shapes and names. Plain records without engine or tokenizer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RequestMetrics:
 
 @dataclass
 class Logprob:
-    """Of one token in one place: rank 1 is the most probable. `decoded_token`: its text; None without a tokenizer."""
+    """Logprob of one token; rank 1 is the most probable. `decoded_token`: its text; None without a tokenizer."""
 
     logprob: float
     rank: int | None = None
@@ -85,7 +85,7 @@ class RequestOutput:
 
 @dataclass
 class TokenLogprobs:
-    """Of one place. `token_ids` and `logprobs`: first the token that stands there, then the most probable ones, in
+    """Logprobs of one position. `token_ids` and `logprobs`: first its own token, then the most probable ones, in
     falling order. `rank`: of the token that stands there, 1 for the most probable."""
 
     token_ids: list[int]

@@ -69,7 +69,7 @@ class StructuredOutputsParams:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What is asked of the sampler for one request. Change a copy with `dataclasses.replace`.
+    """Sampling parameters of one request. Change a copy with `dataclasses.replace`.
 
     n                 responses to make for the prompt
     temperature       0 is greedy: the most probable token, the first one on a tie, whatever the filters below
@@ -154,7 +154,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the target's most probable token is always taken, so that no randomness is used."""
+        """True if the most probable token is always taken, so that no randomness is used."""
         return self.temperature == 0
 
     def _check_numbers(self) -> None:

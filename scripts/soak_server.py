@@ -56,7 +56,7 @@ class Found:
 
 
 def offline_texts(model: str, asks: Sequence[Ask]) -> dict[str, list[str]]:
-    """What the target alone writes, without a server."""
+    """The target's own responses, without a server."""
     llm, texts = LLM(model, dtype="float32"), {}
     for ask in asks:
         body = dict(ask.body)
@@ -114,13 +114,13 @@ async def soak(
 
 
 def growth(memory: Sequence[tuple[float, int]], seconds: float) -> float:
-    """Of resident memory after the warm-up: largest ÷ smallest - 1."""
+    """Growth of resident memory after the warm-up: largest ÷ smallest - 1."""
     judged = [size for when, size in memory if when >= WARM_UP * seconds]
     return max(judged) / min(judged) - 1
 
 
 def violations(found: Found, tolerance: float) -> list[str]:
-    """What must hold and does not, in words."""
+    """The requirements that do not hold, as sentences."""
     rough, exact, wrong = found.rough, found.exact, []
     for tally in (rough, exact):
         wrong += [f"lost: {each}" for each in tally.lost] + [f"changed: {each}" for each in tally.changed]

@@ -44,7 +44,7 @@ def option(default: Any, description: str = "") -> Any:
 
 
 class BenchOptions(BaseModel):
-    """What is measured, and how."""
+    """Options of a measurement."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -74,7 +74,7 @@ class Compiled:
 
     @property
     def _replays(self) -> bool:
-        """Whether outputs lie in memory that the next replay of a CUDA graph writes to."""
+        """True if outputs lie in memory that the next replay of a CUDA graph overwrites."""
         return self._compilation.cudagraphs and torch.cuda.is_available()
 
     def _compile(self, step: Callable[..., Any], number: int) -> Callable[..., Any]:
@@ -159,7 +159,7 @@ class CachedStep:
 
 
 class CompiledRounds:
-    """What an engine runs compiled. Keys and values get all their memory at once, so that it stays where it is.
+    """The compiled steps of an engine. Keys and values get all their memory at once, so that their addresses are fixed.
 
     ConfigError if a limit of memory does not hold that.
     """

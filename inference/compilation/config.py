@@ -82,7 +82,7 @@ class CompilationConfig(BaseModel):
 
     @property
     def asks(self) -> bool:
-        """Whether it says by itself that something is to be compiled."""
+        """True if this option alone turns compilation on."""
         return (self.mode or "NONE") != "NONE" or (self.cudagraph_mode or "NONE") != "NONE"
 
     @property

@@ -33,7 +33,7 @@ def doubling(first: int, most: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one step: rows, new tokens per row, keys that are looked at."""
+    """The shape of one step: rows, new tokens per row, keys that are read."""
 
     rows: int
     width: int

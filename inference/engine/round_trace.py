@@ -1,4 +1,4 @@
-"""What became of every draft of some responses, round by round: for who wants to look at drafting.
+"""A record of every draft and its fate, round by round, for looking at drafting.
 
 Listens to the engine's `on_round` and keeps what it hears of the requests that are watched; the others cost it a
 look into an empty table. Knows no text and no protocol.
@@ -15,7 +15,7 @@ from inference.spec_decode.proposal import Proposal
 
 
 class RoundTracer:
-    """Of one engine; whoever listened to its rounds before still does. Used by the engine's thread alone."""
+    """Records the rounds of one engine, beside any earlier listener. Used by the engine's thread alone."""
 
     def __init__(self, engine: Engine) -> None:
         self._before = engine.on_round

@@ -1,4 +1,4 @@
-"""What an LLM is made of: target, drafter, proposer, tokenizer, limits. Loading only; no prompts and no rounds."""
+"""Loads the parts of an LLM: target, drafter, proposer, tokenizer, limits. No prompts and no rounds here."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def loaded(model: Any) -> bool:
-    """Whether it is a model already, and not the name of one."""
+    """True for a loaded model, False for the name of one."""
     return isinstance(model, (FrozenTarget, PreTrainedModel))
 
 
@@ -85,7 +85,7 @@ def load_drafter_for(
 
 
 def taps_of(config: SpeculativeConfig, target: FrozenTarget) -> tuple[int, ...]:
-    """What the exported head reads of the target; a head of another family than was asked for is refused."""
+    """The target's hidden states that the exported head reads; ConfigError for a head of another family."""
     if not config.trained:
         return ()
     from speculators.export import read_drafter_config

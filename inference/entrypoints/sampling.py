@@ -22,7 +22,7 @@ class RequestSampling:
         self._bad_words = lru_cache(maxsize=64)(lambda words: bad_word_ids(tokenizer, words))
 
     def options(self, params: SamplingParams, num_prompt_tokens: int) -> dict[str, Any]:
-        """What a Request needs of them."""
+        """The fields that a Request takes."""
         options: dict[str, Any] = {}
         if params.bad_words:
             options["bad_words"] = self._bad_words(params.bad_words)
@@ -31,7 +31,7 @@ class RequestSampling:
         return options
 
     def faults(self, params: SamplingParams) -> list[str]:
-        """What cannot be honoured, in words."""
+        """The settings that cannot be honoured, as a sentence."""
         faults = []
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             beyond = [token for token in getattr(params, name) or () if token >= self._vocab_size]

@@ -82,7 +82,7 @@ class SpeculativeConfig(BaseModel):
 
     @property
     def trained(self) -> bool:
-        """Whether a checkpoint is needed."""
+        """True if the method needs a checkpoint."""
         return self.method is not None and self.method not in TRAINING_FREE
 
     @property

@@ -1,4 +1,4 @@
-"""What a speculative_config leaves out, read from the drafter that it names: its method, and how many tokens to draft.
+"""Defaults of a speculative_config, read from the drafter that it names: its method, and how many tokens to draft.
 
 Nothing is guessed from a path: config.json and the names of the tensors say which family a folder holds. Reads no
 weights and loads no model.

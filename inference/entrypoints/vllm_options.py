@@ -147,7 +147,7 @@ def read_options(
 
 
 def drafts_eagerly(speculative_config: Any) -> bool:
-    """Whether the drafter alone is to run eager, while the target is compiled."""
+    """True if the drafter alone runs eager and the target is compiled."""
     return isinstance(speculative_config, dict) and speculative_config.get("enforce_eager") is True
 
 

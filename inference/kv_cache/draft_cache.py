@@ -1,4 +1,4 @@
-"""What prefix reuse and the memory limit ask of a drafter: the rows of its own cache, and nothing of how it drafts."""
+"""The drafter's cache as prefix reuse and the memory limit see it: rows to copy and to size, no drafting."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class KVMemory:
             )
 
     def bytes(self, rows: int, tokens: int) -> int:
-        """Of `rows` rows, the longest of which has so many tokens, during a round."""
+        """Bytes of `rows` rows during a round; the longest row has so many tokens."""
         return self._bytes(rows, min(tokens + self._slack, self._cache.max_len))
 
     def fits(self, rows: int, tokens: int) -> bool:

@@ -119,7 +119,7 @@ class PrefixReuse:
 
 
 def begin_alike(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two texts may share a prefix worth copying: most do not, and this is quickly seen."""
+    """True if two texts may share a prefix worth copying. A cheap test that rules out most pairs."""
     last = WORTH_COPYING - 1
     return len(one) > last and len(other) > last and one[0] == other[0] and one[last] == other[last]
 

@@ -113,7 +113,7 @@ class RaggedCache:
         self.lengths[row] += count
 
     def keep(self, places: Sequence[Sequence[int]]) -> None:
-        """Of the tokens written to rows 0, 1, … behind their lengths, keeps those at places[row] (ascending), closed
+        """Keeps the tokens at places[row] (ascending) of those written to rows 0, 1, … behind their lengths, closed
         up; each row grows by their number."""
         moved = [
             (row, self.lengths[row] + place, self.lengths[row] + to)

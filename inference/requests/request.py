@@ -91,7 +91,7 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Of a prompt's n requests the first one's are those of all."""
+        """A prompt's n requests share their prompt logprobs; the first one computes them."""
         return self.params.prompt_logprobs is not None and self.index == 0
 
     @property

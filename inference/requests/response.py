@@ -47,7 +47,7 @@ class Response:
         return self._output(completions, self._prompt_logprobs())
 
     def delta(self) -> RequestOutput | None:
-        """What is new since the last call; None if nothing is. Every response's end is told exactly once."""
+        """The text and tokens added since the last call; None if there are none. The end is reported exactly once."""
         new = []
         for i, request in enumerate(self.requests):
             written = len(request.token_ids) - request.num_prompt_tokens

@@ -1,4 +1,4 @@
-"""What a request changes in its logits before p is made of them: at every drafted place as if the drafts before it had
+"""A request's changes to its logits before softmax: at every drafted place as if the drafts before it had
 been written, so that drafting changes nothing. Also at temperature 0.
 
 In vLLM's order: grammar, allowed_token_ids, bad_words, min_tokens, logit_bias, penalties; temperature and filters are
@@ -24,7 +24,7 @@ FORBIDDEN = -torch.inf
 
 
 class RequestProcessors:
-    """What one request asks of its logits, and what it remembers of its text for that.
+    """The logits processors of one request, with the state they keep of its text.
 
     Its memory follows the committed text it is shown, which only grows; drafts leave nothing behind.
     """
@@ -52,7 +52,7 @@ class RequestProcessors:
         self.dead_ends: set[tuple[int, ...]] = set()  # paths of the last proposal after which no token is left
 
     def active(self, length: int) -> bool:
-        """Whether logits after a text of so many tokens are changed at all."""
+        """True if logits after a text of so many tokens are changed."""
         return self._always or (bool(self._stop_ids) and length < self._start + self.params.min_tokens)
 
     def mask_and_bias(self, logits: Tensor, token_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:

@@ -109,7 +109,7 @@ def make_generator(seed: int | None) -> torch.Generator:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """What is drawn from torch's global generators inside depends on `seed` alone, whatever was drawn before; outside
+    """Draws from torch's global generators inside depend on `seed` alone, not on earlier draws; outside
     they go on as if nothing had been drawn. `device`: the one that is drawn on, beside the CPU."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)

@@ -43,7 +43,7 @@ def process_logits(logits: Tensor, proposal: Proposal, requests: Sequence[Reques
 
 
 def _note_dead_ends(request: Request, logits: Tensor, paths: Sequence[Sequence[int]], empty: Sequence[bool]) -> None:
-    """Of one row, logits [T, V]: at which places every token is forbidden."""
+    """Notes the positions of one row, logits [T, V], where every token is forbidden."""
     places = [place for place in range(len(paths)) if empty[place]]
     request.processors.dead_ends = {tuple(paths[place]) for place in places}
     if () in request.processors.dead_ends:

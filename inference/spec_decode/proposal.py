@@ -1,4 +1,4 @@
-"""What a drafter hands to the verifier.
+"""The proposal that a drafter hands to the verifier.
 
 A plain record. It must not know how the tokens were drafted nor which rule will judge them.
 """
@@ -129,7 +129,7 @@ class Proposal:
         )
 
     def children(self, row: int) -> dict[int, list[int]]:
-        """Of every judged place with drafts behind it, and of -1, the places of these drafts, in their order."""
+        """Maps every verified place that has drafts behind it, and -1, to the places of these drafts, in order."""
         found: dict[int, list[int]] = {}
         for place in range(self.counts[row]):
             found.setdefault(place - 1 if self.parents is None else self.parents[row][place], []).append(place)
@@ -156,7 +156,7 @@ class Proposal:
 
 
 class Kept(NamedTuple):
-    """What a row commits: the drafts at `places` of its proposal, in this order, then one token of the target's own."""
+    """The tokens a row commits: the drafts at `places` of its proposal, in this order, then one of the target's own."""
 
     places: list[int]
     tokens: list[int]

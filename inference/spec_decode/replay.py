@@ -53,7 +53,7 @@ class ReplayResult:
 
 
 def standard_error(samples: Sequence[Mapping[Hashable, ReplayResult]]) -> float:
-    """Of the mean over `samples` of their expected acceptance lengths, with the prompt as the unit.
+    """Standard error of the mean expected acceptance length over `samples`, with the prompt as the unit.
 
     A sample holds the results of its texts by prompt; what texts of one prompt in several samples (temperatures) have
     in common is counted as such. It says how far other prompts would lie, not how well two drafters are told apart:

@@ -121,7 +121,7 @@ class VllmServer(MeasuredEngine):
             raise ConfigError(unsound(self.server.url, temperatures))
 
     def _samples_soundly(self, prompts: Prompts) -> bool:
-        """Whether sampling with a tiny top_p, from the most probable token alone, gives the greedy response for most
+        """True if sampling with a tiny top_p, from the most probable token alone, gives the greedy response for most
         prompts: a server does not say how it verifies. Ties may change single responses."""
         common = {"max_tokens": PROBE_TOKENS, "ignore_eos": True}
         same = 0

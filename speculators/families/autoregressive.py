@@ -66,7 +66,7 @@ class ChainDrafter(Drafter):
     # -------------------------------------------------------------- training
 
     def terms(self, batch: Any, steps: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Of every depth the terms of an unroll, bool [B, T], and the paths of its slots (`term_paths`)."""
+        """Per depth, the terms of an unroll, bool [B, T], and the paths of its slots (`term_paths`)."""
         valid, paths = zip(*(term_paths(batch, depth) for depth in range(steps)))
         return list(valid), list(paths)
 

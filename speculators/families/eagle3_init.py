@@ -127,7 +127,7 @@ def start_from_least_squares(head: DecoderChain, target: FrozenTarget, features:
 def _terms(
     head: DecoderChain, target: FrozenTarget, features: Sequence[TargetFeatures], scale: Tensor | None
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Of slots with a term at every depth: what `fc` reads [N, F], and of the DEPTHS + 1 positions from each slot on
+    """For slots with a term at every depth: the input of `fc` [N, F], and for DEPTHS + 1 positions from each slot on
     the target's states y [N, H] and normed token embeddings [N, H]."""
     taps, states, embeds = [], [[] for _ in range(DEPTHS + 1)], [[] for _ in range(DEPTHS + 1)]
     for f in features:

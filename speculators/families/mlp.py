@@ -132,7 +132,7 @@ class MLPSpeculator(SlotwiseDrafter):
 
     @property
     def one_head(self) -> bool:
-        """Whether the vocabulary projections are tied, and the loss can go over all depths at once."""
+        """True if the vocabulary projections are tied, so that the loss can take all depths at once."""
         return self.config.tie_weights
 
     @torch.no_grad()

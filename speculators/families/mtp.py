@@ -33,7 +33,7 @@ PROBE_TOKENS = 64  # on which the start of the final norm is fitted
 
 
 class Wiring(NamedTuple):
-    """What differs between the published modules beside names and layer."""
+    """Differences between the published modules beside names and layer."""
 
     hidden_first: bool  # input_proj reads [hidden; embedding], else [embedding; hidden]
     blind_first: bool  # the embedding counts as zero at position 0

@@ -62,7 +62,7 @@ def unrolled_attention(
 
 
 def recomputes_scores(rows: int, heads: int, queries: int, keys: int) -> bool:
-    """Whether the scores of a layer over `rows` rows are computed again in the backward pass, being too many to keep
+    """True if the scores of a layer over `rows` rows are recomputed in the backward pass, being too many to keep
     once per depth of an unroll."""
     return rows * heads * queries * keys > KEPT_SCORES
 

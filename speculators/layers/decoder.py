@@ -58,7 +58,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _first_half_of_layer_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Of (x, -x) [..., 2n], with a weight [2n]."""
+    """RMSNorm of (x, -x) [..., 2n], with a weight [2n]."""
     mirrored = torch.cat([x, -x], -1)
     return torch.layer_norm(mirrored, mirrored.shape[-1:], weight, None, eps).narrow(-1, 0, x.shape[-1])
 
@@ -269,7 +269,7 @@ def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _llama_config(config: DecoderConfig) -> LlamaConfig:
-    """What transformers' Llama modules read of a head's configuration."""
+    """A head's configuration as transformers' Llama modules read it."""
     return LlamaConfig(
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,

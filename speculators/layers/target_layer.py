@@ -41,7 +41,7 @@ AttentionInterface.register(NAME, _attention)
 
 
 def layer_fields(config: PretrainedConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """What there is to know of a model in order to build one of its layers: plain JSON, the same for the model and for
+    """All that is needed to build one layer of a model: plain JSON, the same for the model and for
     the config.json it came from."""
     if not isinstance(config, PretrainedConfig):
         config = AutoConfig.for_model(**{k: v for k, v in config.items() if k not in _ELSEWHERE})

@@ -34,7 +34,7 @@ def plan(
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of one conversation, instead of counting.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """What a recipe takes on given devices: time, memory, disk, cost. Exit code 1: it does not fit."""
+    """Estimate time, memory, disk and cost of a recipe on given devices. Exit code 1: it does not fit."""
     from train.planner.advice import advise
     from train.planner.devices import find_device
     from train.planner.plan import make_plan

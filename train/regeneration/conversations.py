@@ -78,7 +78,7 @@ class Account:
 
 @dataclass(frozen=True)
 class ConversationRules:
-    """What the conversations of a run have in common.
+    """Shared settings of a run's conversations.
 
     room   longest prompt that leaves a response, in tokens
     end    tokens that end a response

@@ -29,7 +29,7 @@ class EndpointError(DraftsmithError):
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What the endpoints should serve."""
+    """The model that the endpoints should serve."""
 
     name: str
     max_model_len: int  # longest prompt and response together

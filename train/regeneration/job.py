@@ -1,4 +1,4 @@
-"""What the two writers of responses share, this process and the endpoints: the responses of one run, and the list of
+"""Shared by the two writers of responses, this process and the endpoints: the responses of one run, and the list of
 those that failed for good."""
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ class Trainer:
         return record
 
     def _count(self, batches: Sequence[dict[str, Tensor]], seeds: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Of the whole step, before any loss is computed: [K] valid terms of each depth outside rejected suffixes, and
+        """Counts of the whole step, before any loss: [K] valid terms of each depth outside rejected suffixes, and
         what `count_suffix` says of those inside [K + 1]."""
         depths, spaces = (
             len(self.depth_weights),
@@ -375,13 +375,13 @@ class Trainer:
 
     @timed("data")
     def _source(self, micro: MicroStep, share: float) -> tuple[RowFeatures, list[int]]:
-        """What a micro-step of the coming step learns from: rows of the data, or of texts the drafter had a part in."""
+        """The rows of a micro-step: of the data, or of texts drafted on-policy."""
         if self.on_policy is not None and self.on_policy.wants(self.state.step, micro.number, share):
             return self.on_policy.rows(micro.places, self.step_rows.rows_per_step)
         return self.features, self.chosen(micro)
 
     def _numbers(self, step: int) -> list[int]:
-        """Of the micro-steps of all processes."""
+        """Numbers of a step's micro-steps, of all processes."""
         return [micro.number for micro in self.step_rows.of_all(step)]
 
     def chosen(self, micro: MicroStep) -> list[int]:
@@ -414,7 +414,7 @@ class Trainer:
         self.stop_signal = number
 
     def _stopping(self) -> bool:
-        """Whether any process was asked to stop: all leave after the same step, so that none waits for one gone."""
+        """True if any process received a stop signal. All stop after the same step, so that none waits for another."""
         return float(self._sum(torch.tensor([float(self.stop_signal is not None)]))) > 0
 
     def _due(self, every: int | None) -> bool:

@@ -134,7 +134,7 @@ class SplitProposer(Proposer):
 
     @property
     def cache(self) -> RaggedCache | None:
-        """Of the only one that has one. A limit of memory knows no more than one (see `caches`)."""
+        """The cache of the only proposer that has one. The memory limit handles no more than one (see `caches`)."""
         return self.caches[0] if len(self.caches) == 1 else None
 
     def cache_length(self, positions: int) -> int:

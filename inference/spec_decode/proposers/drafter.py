@@ -130,7 +130,7 @@ class HeadProposer(Proposer):
         return like.new_zeros(self._cache.max_rows, self._room, like.shape[-1])
 
     def _read(self, taps: Tensor | None, last_hidden: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """What the family reads of the two."""
+        """The hidden states that the family reads: taps or the last one."""
         return taps if self._drafter.reads_taps else None, last_hidden if self._drafter.reads_last_hidden else None
 
     # ------------------------------------------------------------------ drafts out

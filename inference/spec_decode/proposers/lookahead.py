@@ -75,7 +75,7 @@ class JacobiWindow:
         return [0, *entries] if len(self.levels) == 1 else [*entries]
 
     def ngrams(self, last_token: int, written: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
-        """What the columns spell with what was written behind the last level: (first token, the rest)."""
+        """The n-grams that the columns and the tokens behind the last level spell: (first token, the rest)."""
         if not self.filled:
             return []
         return list(zip([last_token, *self.levels[0]], zip(*self.levels[1:], written, strict=True), strict=True))

@@ -18,7 +18,7 @@ from speculators.errors import ConfigError
 
 
 class NgramIndex:
-    """Of one text: where each n-gram was last followed by something. Appending a token costs O(max_n - min_n)."""
+    """The last continuation of each n-gram of one text. Appending a token costs O(max_n - min_n)."""
 
     def __init__(self, min_n: int, max_n: int) -> None:
         self._sizes = range(max_n, min_n - 1, -1)

@@ -77,7 +77,7 @@ class SuffixProposer(Proposer):
         return proposal
 
     def _draft(self, row: _Row, most: int) -> tuple[list[int], list[float]]:
-        """Of all matches the draft of the highest score; of equals the request's own, then the longest match's."""
+        """The draft with the highest score of all matches. Ties: the request's own text, then the longest match."""
         earlier = self._store.counts
         matches = earlier.matches(row.request.token_ids[1 - self._depth :])
         found = [(row.counts, row.counts.endings()), (earlier, matches)]

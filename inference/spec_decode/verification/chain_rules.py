@@ -1,4 +1,4 @@
-"""What is kept of a proposal: pure functions of (p, proposal, rule). No randomness inside, and no logits: p
+"""Verification rules for a chain: pure functions of (p, proposal, rule). No randomness inside, and no logits: p
 and q come after every processor, in float32 as a rule (float64 is kept, for proofs). The dice are in
 `rejection_sampler.py`.
 
@@ -26,7 +26,7 @@ from speculators.precision import on_device
 
 @dataclass
 class Verdict:
-    """What a rule says of a proposal, before any dice are thrown.
+    """A rule's probabilities for a proposal, before any random number is drawn.
 
     accept_probs  [B, K], 0 from counts[b] on. With `first_rejection_ends`, of draft k given that those before
                   it were accepted; without, drafts 1..k are kept for the largest k whose own throw succeeds

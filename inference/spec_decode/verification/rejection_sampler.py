@@ -46,7 +46,7 @@ def rule_for(method: str, proposal: Proposal) -> str:
 
 
 def is_lossless(method: str) -> bool:
-    """Whether a rule preserves the target's distribution."""
+    """True if a rule preserves the target's distribution."""
     return not method.startswith(LOSSY)
 
 

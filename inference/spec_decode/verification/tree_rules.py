@@ -1,4 +1,4 @@
-"""What is kept of a tree of drafts: walks from the root that throw the dice they are handed, and know no other.
+"""Verification rules for a tree of drafts: walks from the root whose random numbers are arguments.
 
 A rule is one function in TREE_RULES: (p [1+K, V], the row's tree, dice) -> a walk, which ends with (places kept, the
 target's own token). p[0] is the target's distribution after the committed text, p[1+k] that after place k; like q they
@@ -83,7 +83,7 @@ class Tree:
 
 
 def trees_of(proposal: Proposal, p: Tensor | None = None) -> list[Tree]:
-    """Of every row. `p` [B, 1+K, V]: with their chances, for rules that weigh p against q."""
+    """The walk of every row. `p` [B, 1+K, V]: the target's distributions, for rules that weigh p against q."""
     q, rows = proposal.q, range(proposal.num_rows)
     trees = [Tree(proposal.drafted[row], proposal.children(row), None if q is None else q[row]) for row in rows]
     if p is not None and q is not None and proposal.width:
@@ -222,7 +222,7 @@ def walk_together(walks: Sequence[Walk], draw: Draw) -> list[tuple[list[int], in
 
 
 def match_together(p: Tensor, proposal: Proposal, numbers: Tensor) -> list[tuple[list[int], int]]:
-    """What `sample_match` answers for p [B, 1+K, V] if the d-th token that row b draws comes of numbers[b, d] (float64,
+    """`sample_match` for p [B, 1+K, V] where the d-th token of row b is drawn with numbers[b, d] (float64,
     for every row as many as its drafts are deep, and one): the device is not waited for before all walks are done."""
     width, rows = proposal.width, torch.arange(len(p), device=p.device)
     above, places = _parents(proposal, p.device), torch.arange(1, 1 + width, device=p.device)

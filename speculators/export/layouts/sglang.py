@@ -1,4 +1,4 @@
-"""What SGLang loads: the same tensors as vLLM, numbered, named and announced its way.
+"""SGLang's layouts: the same tensors as vLLM's under SGLang's names, tap numbers and architectures.
 
 SGLang numbers taps by layer outputs, one less than ours; it has no switch for some variants and ignores what it does
 not know, so that these are refused here. From reading SGLang's own loaders, whose engine needs a GPU.

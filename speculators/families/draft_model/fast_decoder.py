@@ -67,7 +67,7 @@ def plain_decoder(runner: FrozenTarget) -> PlainDecoder | None:
 
 
 def _agrees(plain: PlainDecoder, runner: FrozenTarget) -> bool:
-    """Whether both give the same states after some tokens, one by one and all at once."""
+    """True if both give the same states after some tokens, one by one and all at once."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(runner.vocab_size, (1, PROBE), generator=generator).to(runner.device)
     positions = torch.arange(PROBE, device=runner.device)[None]
