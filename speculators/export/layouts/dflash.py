@@ -42,6 +42,7 @@ _BACKBONE_MEANINGS = {
     "tie_word_embeddings": "false",
     "layer_types": f"`{FULL}`, or `{SLIDING}` for all layers",
     "sliding_window": "positions that a slot reads, its own included; null: all",
+    "use_sliding_window": "true with a window, which transformers' config would drop otherwise",
     "is_causal": "a slot sees only those before it in its block",
     "block_size": "slots of a block as trained, the anchor's included",
     "num_target_layers": "layers of the target",
@@ -130,6 +131,7 @@ class DFlashLayout(Layout):
             "tie_word_embeddings": False,
             "layer_types": [FULL if window is None else SLIDING] * config.num_layers,
             "sliding_window": window,
+            "use_sliding_window": window is not None,  # or transformers' Qwen3Config forgets the window
             "is_causal": config.is_causal,
             "block_size": config.block_size,
             "num_target_layers": config.num_target_layers,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config
 
 from speculators.drafter import Drafter
 from speculators.errors import CheckpointError, ConfigError
@@ -219,3 +220,12 @@ def test_another_precision_survives_the_way_between_formats(
     again = redress(redress(first, tmp_path / "second", format=format_), tmp_path / "third")
     a, b = load_file(first / "model.safetensors"), load_file(again / "model.safetensors")
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
+
+
+def test_transformers_keeps_a_window(make_drafter, case_of, tiny_model, tmp_path) -> None:
+    """Both engines read the fields through transformers' Qwen3Config, which drops a window that is not switched on."""
+    shape = {"block_size": 4, "mask_token_id": 100, "num_layers": 2}
+    for window in (None, 8):
+        _, drafter = head(make_drafter, case_of, tiny_model, "dflash", sliding_window=window, **shape)
+        folder = export_drafter(drafter, tmp_path / str(window), dtype=torch.float32)
+        assert Qwen3Config(**json.loads((folder / "config.json").read_text())).sliding_window == window
