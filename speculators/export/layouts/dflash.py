@@ -29,6 +29,7 @@ from speculators.export.layouts.base import (
 from speculators.registry import build_config
 
 SECTION = "dflash_config"
+ANCHOR = "sample_from_anchor"  # read for every family, so that a layout that none but DSpark has is refused
 SLIDING, FULL = "sliding_attention", "full_attention"
 ALIASES = {"midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 
@@ -156,7 +157,7 @@ class DFlashLayout(Layout):
             mask_token_id=section["mask_token_id"],
             sliding_window=_window(fields, where),
             is_causal=is_causal(fields),
-            **{name: section[name] for name in self.own if section.get(name) is not None},
+            **{name: section[name] for name in (*self.own, ANCHOR) if section.get(name) is not None},
         )
 
 
