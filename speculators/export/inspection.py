@@ -24,8 +24,8 @@ from speculators.export.faults import Fault, fault
 from speculators.export.formats import LAYOUTS, layout_of
 from speculators.export.headers import PICKLES, Header, other_dtypes, pickled_files, read_headers
 from speculators.export.layouts.base import Layout, WeightFault, WeightsError, changed_fields
+from speculators.export.layouts.dflash import ANCHOR, SLIDING, DFlashLayout, DSparkLayout
 from speculators.export.layouts.dflash import SECTION as BLOCK_SECTION
-from speculators.export.layouts.dflash import SLIDING, DFlashLayout, DSparkLayout
 from speculators.export.layouts.eagle3 import ARCHITECTURES, SECTION, TAPS
 from speculators.export.layouts.peagle import MASK, TOKENS
 from speculators.export.layouts.sglang import EAGLE
@@ -294,6 +294,9 @@ def _check_block(result: Inspection, plain: dict[str, Any], layers: int | None) 
         fields = (*DSparkLayout.own, "block_size")
         if nested := [name for name in fields if name in section and plain.get(name) is None]:
             result.add("nested_fields", f"{', '.join(nested)}: below {BLOCK_SECTION} alone")
+    elif section.get(ANCHOR) or plain.get(ANCHOR):
+        result.add("slot_layout", f"{ANCHOR} is true")
+        section[ANCHOR] = plain[ANCHOR] = False
     sliding = SLIDING in (plain.get("layer_types") or [])
     _check_causality(result, plain.get("is_causal"), section.get("causal"), sliding)
     window = plain.get("sliding_window")

@@ -202,7 +202,7 @@ BLOCK: dict[str, tuple[str, dict[str, Any] | None, Change, str, str, str | None,
         "is_causal",
     ),
     "causal twice": ("dflash2", None, section(causal=True), "causal_disagrees", SWALLOWS, SWALLOWS, "causal True"),
-    "another layout": ("dflash", None, section(sample_from_anchor=True), "field", REFUSES, None, "sample_from_anchor"),
+    "another layout": ("dflash", None, section(sample_from_anchor=True), "slot_layout", REFUSES, SWALLOWS, "_anchor"),
     "a window lost": (
         "dflash", WINDOW, lambda c, t: c.pop("use_sliding_window"), "window_dropped", REFUSES, REFUSES, "window is 4",
     ),
