@@ -29,6 +29,7 @@ from speculators.export.layouts.dflash import SECTION as BLOCK_SECTION
 from speculators.export.layouts.eagle3 import ARCHITECTURES, SECTION, TAPS
 from speculators.export.layouts.peagle import MASK, TOKENS
 from speculators.export.layouts.sglang import EAGLE
+from speculators.export.layouts.speculators import NON_CAUSAL
 from speculators.export.serving_commands import DEPTHS
 from speculators.registry import family_class
 from speculators.vocab.draft_vocab import from_offsets
@@ -298,6 +299,8 @@ def _check_block(result: Inspection, plain: dict[str, Any], layers: int | None) 
         result.add("slot_layout", f"{ANCHOR} is true")
         section[ANCHOR] = plain[ANCHOR] = False
     sliding = SLIDING in (plain.get("layer_types") or [])
+    if result.fields.get(NON_CAUSAL) is False and not (sliding or result.own):
+        result.add("causal_implied", f"{NON_CAUSAL} is false: in vLLM the block is causal, in speculators it is not")
     _check_causality(result, plain.get("is_causal"), section.get("causal"), sliding)
     window = plain.get("sliding_window")
     if sliding and window and not plain.get("use_sliding_window") and not section.get("swa_window_size"):

@@ -149,6 +149,8 @@ def _sglang(drafter: _Served) -> Way:
         return Way("SGLang", f"{head} {_flags(flags)}", flags, note)
     if drafter.config is None or drafter.method not in SGLANG_ALGORITHMS:
         return Way("SGLang", note=f"SGLang has no {drafter.method} decoding")
+    if drafter.format == "speculators":
+        return Way("SGLang", note=f"SGLang does not read this format: {drafter.again('sglang')}")
     try:
         layout_for("sglang", drafter.method).check(drafter.config)
     except ConfigError as error:

@@ -18,6 +18,7 @@ from speculators.export.serving_commands import serving, vllm_method
 from speculators.registry import config_for_target, family_class
 from speculators.target.frozen_target import FrozenTarget
 from tests.vllm.process import VLLMError
+from tests.vllm.test_families_in_vllm import BLOCK, DEPTHS, LEAST_SQUARES, trained
 
 PROMPTS = [[3 + (i * i * 7 + n) % 120 for i in range(n)] for n in (9, 14)]
 SHAPE = {"norm_before_residual": True, "num_key_value_heads": 4, "draft_vocab_size": 96}
@@ -41,17 +42,32 @@ def job(model: Path, **more: Any) -> dict[str, Any]:
     return {"model": str(model), "prompts": PROMPTS, "max_tokens": 24, **more}
 
 
-def test_a_folder_of_the_speculators_format_is_all_that_vllm_needs(world, serve, tmp_path) -> None:
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle3": ("eagle3", SHAPE),
+    "peagle": ("peagle", {**SHAPE, **DEPTHS}),
+    "dflash": ("dflash", {"num_layers": 1, **BLOCK}),
+    "dflash, causal, reduced vocabulary": (
+        "dflash", {"num_layers": 1, "is_causal": True, "draft_vocab_size": 96, **BLOCK},
+    ),
+    "dflash, sliding window": ("dflash", {"num_layers": 1, "sliding_window": 8, **BLOCK}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "shape"), HEADS.values(), ids=HEADS)
+def test_a_folder_of_the_speculators_format_is_all_that_vllm_needs(
+    servable_model, own_texts, serve, tmp_path, family, shape
+) -> None:
     """The same drafts and counts as with the native folder and a speculative_config."""
-    target, drafter = world
+    model, target = servable_model("llama"), tmp_path / "target"
+    model.save_pretrained(target)
+    frozen = FrozenTarget(model, (1, 2, 3))
+    drafter = trained(family, frozen, own_texts(frozen), shape, {} if family == "dflash" else LEAST_SQUARES)
     told = {"target": {"name_or_path": str(target), "architectures": []}, "num_speculative_tokens": 3}
     folders = {
         name: export_drafter(drafter, tmp_path / name, dtype=torch.float32, format=name, provenance=told)
         for name in ("vllm", "speculators")
     }
-    options = next(
-        way.options for way in serving("eagle3", folder=str(folders["vllm"]), tokens=3, config=drafter.config)
-    )
+    options = next(way.options for way in serving(family, folder=str(folders["vllm"]), tokens=3, config=drafter.config))
     native = serve(job(target, speculative_config=options))
     alone = serve(job(folders["speculators"]))
     assert alone["token_ids"] == native["token_ids"]
@@ -80,16 +96,16 @@ def prefixed(c: dict[str, Any], t: dict[str, torch.Tensor]) -> None:
         t["model." + name] = t.pop(name)
 
 
-BLOCK = {"num_layers": 1, "block_size": 4, "mask_token_id": 3}
+ONE = {"num_layers": 1, **BLOCK}
 BLOCK_FAULTS: dict[str, tuple[str, dict[str, Any], Any]] = {  # kind -> family, shape, change
-    "missing_tensor": ("dflash", BLOCK, lambda c, t: t.pop("fc.weight")),
-    "unexpected_tensor": ("dflash", BLOCK, lambda c, t: t.update({"stray.weight": torch.ones(3)})),
-    "prefix": ("dflash", BLOCK, prefixed),
-    "mask_token_range": ("dflash", BLOCK, section(mask_token_id=1000)),
-    "taps_out_of_range": ("dflash", BLOCK, section(target_layer_ids=[0, 1, 9])),
-    "causal_disagrees": ("dflash", BLOCK, section(causal=True)),
-    "window_dropped": ("dflash", {**BLOCK, "sliding_window": 8}, lambda c, t: c.pop("use_sliding_window")),
-    "missing_mask_hidden": ("peagle", {"num_depths": 3, "mask_token_id": 3}, lambda c, t: t.pop("mask_hidden")),
+    "missing_tensor": ("dflash", ONE, lambda c, t: t.pop("fc.weight")),
+    "unexpected_tensor": ("dflash", ONE, lambda c, t: t.update({"stray.weight": torch.ones(3)})),
+    "prefix": ("dflash", ONE, prefixed),
+    "mask_token_range": ("dflash", ONE, section(mask_token_id=1000)),
+    "taps_out_of_range": ("dflash", ONE, section(target_layer_ids=[0, 1, 9])),
+    "causal_disagrees": ("dflash", ONE, section(causal=True)),
+    "window_dropped": ("dflash", {**ONE, "sliding_window": 8}, lambda c, t: c.pop("use_sliding_window")),
+    "missing_mask_hidden": ("peagle", DEPTHS, lambda c, t: t.pop("mask_hidden")),
 }
 
 

@@ -145,6 +145,7 @@ class DFlashLayout(Layout):
     def from_config(
         self, fields: Mapping[str, Any], names: set[str], where: str, num_target_layers: int | None
     ) -> DrafterConfig:
+        fields = self.plain(fields, where)
         section = {**fields, **(fields.get(SECTION) or {})}
         require(section, ("mask_token_id", "target_layer_ids"), where, f"a drafter of family {self.family}")
         layers = fields.get("num_target_layers") or num_target_layers
