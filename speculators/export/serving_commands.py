@@ -115,6 +115,10 @@ def _vllm(drafter: _Served) -> Way:
         note = "vLLM itself has no such model any more: install Draftsmith's plugin beside it (the extra `vllm`)"
     elif getattr(config, "adapter_of", None):
         return Way("vLLM", note="the folder holds an adapter, not a model: export it merged (drafter.peft_export)")
+    elif (kind := getattr(config, "markov_head_type", "vanilla")) != "vanilla":
+        return Way("vLLM", note=f"vLLM runs vanilla Markov heads alone, and this one is {kind}")
+    elif drafter.method in ("dspark", "dflash2"):
+        note = "on a GPU: vLLM's runner for CPUs has no such drafter"
     elif getattr(config, "other_tokenizer", False):
         options["use_heterogeneous_vocab"] = True
     return Way("vLLM", vllm_command(drafter.target, options) + extra, options, note)

@@ -248,6 +248,11 @@ class _SGLang:
                 f"export format sglang: SGLang drafts {config.family} over the target's whole vocabulary and at its "
                 "width, and ignores `lm_head` and `d2t`; serve this one with vLLM, or train without draft_vocab_size"
             )
+        if config.num_target_layers in config.tap_layers:
+            raise ConfigError(
+                f"export format sglang: tap_layers {list(config.tap_layers)}: SGLang captures states before a layer, "
+                f"and so not the output of the last one, {config.num_target_layers}; serve this head with vLLM"
+            )
 
 
 class SGLangDFlashLayout(_SGLang, DFlashLayout):

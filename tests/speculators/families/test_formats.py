@@ -142,6 +142,12 @@ def test_what_sglang_would_run_as_something_else_is_refused(
     assert not (tmp_path / "head").exists()
 
 
+def test_sglang_cannot_tap_the_output_of_the_last_layer(make_drafter, case_of, tiny_model, tmp_path) -> None:
+    _, drafter = head(make_drafter, case_of, tiny_model, "dflash", (1, 4), block_size=4, mask_token_id=100)
+    with pytest.raises(ConfigError, match=r"export format sglang: tap_layers \[1, 4\].* last one, 4"):
+        export_drafter(drafter, tmp_path / "head", dtype=torch.float32, format="sglang")
+
+
 def test_the_speculators_format_names_its_target(make_drafter, case_of, tiny_model, tmp_path) -> None:
     target, drafter = head(make_drafter, case_of, tiny_model, norm_output=True, fc_norm=True)
     told = {"target": {"name_or_path": "org/target", "architectures": ["L"]}, "num_speculative_tokens": 3}
