@@ -309,11 +309,12 @@ def _check_block(result: Inspection, plain: dict[str, Any], layers: int | None) 
     ids = list(where.get("target_layer_ids") or ())
     if (others := plain.get(TAPS)) and list(others) != [i + 1 for i in ids]:
         result.add("tap_ids_disagree", f"{TAPS} is {list(others)}, target_layer_ids {ids}")
-    known = plain.get("num_target_layers") or layers
+    said = plain.get("num_target_layers") or result.own.get("num_target_layers")
+    known = layers or said
     if known is not None and (beyond := [i for i in ids if not -1 <= i < known]):
         result.add("taps_out_of_range", f"target_layer_ids {ids}: {beyond} outside 0..{known - 1}, the target's layers")
         where["target_layer_ids"] = list(range(len(ids)))
-        plain["num_target_layers"] = max(known, len(ids))
+        plain["num_target_layers"] = max(said or known, len(ids))
     elif known is not None and known - 1 in ids:
         result.add("late_taps", f"target_layer_ids {ids}: {known - 1} is the target's last layer")
     if BLOCK_SECTION in plain:

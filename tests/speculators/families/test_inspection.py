@@ -255,6 +255,16 @@ def test_a_mask_that_is_not_said_and_what_sglang_does_not_serve_are_only_warned_
     assert kinds(broken(None, "dspark", REDUCED)) == {"reduced_vocabulary"}
 
 
+@pytest.mark.parametrize("published", [True, False])
+def test_a_block_drafter_for_a_deeper_target(broken, tiny_model, published) -> None:
+    """Its taps are held to the target at hand, not to the number of layers in config.json."""
+    shallow = FrozenTarget(tiny_model("llama", num_hidden_layers=3))
+    late = broken(None, "dflash", SHAPES["dflash"], published=published, against=shallow)
+    assert kinds(late) == {"wrong_depth", "late_taps"}
+    beyond = broken(section(target_layer_ids=[0, 1, 4]), "dflash", SHAPES["dflash"], against=shallow)
+    assert kinds(beyond) == {"wrong_depth", "taps_out_of_range"}
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [("is_causal", True), ("block_size", 9), ("sliding_window", 4)], ids=lambda v: str(v)
 )
