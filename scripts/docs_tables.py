@@ -139,9 +139,10 @@ def _fields(layout: Layout) -> list[str]:
 
 
 def _faults() -> list[str]:
-    lines = _table("fault | | vLLM | what comes of it | what to do", ())
+    lines = _table("fault | | engines | what comes of it | what to do", ())
     for name, kind in KINDS.items():
         verdict = "; ".join([kind.vllm, *(f"{family}: {does}" for family, (does, _) in kind.exceptions.items())])
+        verdict += f"; SGLang: {kind.sglang}" if kind.sglang else ""
         cells = [f"`{name}`{'°' if kind.warning else ''}", kind.meaning, verdict, kind.then, kind.todo]
         lines.append(f"| {' | '.join(cells)} |")
     return lines

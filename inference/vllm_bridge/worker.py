@@ -35,10 +35,8 @@ def start(question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     from vllm.platforms import current_platform
 
     on_cpu = current_platform.is_cpu()
-    if on_cpu:  # or drafts are judged at arbitrary temperatures: fault 1 of docs/vllm-faults.md
-        from vllm.v1.sample import rejection_sampler
-
-        rejection_sampler.expand_batch_to_tokens = expand
+    if on_cpu:
+        repair()
     options = dict(
         skip_tokenizer_init=True,
         enable_prefix_caching=False,  # every pass computes its prompts, as the first one does
@@ -72,6 +70,15 @@ def connector(extraction: dict[str, str], on_cpu: bool) -> dict[str, Any]:
     return {**chosen, "kv_role": "kv_producer", "kv_connector_extra_config": where}
 
 
+def repair() -> None:
+    """Mends vLLM's CPU build in this process: faults 1 and 2 of docs/vllm-faults.md."""
+    from vllm.model_executor.models import qwen3_dflash
+    from vllm.v1.sample import rejection_sampler
+
+    rejection_sampler.expand_batch_to_tokens = expand
+    qwen3_dflash.DFlashQwen3Model._normalize_context_k = norm_keys
+
+
 def expand(x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: Any = 0, replace_to: Any = 0) -> Any:
     """Repeats values x [B] for each token of their requests, given the running sum of tokens [B] -> [num_tokens].
 
@@ -79,6 +86,15 @@ def expand(x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: Any = 0, r
     """
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)).long()
     return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=int(num_tokens))
+
+
+def norm_keys(model: Any, keys: Any) -> Any:
+    """Context keys [layers, tokens, heads, head_dim] of a DFlash drafter, each layer normed by its own `k_norm`.
+
+    It stands in for the model's `_normalize_context_k`, whose CPU kernel reads the first layer's weights for all.
+    """
+    scale = keys.float().square().mean(-1, keepdim=True).add(model._rms_norm_eps).rsqrt()
+    return (keys * scale).to(keys.dtype) * model._k_norm_weights[:, None, None]
 
 
 def write(llm: Any, prompts: list[list[int]], params: list[dict[str, Any]], names: Any) -> list[dict[str, Any]]:

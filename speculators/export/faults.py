@@ -1,4 +1,4 @@
-"""The faults of a drafter's folder, by kind: vLLM's reaction to each, and its repair. The table is faults.yaml."""
+"""The faults of a drafter's folder, by kind: engines' reactions to each, and its repair. The table is faults.yaml."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 REFUSES, CRASHES, SWALLOWS, HARMLESS = "refuses", "crashes", "swallows", "harmless"
 Reaction = Literal["refuses", "crashes", "swallows", "harmless"]
+IN_SGLANG = ("dflash", "dflash2", "dspark")  # families whose faults SGLang's reactions are known for
 
 
 class Kind(BaseModel):
@@ -22,6 +23,7 @@ class Kind(BaseModel):
     vllm: Reaction
     then: str
     todo: str
+    sglang: Reaction | None = None
     exceptions: dict[str, tuple[Reaction, str]] = {}
     warning: bool = False
 
@@ -40,10 +42,12 @@ class Fault:
     then: str
     todo: str
     warning: bool
+    sglang: Reaction | None  # where it is known
 
 
 def fault(kind: str, what: str, family: str | None = None) -> Fault:
     """A fault of a kind of the table, in a drafter of `family`."""
     entry = KINDS[kind]
     vllm, then = entry.exceptions.get(family or "", (entry.vllm, entry.then))
-    return Fault(kind, what, vllm, then, entry.todo, entry.warning)
+    sglang = entry.sglang if family in IN_SGLANG else None
+    return Fault(kind, what, vllm, then, entry.todo, entry.warning, sglang)

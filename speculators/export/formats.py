@@ -30,7 +30,13 @@ from speculators.export.layouts.sglang import (
     SGLangEagleLayout,
     SGLangMtpLayout,
 )
-from speculators.export.layouts.speculators import SpeculatorsEagle3Layout
+from speculators.export.layouts.speculators import (
+    SpeculatorsDFlash2Layout,
+    SpeculatorsDFlashLayout,
+    SpeculatorsDSparkLayout,
+    SpeculatorsEagle3Layout,
+    SpeculatorsPEagleLayout,
+)
 
 NATIVE = "vllm"
 # Format -> its purpose.
@@ -42,7 +48,11 @@ FORMATS: dict[str, str] = {
 }
 # A folder that does not name its family belongs to the first layout that recognises it.
 _TABLE: tuple[Layout, ...] = (
-    SpeculatorsEagle3Layout(),
+    SpeculatorsPEagleLayout(),
+    SpeculatorsDFlashLayout(),
+    SpeculatorsDFlash2Layout(),
+    SpeculatorsDSparkLayout(),
+    SpeculatorsEagle3Layout(),  # the last of the format: it recognises algorithms that are not known
     PEagleLayout(),
     Eagle3Layout(),
     EagleLayout(),

@@ -1,7 +1,7 @@
 """Inspects any drafter's folder without running it: the family, the sizes, and every fault.
 
 Nothing is unpickled, and no error ends the search: one fault must not hide the next. The layouts that write and read a
-format define what is right; faults.py has vLLM's reaction to each fault.
+format define what is right; faults.py has the engines' reactions to each fault.
 """
 
 from __future__ import annotations
@@ -24,12 +24,20 @@ from speculators.export.faults import Fault, fault
 from speculators.export.formats import LAYOUTS, layout_of
 from speculators.export.headers import PICKLES, Header, other_dtypes, pickled_files, read_headers
 from speculators.export.layouts.base import Layout, WeightFault, WeightsError, changed_fields
+from speculators.export.layouts.dflash import ANCHOR, SLIDING, DFlashLayout, DSparkLayout
+from speculators.export.layouts.dflash import SECTION as BLOCK_SECTION
 from speculators.export.layouts.eagle3 import ARCHITECTURES, SECTION, TAPS
+from speculators.export.layouts.peagle import MASK, TOKENS
 from speculators.export.layouts.sglang import EAGLE
+from speculators.export.layouts.speculators import NON_CAUSAL
+from speculators.export.serving_commands import DEPTHS
 from speculators.registry import family_class
 from speculators.vocab.draft_vocab import from_offsets
 
 PREFIX = "model."
+BLOCKS = ("dflash", "dflash2", "dspark")
+EAGLE3S = ("eagle3", "peagle")
+BARE = ("eagle", *EAGLE3S, *BLOCKS)  # families whose tensors have names without the prefix
 COUNT = "num_aux_hidden_states"
 
 
@@ -78,11 +86,14 @@ class Inspection:
         return sum(math.prod(shape) for name, shape in shapes.items() if name not in ("d2t", "t2d"))
 
 
-def inspect_folder(path_or_id: str | Path, target: Any = None, *, num_target_layers: int | None = None) -> Inspection:
+def inspect_folder(
+    path_or_id: str | Path, target: Any = None, *, num_target_layers: int | None = None, tokenizer: Any = None
+) -> Inspection:
     """Inspects a folder, or a repository on the Hub.
 
     `target`: a FrozenTarget, or a sketch with its sizes and config. Without one, `num_target_layers` helps with heads
-    that do not name their taps. CheckpointError only if there is no such folder.
+    that do not name their taps. `tokenizer`: the target's, to which a mask token is held. CheckpointError only if there
+    is no such folder.
     """
     result = Inspection(resolve(path_or_id))
     layers = num_target_layers if target is None else target.num_layers
@@ -95,6 +106,7 @@ def inspect_folder(path_or_id: str | Path, target: Any = None, *, num_target_lay
     result.config = _read_config(result, result.layout, layers)
     if result.config is not None:
         _read_tensors(result, result.layout, result.config)
+        _check_drafts(result, result.config, tokenizer)
         if target is not None:
             _compare(result, result.config, target)
     return result
@@ -148,6 +160,10 @@ _SIGNS: dict[str, Callable[[set[str], Mapping[str, Any]], bool]] = {
     "mlp": lambda names, fields: any(name.startswith("speculator.") for name in names),
     "medusa": lambda names, fields: any(name.startswith(("blocks.", "lm_heads.")) for name in names),
     "mtp": lambda names, fields: any(name.startswith(("model.mtp_layers.", "mtp.")) for name in names),
+    "dspark": lambda names, fields: any(name.startswith("markov_head.") for name in names),
+    "dflash2": lambda names, fields: any(name.startswith("candidate_selector.") for name in names),
+    "dflash": lambda names, fields: "hidden_norm.weight" in names or BLOCK_SECTION in fields,
+    "peagle": lambda names, fields: MASK in names or any(name in fields for name in TOKENS),
     "eagle3": lambda names, fields: bool(
         {"d2t", "t2d"} & names
         or any(name.startswith("midlayer.") or name.endswith("hidden_norm.weight") for name in names)
@@ -168,10 +184,10 @@ def _recognise(result: Inspection) -> Layout | None:
         if family is None:
             result.add("unknown_drafter", str(error))
             return None
-    if layout is None or (family in ("eagle", "eagle3") and layout.family == "draft_model"):
+    if layout is None or (family in BARE and layout.family == "draft_model"):
         layout = LAYOUTS["vllm", str(family)]
     result.layout = layout
-    if layout.family in ("eagle", "eagle3") and (prefixed := sorted(n for n in names if n.startswith(PREFIX))):
+    if layout.family in BARE and (prefixed := sorted(n for n in names if n.startswith(PREFIX))):
         result.add("prefix", f"{prefixed[0]} and {len(prefixed) - 1} more names begin with {PREFIX}")
     return layout
 
@@ -186,7 +202,7 @@ def _bare(names: set[str]) -> set[str]:
 def _read_config(result: Inspection, layout: Layout, layers: int | None) -> DrafterConfig | None:
     """The config, read after faults that would hide others were mended in memory; None if it cannot be read."""
     where = "config.json"
-    names = _bare(set(result.headers)) if layout.family in ("eagle", "eagle3") else set(result.headers)
+    names = _bare(set(result.headers)) if layout.family in BARE else set(result.headers)
     try:
         plain = dict(layout.plain(result.fields, where))
     except DraftsmithError as error:
@@ -196,9 +212,18 @@ def _read_config(result: Inspection, layout: Layout, layers: int | None) -> Draf
     if usable and (plain.get("architectures") or [None])[0] not in usable:
         result.add("architecture", f"architectures is {plain.get('architectures')}; expected {' or '.join(usable)}")
         plain["architectures"] = [usable[0]]
-    if layout.family == "eagle3":
+    if layout.family in EAGLE3S:
         _check_taps(result, plain, layers)
-    stand_in = layers or max([*(plain.get(TAPS) or ()), 1])
+    if layout.family in BLOCKS:
+        _check_block(result, plain, layers)
+    if layout.family in (*BLOCKS, "peagle"):
+        _check_mask_token(result, plain)
+    wide, theirs = plain.get("hidden_size"), plain.get("target_hidden_size")
+    if layout.family in BLOCKS and theirs and wide != theirs:
+        result.add("other_width", f"hidden_size is {wide}, target_hidden_size {theirs}")
+        return None
+    outputs = plain.get("target_layer_ids") or (plain.get(BLOCK_SECTION) or {}).get("target_layer_ids") or ()
+    stand_in = layers or max([*(plain.get(TAPS) or ()), *(i + 1 for i in outputs), 1])
     try:
         # `plain` is in the terms of vLLM's own format, whichever the folder's is
         config = LAYOUTS["vllm", layout.family].from_config(plain, names, where, stand_in)
@@ -224,8 +249,10 @@ def _check_biases(result: Inspection, config: Any) -> None:
 
 def _usable_architectures(layout: Layout) -> tuple[str, ...]:
     """The architectures under which vLLM and this project read the layout; empty: any."""
-    if layout.family == "eagle3":
+    if layout.family in EAGLE3S:
         return ARCHITECTURES
+    if isinstance(layout, DFlashLayout):
+        return (layout.architecture,)
     if layout.family == "eagle":
         return (EAGLE,) if layout.format == "sglang" else ("EagleLlamaForCausalLM", "LlamaForCausalLM")
     return ("MedusaModel",) if layout.family == "medusa" else ()
@@ -256,6 +283,98 @@ def _check_taps(result: Inspection, plain: dict[str, Any], layers: int | None) -
         plain["draftsmith"] = {**result.own, "num_target_layers": layers}
 
 
+# ------------------------------------------------------------------ fields of block drafters
+
+
+def _check_block(result: Inspection, plain: dict[str, Any], layers: int | None) -> None:
+    """What engines take from config.json without a word; mends what would hide further faults in `plain`."""
+    section = dict(plain.get(BLOCK_SECTION) or {})
+    if (sizes := {size for size in (plain.get("block_size"), section.get("block_size")) if size}) and len(sizes) > 1:
+        result.add("block_size", f"block_size is {plain['block_size']}, below {BLOCK_SECTION} {section['block_size']}")
+    if isinstance(result.layout, DSparkLayout):
+        fields = (*DSparkLayout.own, "block_size")
+        if nested := [name for name in fields if name in section and plain.get(name) is None]:
+            result.add("nested_fields", f"{', '.join(nested)}: below {BLOCK_SECTION} alone")
+    elif section.get(ANCHOR) or plain.get(ANCHOR):
+        result.add("slot_layout", f"{ANCHOR} is true")
+        section[ANCHOR] = plain[ANCHOR] = False
+    sliding = SLIDING in (plain.get("layer_types") or [])
+    if result.fields.get(NON_CAUSAL) is False and not (sliding or result.own):
+        result.add("causal_implied", f"{NON_CAUSAL} is false: in vLLM the block is causal, in speculators it is not")
+    _check_causality(result, plain.get("is_causal"), section.get("causal"), sliding)
+    window = plain.get("sliding_window")
+    if sliding and window and not plain.get("use_sliding_window") and not section.get("swa_window_size"):
+        result.add("window_dropped", f"sliding_window is {window}, and use_sliding_window is not true")
+    where = section if section.get("target_layer_ids") else plain
+    ids = list(where.get("target_layer_ids") or ())
+    if (others := plain.get(TAPS)) and list(others) != [i + 1 for i in ids]:
+        result.add("tap_ids_disagree", f"{TAPS} is {list(others)}, target_layer_ids {ids}")
+    said = plain.get("num_target_layers") or result.own.get("num_target_layers")
+    known = layers or said
+    if known is not None and (beyond := [i for i in ids if not -1 <= i < known]):
+        result.add("taps_out_of_range", f"target_layer_ids {ids}: {beyond} outside 0..{known - 1}, the target's layers")
+        where["target_layer_ids"] = list(range(len(ids)))
+        plain["num_target_layers"] = max(said or known, len(ids))
+    elif known is not None and known - 1 in ids:
+        result.add("late_taps", f"target_layer_ids {ids}: {known - 1} is the target's last layer")
+    if BLOCK_SECTION in plain:
+        plain[BLOCK_SECTION] = section
+
+
+def _check_causality(result: Inspection, top: Any, nested: Any, sliding: bool) -> None:
+    """`sliding`: layers are, for which engines take a causal block where nothing is said."""
+    if top is None and nested is None:
+        kind = "causal" if sliding else "bidirectional"
+        result.add("causal_implied", f"neither is_causal nor {BLOCK_SECTION}.causal: taken for {kind}")
+    elif top is None and bool(nested) != sliding:
+        result.add(
+            "causal_disagrees", f"{BLOCK_SECTION}.causal is {nested}, and is_causal, which SGLang reads, missing"
+        )
+    elif None not in (top, nested) and bool(top) != bool(nested):
+        result.add("causal_disagrees", f"is_causal is {top}, {BLOCK_SECTION}.causal {nested}")
+
+
+def _check_mask_token(result: Inspection, plain: dict[str, Any]) -> None:
+    """Compares it with the vocabulary; leaves one that fits."""
+    section, size = dict(plain.get(BLOCK_SECTION) or {}), plain.get("vocab_size")
+    where = section if section.get("mask_token_id") is not None else plain
+    name = next((name for name in TOKENS if where.get(name) is not None), None)
+    if name is None or not isinstance(size, int):
+        return
+    if not isinstance(where[name], int) or not 0 <= where[name] < size:
+        result.add("mask_token_range", f"{name} is {where[name]}; the vocabulary has {size} tokens")
+        where[name] = 0
+    if BLOCK_SECTION in plain:
+        plain[BLOCK_SECTION] = section
+
+
+def _check_drafts(result: Inspection, config: Any, tokenizer: Any) -> None:
+    """Drafts and taps that engines do not check, and what SGLang cannot serve."""
+    if config.family not in (*BLOCKS, "peagle"):
+        return
+    methods = (result.fields.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    drafts = methods[0].get("speculative_tokens") or result.own.get("num_speculative_tokens")
+    most = next(getattr(config, name) for name in DEPTHS if hasattr(config, name))
+    if drafts and drafts > most:
+        result.add("too_many_drafts", f"{drafts} drafts per round; {most} were trained")
+    if tokenizer is not None and (word := _word_in_texts(tokenizer, config.mask_token_id)):
+        result.add("mask_token_in_text", f"mask_token_id {config.mask_token_id} is {word!r}")
+    if config.family in BLOCKS and config.reduced_vocabulary:
+        result.add("reduced_vocabulary", f"draft_vocab_size is {config.draft_vocab_size} of {config.vocab_size}")
+
+
+def _word_in_texts(tokenizer: Any, token: int) -> str | None:
+    """The token's text, if prompts and responses contain it: an ordinary token, one that ends or fills texts, or one
+    of the chat template's. None for a mask token, a reserved one and a row that no token uses."""
+    word = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
+    if word is None or token == tokenizer.mask_token_id:
+        return None
+    added = tokenizer.added_tokens_decoder.get(token)
+    named = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
+    used = added is None or not added.special or token in named or word in str(tokenizer.chat_template or "")
+    return word if used else None
+
+
 # ------------------------------------------------------------------ tensors
 
 
@@ -271,7 +390,7 @@ def _read_tensors(result: Inspection, layout: Layout, config: DrafterConfig) -> 
         except CheckpointError as error:
             result.add("unexpected_tensor", str(error))
             return
-        if config.family in ("eagle", "eagle3"):
+        if config.family in BARE:
             tensors = layout.canonical({name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}, config)
         result.tensors, faults = tensors, layout.faults(tensors, config)
     for weight in faults:
@@ -298,6 +417,10 @@ def _kind_of(weight: WeightFault, config: DrafterConfig) -> str:
             return "missing_d2t"
         if name == "lm_head.weight" and config.reduced_vocabulary:
             return "missing_lm_head"
+        if name == MASK:
+            return "missing_mask_hidden"
+        if name.startswith("confidence_head."):
+            return "missing_confidence"
         return "missing_norm" if "norm" in name.rsplit(".", 2)[-2] else "missing_tensor"
     if weight.kind == "unexpected":
         if name == "d2t":
@@ -350,7 +473,8 @@ def _compare(result: Inspection, config: DrafterConfig, target: Any) -> None:
         result.add("wrong_width", f"it reads states {wide} wide; the target's are {theirs}")
     if config.vocab_size != target.vocab_size:
         result.add("wrong_vocabulary", f"vocab_size is {config.vocab_size}; the target's is {target.vocab_size}")
-    if (layers := result.own.get("num_target_layers", target.num_layers)) != target.num_layers:
+    made_for = config.num_target_layers if config.family in BLOCKS else target.num_layers
+    if (layers := result.own.get("num_target_layers", made_for)) != target.num_layers:
         result.add("wrong_depth", f"it was made for a target of {layers} layers; this one has {target.num_layers}")
     if isinstance(config, DecoderConfig) and getattr(config, "target_fields", None) is None:
         _compare_positions(result, config, target.config)

@@ -115,6 +115,10 @@ def _vllm(drafter: _Served) -> Way:
         note = "vLLM itself has no such model any more: install Draftsmith's plugin beside it (the extra `vllm`)"
     elif getattr(config, "adapter_of", None):
         return Way("vLLM", note="the folder holds an adapter, not a model: export it merged (drafter.peft_export)")
+    elif (kind := getattr(config, "markov_head_type", "vanilla")) != "vanilla":
+        return Way("vLLM", note=f"vLLM runs vanilla Markov heads alone, and this one is {kind}")
+    elif drafter.method in ("dspark", "dflash2"):
+        note = "on a GPU: vLLM's runner for CPUs has no such drafter"
     elif getattr(config, "other_tokenizer", False):
         options["use_heterogeneous_vocab"] = True
     return Way("vLLM", vllm_command(drafter.target, options) + extra, options, note)
@@ -149,6 +153,8 @@ def _sglang(drafter: _Served) -> Way:
         return Way("SGLang", f"{head} {_flags(flags)}", flags, note)
     if drafter.config is None or drafter.method not in SGLANG_ALGORITHMS:
         return Way("SGLang", note=f"SGLang has no {drafter.method} decoding")
+    if drafter.format == "speculators":
+        return Way("SGLang", note=f"SGLang does not read this format: {drafter.again('sglang')}")
     try:
         layout_for("sglang", drafter.method).check(drafter.config)
     except ConfigError as error:

@@ -318,6 +318,15 @@ def test_inspect_names_faults_and_says_whether_vllm_would(drafter_folder, target
     assert {way["engine"] for way in found["serving"]} == {"vLLM", "SGLang", "Draftsmith"}
 
 
+def test_inspect_holds_a_mask_token_to_the_targets_tokenizer(target_folder, tmp_path):
+    target = FrozenTarget.from_pretrained(str(target_folder))
+    config = config_for_target(target, "dflash", tap_layers=(1, 2), block_size=4, mask_token_id=100)
+    folder = export_drafter(family_class("dflash")(config), tmp_path / "block", dtype=torch.float32)
+    assert call("inspect", folder)[0] == 0  # no tokenizer to ask
+    code, output = call("inspect", folder, "--model", target_folder)
+    assert code == 1 and "mask_token_in_text" in output and "SGLang does not notice" in output
+
+
 def test_inspect_of_methods_without_a_folder(recipe_file):
     code, output = call("inspect", "ngram", "--model", "org/target")
     assert code == 0 and '"method": "ngram"' in output and "--speculative-algorithm NGRAM" in output

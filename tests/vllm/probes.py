@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from serve import make_llm, runner_of, serve
+
+WORKER = Path(__file__).resolve().parents[2] / "inference" / "vllm_bridge" / "worker.py"
 
 
 def expand_floats(job: dict) -> dict:
@@ -38,31 +42,28 @@ def engine_beside_numba(job: dict) -> dict:
 
 
 @contextmanager
-def temperatures_expanded() -> Iterator[None]:
-    """Drafts are verified at the temperature and top-p of their request, which fault 1 prevents."""
+def repaired() -> Iterator[None]:
+    """vLLM without faults 1 and 2, as the worker of `evaluate` repairs it."""
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
     from vllm.v1.sample import rejection_sampler
 
-    broken = rejection_sampler.expand_batch_to_tokens
-    rejection_sampler.expand_batch_to_tokens = _expand
+    worker = runpy.run_path(str(WORKER))
+    broken = rejection_sampler.expand_batch_to_tokens, DFlashQwen3Model._normalize_context_k
+    worker["repair"]()
     try:
         yield
     finally:
-        rejection_sampler.expand_batch_to_tokens = broken
+        rejection_sampler.expand_batch_to_tokens, DFlashQwen3Model._normalize_context_k = broken
 
 
-def sampled(job: dict) -> dict:
-    """As `serve`, without fault 1."""
-    with temperatures_expanded():
+def without_faults(job: dict) -> dict:
+    """As `serve`, repaired."""
+    with repaired():
         return serve(job)
 
 
 def by_rule(job: dict) -> dict:
-    """Texts by `rejection_sample_method`, without fault 1."""
+    """Texts by `rejection_sample_method`, repaired."""
     config = job["speculative_config"]
     jobs = {r: job | {"speculative_config": config | {"rejection_sample_method": r}} for r in ("standard", "block")}
-    return {rule: sampled(asked)["token_ids"] for rule, asked in jobs.items()}
-
-
-def _expand(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
-    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
-    return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts.long())
+    return {rule: without_faults(asked)["token_ids"] for rule, asked in jobs.items()}

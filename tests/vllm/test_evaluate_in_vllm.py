@@ -14,11 +14,10 @@ from inference.report.merge_engines import lay_beside
 from inference.vllm_bridge.engine import VllmOptions
 from inference.vllm_bridge.server import VllmServers
 from speculators.export import export_drafter
-from speculators.families.eagle3 import Eagle3, Eagle3Options
-from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget
 from tests.speculators.vocab.test_token_map import byte_level
 from tests.vllm.conftest import PROMPTS
+from tests.vllm.test_families_in_vllm import BLOCK, DEPTHS, FITTED, LEAST_SQUARES, trained
 
 K = 3
 SETTINGS = EvaluationSettings(
@@ -32,23 +31,33 @@ SETTINGS = EvaluationSettings(
     cost_trials=1,
     lossless_prompts=0,
 )
+SHAPES = {
+    "eagle3": (FITTED, LEAST_SQUARES),
+    "dflash": ({"num_layers": 2, **BLOCK}, {}),
+    "peagle": ({**FITTED, **DEPTHS}, LEAST_SQUARES),
+}
 WORKLOADS = {"one": PROMPTS[:2], "two": PROMPTS[2:]}
 
 
 @pytest.fixture(scope="module")
-def folders(servable_model, own_texts, tmp_path_factory) -> tuple[str, str]:
-    """A target and an EAGLE-3 head fitted to its texts in closed form, which it does not quite reach."""
-    root, tokenizer = tmp_path_factory.mktemp("evaluate"), byte_level(400, eos_token="<|end|>")
-    model = servable_model("llama", vocab_size=len(tokenizer))
-    tokenizer.save_pretrained(root / "target")
-    target = FrozenTarget(model, (1, 2, 3))
-    torch.manual_seed(0)
-    shape = {"norm_before_residual": True, "num_key_value_heads": 4}
-    drafter = Eagle3(config_for_target(target, "eagle3", tap_layers=(1, 2, 3), **shape)).attach(target)
-    options = Eagle3Options.model_validate({"init": "least_squares", **shape})
-    drafter.initialise_from(target, options, own_texts(target))
-    model.save_pretrained(root / "target")
-    return str(root / "target"), str(export_drafter(drafter.eval(), root / "head", dtype=torch.float32))
+def folders_of(servable_model, own_texts, tmp_path_factory):
+    """`folders_of(family, shape, options)`: a target and a head fitted to its texts, which it does not quite reach."""
+
+    def make(family: str, shape: dict, options: dict) -> tuple[str, str]:
+        root, tokenizer = tmp_path_factory.mktemp("evaluate"), byte_level(400, eos_token="<|end|>")
+        model = servable_model("llama", vocab_size=len(tokenizer))
+        tokenizer.save_pretrained(root / "target")
+        target = FrozenTarget(model, (1, 2, 3))
+        drafter = trained(family, target, own_texts(target), shape, options)
+        model.save_pretrained(root / "target")
+        return str(root / "target"), str(export_drafter(drafter, root / "head", dtype=torch.float32))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def folders(folders_of) -> tuple[str, str]:
+    return folders_of("eagle3", FITTED, LEAST_SQUARES)
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +106,14 @@ def test_a_matcher_without_a_checkpoint_is_measured(folders, offline) -> None:
     assert 0 < cell.num_drafts < rounds and cell.output_tokens <= cell.prompts + rounds + cell.num_accepted_tokens
 
 
-def test_sampled_drafts_are_accepted_as_expected(folders, offline) -> None:
+@pytest.mark.parametrize("family", ["eagle3", "dflash", "peagle"])
+def test_sampled_drafts_are_accepted_as_expected(folders_of, offline, family) -> None:
     """Verification at temperature 1, which the CPU build does with uninitialised memory and the worker repairs."""
+    shape, options = SHAPES[family]
     sampled = replace(SETTINGS, temperatures=(1.0,), repeats=0, max_tokens=96)
-    gap, error = evaluate(*folders, WORKLOADS, sampled, engine=offline).cell("all", 1).expected.gap
+    gap, error = (
+        evaluate(*folders_of(family, shape, options), WORKLOADS, sampled, engine=offline).cell("all", 1).expected.gap
+    )
     assert gap < 4 * error
 
 

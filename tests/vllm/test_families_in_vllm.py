@@ -28,7 +28,8 @@ LLAMA3 = {  # every frequency is in one of its three bands, at any length
 SCALED = ("llama", {"rope_parameters": LLAMA3})
 LEAST_SQUARES = {"init": "least_squares"}
 BLOCK = {"block_size": 4, "mask_token_id": 3}
-READS_TAPS = ("eagle3", "dflash")
+DEPTHS = {"num_depths": 3, "mask_token_id": 3}
+READS_TAPS = ("eagle3", "peagle", "dflash")
 # Queries share keys and values two by two, in the targets and where a case says nothing else.
 CASES: dict[str, tuple[str, tuple[str, dict[str, Any]], dict[str, Any], dict[str, Any]]] = {
     # family, target, shape, options
@@ -49,6 +50,20 @@ CASES: dict[str, tuple[str, tuple[str, dict[str, Any]], dict[str, Any], dict[str
     "dflash, causal, reduced vocabulary": (
         "dflash", ("llama", {}), {"num_layers": 1, "is_causal": True, "draft_vocab_size": 96, **BLOCK}, {},
     ),
+    "dflash, causal, qwen2": ("dflash", ("qwen2", {}), {"num_layers": 1, "is_causal": True, **BLOCK}, {}),
+    "dflash, three layers": ("dflash", ("llama", {}), {"num_layers": 3, **BLOCK}, {}),
+    "dflash, sliding window in two layers": (
+        "dflash", ("qwen3", {}), {"num_layers": 2, "sliding_window": 8, **BLOCK}, {},
+    ),
+    "dflash, causal, sliding window in two layers": (
+        "dflash", ("llama", {}), {"num_layers": 2, "is_causal": True, "sliding_window": 8, **BLOCK}, {},
+    ),
+    "peagle": ("peagle", ("llama", {}), {**DEPTHS, **FITTED}, LEAST_SQUARES),
+    "peagle, two layers, own embeddings, reduced vocabulary, qwen3": (
+        "peagle", ("qwen3", {}),
+        {"num_layers": 2, "own_embeddings": True, "draft_vocab_size": 96, "fc_norm": True, **DEPTHS},
+        {},
+    ),
 }  # fmt: skip
 
 
@@ -63,7 +78,8 @@ def trained(family: str, target: FrozenTarget, features: list[Any], shape: dict,
         {**{k: v for k, v in shape.items() if k in cls.options.model_fields}, **options}
     )
     drafter.initialise_from(target, chosen, features if drafter.start_terms(chosen) else None)
-    _train(target, drafter, features, steps=80 if family == "dflash" else 12)  # a block knows nothing at first
+    # a block knows nothing at first, and several layers learn a text by heart
+    _train(target, drafter, features, steps=80 // drafter.config.num_layers if family == "dflash" else 12)
     return drafter.eval()
 
 

@@ -12,12 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from speculators.drafter import Drafter
 from speculators.export import export_drafter
-from speculators.export.faults import CRASHES, KINDS, REFUSES, SWALLOWS
+from speculators.export.faults import CRASHES, REFUSES, SWALLOWS
 from speculators.export.inspection import inspect_folder
-from speculators.export.serving_commands import serving
+from speculators.export.serving_commands import serving, vllm_method
 from speculators.registry import config_for_target, family_class
 from speculators.target.frozen_target import FrozenTarget
 from tests.vllm.process import VLLMError
+from tests.vllm.test_families_in_vllm import BLOCK, DEPTHS, LEAST_SQUARES, trained
 
 PROMPTS = [[3 + (i * i * 7 + n) % 120 for i in range(n)] for n in (9, 14)]
 SHAPE = {"norm_before_residual": True, "num_key_value_heads": 4, "draft_vocab_size": 96}
@@ -41,17 +42,32 @@ def job(model: Path, **more: Any) -> dict[str, Any]:
     return {"model": str(model), "prompts": PROMPTS, "max_tokens": 24, **more}
 
 
-def test_a_folder_of_the_speculators_format_is_all_that_vllm_needs(world, serve, tmp_path) -> None:
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle3": ("eagle3", SHAPE),
+    "peagle": ("peagle", {**SHAPE, **DEPTHS}),
+    "dflash": ("dflash", {"num_layers": 1, **BLOCK}),
+    "dflash, causal, reduced vocabulary": (
+        "dflash", {"num_layers": 1, "is_causal": True, "draft_vocab_size": 96, **BLOCK},
+    ),
+    "dflash, sliding window": ("dflash", {"num_layers": 1, "sliding_window": 8, **BLOCK}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "shape"), HEADS.values(), ids=HEADS)
+def test_a_folder_of_the_speculators_format_is_all_that_vllm_needs(
+    servable_model, own_texts, serve, tmp_path, family, shape
+) -> None:
     """The same drafts and counts as with the native folder and a speculative_config."""
-    target, drafter = world
+    model, target = servable_model("llama"), tmp_path / "target"
+    model.save_pretrained(target)
+    frozen = FrozenTarget(model, (1, 2, 3))
+    drafter = trained(family, frozen, own_texts(frozen), shape, {} if family == "dflash" else LEAST_SQUARES)
     told = {"target": {"name_or_path": str(target), "architectures": []}, "num_speculative_tokens": 3}
     folders = {
         name: export_drafter(drafter, tmp_path / name, dtype=torch.float32, format=name, provenance=told)
         for name in ("vllm", "speculators")
     }
-    options = next(
-        way.options for way in serving("eagle3", folder=str(folders["vllm"]), tokens=3, config=drafter.config)
-    )
+    options = next(way.options for way in serving(family, folder=str(folders["vllm"]), tokens=3, config=drafter.config))
     native = serve(job(target, speculative_config=options))
     alone = serve(job(folders["speculators"]))
     assert alone["token_ids"] == native["token_ids"]
@@ -71,20 +87,55 @@ FAULTS: dict[str, Any] = {
 }
 
 
+def section(**values: Any) -> Any:
+    return lambda c, t: c["dflash_config"].update(values)
+
+
+def prefixed(c: dict[str, Any], t: dict[str, torch.Tensor]) -> None:
+    for name in list(t):
+        t["model." + name] = t.pop(name)
+
+
+ONE = {"num_layers": 1, **BLOCK}
+BLOCK_FAULTS: dict[str, tuple[str, dict[str, Any], Any]] = {  # kind -> family, shape, change
+    "missing_tensor": ("dflash", ONE, lambda c, t: t.pop("fc.weight")),
+    "unexpected_tensor": ("dflash", ONE, lambda c, t: t.update({"stray.weight": torch.ones(3)})),
+    "prefix": ("dflash", ONE, prefixed),
+    "mask_token_range": ("dflash", ONE, section(mask_token_id=1000)),
+    "taps_out_of_range": ("dflash", ONE, section(target_layer_ids=[0, 1, 9])),
+    "causal_disagrees": ("dflash", ONE, section(causal=True)),
+    "window_dropped": ("dflash", {**ONE, "sliding_window": 8}, lambda c, t: c.pop("use_sliding_window")),
+    "missing_mask_hidden": ("peagle", DEPTHS, lambda c, t: t.pop("mask_hidden")),
+}
+
+
+@pytest.mark.parametrize("kind", BLOCK_FAULTS)
+def test_vllm_makes_of_a_fault_of_a_block_drafter_what_the_table_says(servable_model, serve, tmp_path, kind) -> None:
+    family, shape, change = BLOCK_FAULTS[kind]
+    model = servable_model("llama")
+    target = FrozenTarget(model, (1, 2, 3))
+    drafter = family_class(family)(config_for_target(target, family, tap_layers=(1, 2, 3), **shape)).attach(target)
+    model.save_pretrained(tmp_path / "target")
+    judged(serve, tmp_path / "target", drafter.initialise_from(target).eval(), tmp_path / "head", kind, change)
+
+
 @pytest.mark.parametrize("kind", FAULTS)
 def test_vllm_makes_of_a_fault_what_the_table_says(world, serve, tmp_path, kind) -> None:
-    target, drafter = world
-    folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
+    judged(serve, *world, tmp_path / "head", kind, FAULTS[kind])
+
+
+def judged(serve, target: Path, drafter: Drafter, head: Path, kind: str, change: Any) -> None:
+    """Makes the fault in a published folder; inspect names it, and vLLM does what faults.yaml says."""
+    folder = export_drafter(drafter, head, dtype=torch.float32)
     fields, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     fields.pop("draftsmith")
-    FAULTS[kind](fields, tensors)
+    change(fields, tensors)
     (folder / "config.json").write_text(json.dumps(fields))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     found = inspect_folder(folder, FrozenTarget.from_pretrained(str(target)))
-    assert kind in {each.kind for each in found.faults}
-    config = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 3}
-    verdict = KINDS[kind].vllm
+    verdict = next(each.vllm for each in found.faults if each.kind == kind)
     assert verdict in (REFUSES, CRASHES, SWALLOWS)
+    config = vllm_method(drafter.config.family) | {"model": str(folder), "num_speculative_tokens": 3}
     if verdict == SWALLOWS:
         serve(job(target, speculative_config=config))
     else:

@@ -84,7 +84,7 @@ def test_fault_2_dflash_norms_all_context_keys_by_its_first_layer(dflash, serve,
     first, second = (torch.tensor(row) for row in answer["normed"])
     weights = [torch.tensor(row) for row in answer["weights"]]
     torch.testing.assert_close(first, weights[0])
-    assert not torch.allclose(second, weights[1]), gone("2", "docs/vllm-faults.md")
+    assert not torch.allclose(second, weights[1]), gone("2", "inference/vllm_bridge/worker.py (norm_keys)")
 
 
 def test_fault_3_no_engine_in_a_process_that_has_numba(serve, job) -> None:

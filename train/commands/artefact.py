@@ -11,18 +11,18 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from speculators.errors import ConfigError
+from speculators.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from speculators.export.inspection import Inspection
     from speculators.export.serving_commands import Way
 
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")  # of the Hub
-WORDS = {  # vLLM's reaction to a fault
-    "refuses": "vLLM refuses it",
-    "crashes": "vLLM loads it and crashes",
-    "swallows": "vLLM does not notice",
-    "harmless": "does not matter in vLLM",
+WORDS = {  # an engine's reaction to a fault
+    "refuses": "{} refuses it",
+    "crashes": "{} loads it and crashes",
+    "swallows": "{} does not notice",
+    "harmless": "does not matter in {}",
 }
 
 
@@ -68,7 +68,7 @@ def inspect(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show a drafter, its faults, and vLLM's reaction to each of them. Exit code 1: there are faults."""
+    """Show a drafter, its faults, and the engines' reactions to each of them. Exit code 1: there are faults."""
     from speculators.export.inspection import inspect_folder
     from speculators.export.serving_commands import TRAINING_FREE, serving
     from train.recipe.sections import TargetSection
@@ -84,12 +84,23 @@ def inspect(
     if drafter.endswith((".yaml", ".yml")):
         raise ConfigError(f"inspect: {drafter} is a recipe; give a drafter's folder, or look at its data with prepare")
     target = TargetSection(model=model).sketch() if model else None
-    result = inspect_folder(drafter, target, num_target_layers=target_layers)
+    tokenizer = _tokenizer(model) if model else None
+    result = inspect_folder(drafter, target, num_target_layers=target_layers, tokenizer=tokenizer)
     if as_json:
         typer.echo(json.dumps(_as_data(result, drafter, model), indent=2))
     else:
         _print(console, result, drafter, model, tensors)
     raise typer.Exit(0 if result.sound else 1)
+
+
+def _tokenizer(model: str) -> Any:
+    """The target's, None where its folder has none."""
+    from train.recipe.sections import TargetSection
+
+    try:
+        return TargetSection(model=model).load_tokenizer()
+    except CheckpointError:
+        return None
 
 
 # --------------------------------------------------------------------------------------------- output
@@ -157,10 +168,11 @@ def _print(console: Console, result: Inspection, drafter: str, model: str, tenso
             table.add_row(Text(name), " x ".join(map(str, header.shape)), header.dtype)
         console.print(table)
     if result.faults:
-        table = Table("fault", "in vLLM", "what to do", box=SIMPLE_HEAD, pad_edge=False)
+        table = Table("fault", "in engines", "what to do", box=SIMPLE_HEAD, pad_edge=False)
         for fault in sorted(result.faults, key=lambda fault: fault.warning):
             kind = Text(f"{fault.kind}: ", style="yellow" if fault.warning else "bold red")
-            reaction = WORDS[fault.vllm] + (f": {fault.then}" if fault.then else "")
+            reaction = WORDS[fault.vllm].format("vLLM") + (f": {fault.then}" if fault.then else "")
+            reaction += f". {WORDS[fault.sglang].format('SGLang')}" if fault.sglang else ""
             table.add_row(kind.append(fault.what, style="default"), Text(reaction), Text(fault.todo))
         console.print(table)
     if result.config is not None:

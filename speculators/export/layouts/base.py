@@ -18,9 +18,9 @@ from speculators.vocab.draft_vocab import from_offsets, to_offsets
 
 WEIGHTS = "model.safetensors"
 NUM_SPECULATIVE_TOKENS = 5  # default drafts of a round
-TRAINED_WITH = (  # fields that no tensor's shape depends on
+TRAINED_WITH = (  # fields that no tensor's shape depends on; each family has some
     "rope_parameters", "head_dim", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "hidden_act",
-    "attention_bias",
+    "attention_bias", "block_size", "num_depths", "mask_token_id", "sample_from_anchor", "is_causal", "sliding_window",
 )  # fmt: skip
 
 Table = dict[str, tuple[str, tuple[int, ...]]]  # name in the file -> (name in the module, shape)
@@ -237,7 +237,7 @@ def own_fields(config: DrafterConfig) -> dict[str, Any]:
     """The section `draftsmith`: the family, and fields that reveal a lost tensor or a changed field on reading."""
     own: dict[str, Any] = {"family": config.family, "num_target_layers": config.num_target_layers}
     if isinstance(config, DecoderConfig):
-        own["trained_with"] = {name: getattr(config, name) for name in TRAINED_WITH}
+        own["trained_with"] = {name: getattr(config, name) for name in TRAINED_WITH if hasattr(config, name)}
     return {"draftsmith": own | ({"own_embeddings": True} if config.own_embeddings else {})}
 
 

@@ -29,6 +29,7 @@ from speculators.export.layouts.base import (
 from speculators.registry import build_config
 
 SECTION = "dflash_config"
+ANCHOR = "sample_from_anchor"  # read for every family, so that a layout that none but DSpark has is refused
 SLIDING, FULL = "sliding_attention", "full_attention"
 ALIASES = {"midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 
@@ -42,6 +43,7 @@ _BACKBONE_MEANINGS = {
     "tie_word_embeddings": "false",
     "layer_types": f"`{FULL}`, or `{SLIDING}` for all layers",
     "sliding_window": "positions that a slot reads, its own included; null: all",
+    "use_sliding_window": "true with a window, which transformers' config would drop otherwise",
     "is_causal": "a slot sees only those before it in its block",
     "block_size": "slots of a block as trained, the anchor's included",
     "num_target_layers": "layers of the target",
@@ -130,6 +132,7 @@ class DFlashLayout(Layout):
             "tie_word_embeddings": False,
             "layer_types": [FULL if window is None else SLIDING] * config.num_layers,
             "sliding_window": window,
+            "use_sliding_window": window is not None,  # or transformers' Qwen3Config forgets the window
             "is_causal": config.is_causal,
             "block_size": config.block_size,
             "num_target_layers": config.num_target_layers,
@@ -142,6 +145,7 @@ class DFlashLayout(Layout):
     def from_config(
         self, fields: Mapping[str, Any], names: set[str], where: str, num_target_layers: int | None
     ) -> DrafterConfig:
+        fields = self.plain(fields, where)
         section = {**fields, **(fields.get(SECTION) or {})}
         require(section, ("mask_token_id", "target_layer_ids"), where, f"a drafter of family {self.family}")
         layers = fields.get("num_target_layers") or num_target_layers
@@ -154,7 +158,7 @@ class DFlashLayout(Layout):
             mask_token_id=section["mask_token_id"],
             sliding_window=_window(fields, where),
             is_causal=is_causal(fields),
-            **{name: section[name] for name in self.own if section.get(name) is not None},
+            **{name: section[name] for name in (*self.own, ANCHOR) if section.get(name) is not None},
         )
 
 
@@ -243,6 +247,11 @@ class _SGLang:
             raise ConfigError(
                 f"export format sglang: SGLang drafts {config.family} over the target's whole vocabulary and at its "
                 "width, and ignores `lm_head` and `d2t`; serve this one with vLLM, or train without draft_vocab_size"
+            )
+        if config.num_target_layers in config.tap_layers:
+            raise ConfigError(
+                f"export format sglang: tap_layers {list(config.tap_layers)}: SGLang captures states before a layer, "
+                f"and so not the output of the last one, {config.num_target_layers}; serve this head with vLLM"
             )
 
 

@@ -11,6 +11,7 @@ from speculators.export.layouts.base import Table
 from speculators.export.layouts.eagle3 import MEANINGS, Eagle3Layout
 
 MASK = "mask_hidden"
+TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")  # names of the mask token, as vLLM looks for them
 
 
 class PEagleLayout(Eagle3Layout):
@@ -24,7 +25,7 @@ class PEagleLayout(Eagle3Layout):
     }
 
     def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
-        return MASK in names and super().recognises(fields, names)
+        return (MASK in names or any(name in fields for name in TOKENS)) and super().recognises(fields, names)
 
     def tensors(self, config: Any) -> Table:
         return super().tensors(config) | {MASK: (MASK, (len(config.tap_layers) * config.target_hidden_size,))}
@@ -39,8 +40,8 @@ class PEagleLayout(Eagle3Layout):
         }
 
     def more_fields(self, fields: Mapping[str, Any], where: str) -> dict[str, Any]:
-        depths, token = fields.get("num_depths", 8), fields.get("mask_token_id", fields.get("ptd_token_id"))
-        return {"num_depths": depths, **({} if token is None else {"mask_token_id": token})}
+        token = next((fields[name] for name in TOKENS if fields.get(name) is not None), None)
+        return {"num_depths": fields.get("num_depths", 8), **({} if token is None else {"mask_token_id": token})}
 
     def canonical(self, found: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
         found = super().canonical(found, config)

@@ -67,6 +67,15 @@ def test_a_folder_in_another_engines_format_is_not_offered(tiny_model) -> None:
     assert by_engine("eagle3", folder="d", config=own, format="speculators")["vLLM"].command == "vllm serve d"
 
 
+def test_what_engines_do_not_serve_of_block_drafters_is_said(tiny_model) -> None:
+    spark = by_engine("dspark", config=config(tiny_model, "dspark", markov_head_type="rnn"))
+    assert spark["vLLM"].options is None and "this one is rnn" in spark["vLLM"].note
+    assert spark["SGLang"].options["speculative-num-draft-tokens"] == 9
+    assert "on a GPU" in by_engine("dflash2", config=config(tiny_model, "dflash2"))["vLLM"].note
+    told = by_engine("dflash", config=config(tiny_model, "dflash"), format="speculators")
+    assert told["vLLM"].command == "vllm serve DRAFTER" and "--format sglang" in told["SGLang"].note
+
+
 def test_heads_bound_the_drafts(tiny_model) -> None:
     assert by_engine("medusa", config=config(tiny_model, "medusa", num_heads=3), tokens=7)["vLLM"].options[
         "num_speculative_tokens"

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config
 
 from speculators.drafter import Drafter
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export import export_drafter, load_drafter, read_drafter_config
 from speculators.export.convert import redress
 from speculators.export.formats import FORMATS, LAYOUTS, formats_of
+from speculators.export.inspection import inspect_folder
 from speculators.registry import config_for_target, family_class
 from speculators.target.frozen_target import FrozenTarget
 
@@ -140,6 +142,12 @@ def test_what_sglang_would_run_as_something_else_is_refused(
     assert not (tmp_path / "head").exists()
 
 
+def test_sglang_cannot_tap_the_output_of_the_last_layer(make_drafter, case_of, tiny_model, tmp_path) -> None:
+    _, drafter = head(make_drafter, case_of, tiny_model, "dflash", (1, 4), block_size=4, mask_token_id=100)
+    with pytest.raises(ConfigError, match=r"export format sglang: tap_layers \[1, 4\].* last one, 4"):
+        export_drafter(drafter, tmp_path / "head", dtype=torch.float32, format="sglang")
+
+
 def test_the_speculators_format_names_its_target(make_drafter, case_of, tiny_model, tmp_path) -> None:
     target, drafter = head(make_drafter, case_of, tiny_model, norm_output=True, fc_norm=True)
     told = {"target": {"name_or_path": "org/target", "architectures": ["L"]}, "num_speculative_tokens": 3}
@@ -166,6 +174,91 @@ def test_the_speculators_format_takes_the_normed_residual_where_nothing_is_said(
     del fields["norm_before_residual"]
     (folder / "config.json").write_text(json.dumps(fields))
     assert read_drafter_config(folder).norm_before_residual
+
+
+BLOCK = {"num_layers": 2, "block_size": 5, "mask_token_id": 100}
+SPARK = {**BLOCK, "markov_rank": 8}
+CHAINS = {"num_depths": 4, "mask_token_id": 100}
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "drafts"),
+    [
+        ("dflash", {**BLOCK, "is_causal": True}, 4),
+        ("dflash", {**BLOCK, "sliding_window": 4}, 4),
+        ("dflash2", {**BLOCK, "conv_group_size": 8, "selector_rank": 8, "is_causal": True, "sliding_window": 4}, 4),
+        ("dspark", {**SPARK, "draft_vocab_size": 40}, 5),
+        ("dspark", {**SPARK, "is_causal": True, "sliding_window": 4, "sample_from_anchor": False}, 4),
+        ("peagle", {**CHAINS, "qk_norm": True, "norm_before_residual": True}, 4),
+    ],
+    ids=lambda value: str(value) if not isinstance(value, dict) else "",
+)
+def test_the_speculators_format_of_block_drafters(
+    make_drafter, case_of, tiny_model, tmp_path, family, shape, drafts
+) -> None:
+    """As vLLM reads it, and read back without a word of ours; the drafts of a round are those that were trained."""
+    target, drafter = head(make_drafter, case_of, tiny_model, family, **shape)
+    folder = export_drafter(drafter, tmp_path / "a", dtype=torch.float32, format="speculators")
+    fields = json.loads((folder / "config.json").read_text())
+    taps = fields.get("eagle_aux_hidden_state_layer_ids" if family == "peagle" else "aux_hidden_state_layer_ids")
+    assert taps == [1, 2] and fields["mask_token_id"] == 100
+    assert fields["speculators_model_type"] == fields["speculators_config"]["algorithm"] == family
+    assert fields["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == drafts
+    if family != "peagle":
+        assert fields["sliding_window_non_causal"] is not drafter.config.is_causal
+        assert fields["sample_from_anchor"] is drafter.config.sample_from_anchor
+    del fields["draftsmith"]
+    (folder / "config.json").write_text(json.dumps(fields))
+    found = inspect_folder(folder, target)
+    assert found.sound and found.config is not None and found.config == read_drafter_config(folder, 4)
+    assert_same(target, folder, drafter)
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "named"),
+    [
+        ("dspark", {**SPARK, "is_causal": True}, "is_causal True with sliding_window None"),
+        ("dspark", {**SPARK, "sliding_window": 4}, "is_causal False with sliding_window 4"),
+        ("dspark", {**SPARK, "markov_head_type": "rnn"}, "markov_head_type rnn"),
+        ("peagle", {**CHAINS, "fc_norm": True, "norm_output": True}, "fc_norm, norm_output"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_the_speculators_format_cannot_say_is_refused(
+    make_drafter, case_of, tiny_model, tmp_path, family, shape, named
+) -> None:
+    _, drafter = head(make_drafter, case_of, tiny_model, family, **shape)
+    with pytest.raises(ConfigError, match=f"export format speculators: .*{named}"):
+        export_drafter(drafter, tmp_path / "head", dtype=torch.float32, format="speculators")
+
+
+def test_defaults_of_the_speculators_format_are_vllms(make_drafter, case_of, tiny_model, tmp_path) -> None:
+    """Not said: a block is bidirectional and dspark's first slot predicts nothing, unlike in vLLM's own format."""
+    shape = {**SPARK, "sample_from_anchor": False}
+    _, drafter = head(make_drafter, case_of, tiny_model, "dspark", **shape)
+    folder = export_drafter(drafter, tmp_path / "a", dtype=torch.float32, format="speculators")
+    fields = json.loads((folder / "config.json").read_text())
+    for name in ("sample_from_anchor", "sliding_window_non_causal"):
+        del fields[name]
+    (folder / "config.json").write_text(json.dumps(fields))
+    config: Any = read_drafter_config(folder)
+    assert not config.sample_from_anchor and not config.is_causal
+    fields["speculators_model_type"] = "mtp"
+    del fields["draftsmith"]
+    (folder / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match=r"speculators_model_type is 'mtp'; of this format eagle3, .* are read"):
+        read_drafter_config(folder, 4)
+
+
+def test_full_layers_that_vllm_makes_causal_are_warned_of(make_drafter, case_of, tiny_model, tmp_path) -> None:
+    """As the speculators library writes a block that it trains bidirectionally."""
+    target, drafter = head(make_drafter, case_of, tiny_model, "dflash", **BLOCK, is_causal=True)
+    folder = export_drafter(drafter, tmp_path / "a", dtype=torch.float32, format="speculators")
+    assert not inspect_folder(folder, target).faults
+    fields = json.loads((folder / "config.json").read_text())
+    del fields["draftsmith"]
+    (folder / "config.json").write_text(json.dumps(fields))
+    assert [each.kind for each in inspect_folder(folder, target).faults] == ["causal_implied"]
 
 
 # ------------------------------------------------------------------ what was trained with is kept
@@ -219,3 +312,12 @@ def test_another_precision_survives_the_way_between_formats(
     again = redress(redress(first, tmp_path / "second", format=format_), tmp_path / "third")
     a, b = load_file(first / "model.safetensors"), load_file(again / "model.safetensors")
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
+
+
+def test_transformers_keeps_a_window(make_drafter, case_of, tiny_model, tmp_path) -> None:
+    """Both engines read the fields through transformers' Qwen3Config, which drops a window that is not switched on."""
+    shape = {"block_size": 4, "mask_token_id": 100, "num_layers": 2}
+    for window in (None, 8):
+        _, drafter = head(make_drafter, case_of, tiny_model, "dflash", sliding_window=window, **shape)
+        folder = export_drafter(drafter, tmp_path / str(window), dtype=torch.float32)
+        assert Qwen3Config(**json.loads((folder / "config.json").read_text())).sliding_window == window

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from speculators.errors import CheckpointError
 from speculators.export import export_drafter
 from speculators.export.faults import CRASHES, HARMLESS, KINDS, REFUSES, SWALLOWS
-from speculators.export.inspection import Inspection, inspect_folder
+from speculators.export.inspection import BLOCKS, Inspection, inspect_folder
 from speculators.target.frozen_target import FrozenTarget
+from tests.speculators.vocab.test_token_map import byte_level
 
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]
 TAPS = "eagle_aux_hidden_state_layer_ids"
@@ -33,9 +34,10 @@ def broken(make_drafter, case_of, tiny_model, tmp_path):
         against: Any = None,
         options: dict[str, Any] | None = None,
         compared: bool = True,
+        tokenizer: Any = None,
     ) -> Inspection:
         shape = {"draft_vocab_size": 40} if shape is None and family == "eagle3" else shape or {}
-        taps = (1, 2, 3) if family == "eagle3" else ()
+        taps = (1, 2, 3) if family in ("eagle3", "peagle", *BLOCKS) else ()
         model = tiny_model("llama", num_hidden_layers=5)
         target, drafter = make_drafter(case_of(family, shape, options or {}, taps=taps), model)
         folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
@@ -47,7 +49,7 @@ def broken(make_drafter, case_of, tiny_model, tmp_path):
             change(fields, tensors)
         (folder / "config.json").write_text(json.dumps(fields))
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        return inspect_folder(folder, (against or target) if compared else None)
+        return inspect_folder(folder, (against or target) if compared else None, tokenizer=tokenizer)
 
     return make
 
@@ -124,6 +126,175 @@ def test_every_fault_of_an_eagle3_folder_is_named(broken, change, kind, vllm, wo
         assert {"shape"} == {each.kind for each in found.faults} and any(words in each.what for each in found.faults)
         return
     assert_names(found, kind, vllm, words)
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "dflash": {"num_layers": 2, "block_size": 5, "mask_token_id": 100},
+    "dflash2": {"num_layers": 1, "block_size": 5, "mask_token_id": 100, "conv_group_size": 8, "selector_rank": 8},
+    "dspark": {"num_layers": 1, "block_size": 4, "mask_token_id": 100, "markov_rank": 8},
+    "peagle": {"num_depths": 4, "mask_token_id": 100, "own_embeddings": True},
+}
+WINDOW = {**SHAPES["dflash"], "sliding_window": 4}
+REDUCED = {**SHAPES["dspark"], "draft_vocab_size": 40}
+
+
+def section(**values: Any) -> Change:
+    """A change of `dflash_config`; None takes a field away."""
+
+    def change(c: dict[str, Any], t: dict[str, torch.Tensor]) -> None:
+        c["dflash_config"] = {k: v for k, v in {**c["dflash_config"], **values}.items() if v is not None}
+
+    return change
+
+
+def both(*changes: Change) -> Change:
+    return lambda c, t: [change(c, t) for change in changes]
+
+
+def nested(c: dict[str, Any], t: dict[str, torch.Tensor]) -> None:
+    c["dflash_config"] = {name: c.pop(name) for name in ("markov_rank", "block_size")} | {"causal": False}
+
+
+def no_is_causal(c: dict[str, Any], t: dict[str, torch.Tensor]) -> None:
+    c.pop("is_causal")
+
+
+# family, its shape if another one, change -> kind, what vLLM and SGLang do, words
+BLOCK: dict[str, tuple[str, dict[str, Any] | None, Change, str, str, str | None, str]] = {
+    "no fc": ("dflash", None, lambda c, t: t.pop("fc.weight"), "missing_tensor", SWALLOWS, SWALLOWS, "fc.weight"),
+    "no hidden_norm": (
+        "dspark", None, lambda c, t: t.pop("hidden_norm.weight"), "missing_norm", SWALLOWS, SWALLOWS, "hidden_norm",
+    ),
+    "no convolution": (
+        "dflash2", None, lambda c, t: t.pop("layers.0.mlp_conv.base_kernel"), "missing_tensor", SWALLOWS, SWALLOWS,
+        "mlp_conv",
+    ),
+    "no mask_hidden": (
+        "peagle", None, lambda c, t: t.pop("mask_hidden"), "missing_mask_hidden", REFUSES, None, "mask_hidden",
+    ),
+    "no confidence": (
+        "dspark", None, lambda c, t: [t.pop(n) for n in list(t) if "confidence" in n], "missing_confidence", SWALLOWS,
+        REFUSES, "confidence_head.proj",
+    ),
+    "no d2t": ("dspark", REDUCED, lambda c, t: t.pop("d2t"), "missing_d2t", REFUSES, SWALLOWS, "d2t"),
+    "no head": (
+        "dspark", REDUCED, lambda c, t: t.pop("lm_head.weight"), "missing_lm_head", REFUSES, SWALLOWS, "lm_head",
+    ),
+    "another width": (
+        "dflash", None, lambda c, t: c.update(target_hidden_size=64), "other_width", HARMLESS, REFUSES, "64",
+    ),
+    "prefix": ("dflash", None, lambda c, t: rename(t), "prefix", REFUSES, HARMLESS, "model."),
+    "architecture": (
+        "dflash2", None, lambda c, t: c.update(architectures=["DFlashModel"]), "architecture", REFUSES, REFUSES,
+        "DFlash2DraftModel",
+    ),
+    "mask beyond": ("dflash", None, section(mask_token_id=400), "mask_token_range", CRASHES, REFUSES, "400"),
+    "mask beyond, at the top": (
+        "dspark", None, lambda c, t: c.update(mask_token_id=400), "mask_token_range", CRASHES, REFUSES, "400",
+    ),
+    "mask beyond, of chains": (
+        "peagle", None, lambda c, t: c.update(mask_token_id=-1), "mask_token_range", CRASHES, None, "-1",
+    ),
+    "no mask": ("dflash", None, section(mask_token_id=None), "field", REFUSES, None, "mask_token_id"),
+    "blocks": ("dflash", None, section(block_size=16), "block_size", SWALLOWS, SWALLOWS, "16"),
+    "causal below alone": (
+        "dflash", None, both(no_is_causal, section(causal=True)), "causal_disagrees", SWALLOWS, SWALLOWS,
+        "is_causal",
+    ),
+    "causal twice": ("dflash2", None, section(causal=True), "causal_disagrees", SWALLOWS, SWALLOWS, "causal True"),
+    "another layout": ("dflash", None, section(sample_from_anchor=True), "slot_layout", REFUSES, SWALLOWS, "_anchor"),
+    "a window lost": (
+        "dflash", WINDOW, lambda c, t: c.pop("use_sliding_window"), "window_dropped", REFUSES, REFUSES, "window is 4",
+    ),
+    "taps beyond": ("dflash", None, section(target_layer_ids=[0, 1, 5]), "taps_out_of_range", CRASHES, CRASHES, "[5]"),
+    "taps twice": (
+        "dspark", None, lambda c, t: c.update({TAPS: [0, 1, 2]}), "tap_ids_disagree", SWALLOWS, SWALLOWS, "[0, 1, 2]",
+    ),
+    "below dflash_config": ("dspark", None, nested, "nested_fields", REFUSES, REFUSES, "markov_rank"),
+    "few positions": (
+        "dflash", None, lambda c, t: c.update(max_position_embeddings=64), "short_positions", SWALLOWS, SWALLOWS, "64",
+    ),
+    "rope": (
+        "dspark", None,
+        lambda c, t: c.update(rope_theta=500.0, rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
+        "rope", SWALLOWS, SWALLOWS, "500.0",
+    ),
+    "a vocabulary of its own for a selector": (
+        "dflash2", None, lambda c, t: c.update(draft_vocab_size=40), "field", REFUSES, None, "draft_vocab_size",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "shape", "change", "kind", "vllm", "sglang", "words"), BLOCK.values(), ids=BLOCK)
+def test_every_fault_of_a_block_drafter_is_named(broken, family, shape, change, kind, vllm, sglang, words) -> None:
+    found = broken(change, family, shape or SHAPES[family])
+    if kind == "missing_confidence":  # a weight and a bias
+        assert kinds(found) == {kind} and {each.vllm for each in found.faults} == {vllm}
+    else:
+        assert_names(found, kind, vllm, words)
+    assert {each.sglang for each in found.faults if not each.warning} == {sglang}
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_more_drafts_than_were_trained(broken, family) -> None:
+    def drafts(number: int) -> Change:
+        return lambda c, t: c["draftsmith"].update(num_speculative_tokens=number)
+
+    assert kinds(broken(drafts(4), family, SHAPES[family], published=False)) == set()
+    found = broken(drafts(5), family, SHAPES[family], published=False)
+    assert_names(found, "too_many_drafts", SWALLOWS, "5 drafts per round; 4 were trained")
+
+
+def test_a_mask_that_is_not_said_and_what_sglang_does_not_serve_are_only_warned_of(broken) -> None:
+    found = broken(both(no_is_causal, section(causal=None)), "dflash", SHAPES["dflash"])
+    assert kinds(found) == {"causal_implied"} and found.sound and "bidirectional" in found.faults[0].what
+    found = broken(both(no_is_causal, section(causal=None)), "dflash", WINDOW)
+    assert kinds(found) == {"causal_implied"} and "causal" in found.faults[0].what
+    found = broken(section(target_layer_ids=[0, 1, 4]), "dflash", SHAPES["dflash"])
+    assert kinds(found) == {"late_taps"} and found.sound
+    assert kinds(broken(None, "dspark", REDUCED)) == {"reduced_vocabulary"}
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_a_block_drafter_for_a_deeper_target(broken, tiny_model, published) -> None:
+    """Its taps are held to the target at hand, not to the number of layers in config.json."""
+    shallow = FrozenTarget(tiny_model("llama", num_hidden_layers=3))
+    late = broken(None, "dflash", SHAPES["dflash"], published=published, against=shallow)
+    assert kinds(late) == {"wrong_depth", "late_taps"}
+    beyond = broken(section(target_layer_ids=[0, 1, 4]), "dflash", SHAPES["dflash"], against=shallow)
+    assert kinds(beyond) == {"wrong_depth", "taps_out_of_range"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("is_causal", True), ("block_size", 9), ("sliding_window", 4)], ids=lambda v: str(v)
+)
+def test_a_block_that_was_trained_otherwise_is_named(broken, field, value) -> None:
+    """Where the folder says what was trained; no tensor tells."""
+    window = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True} if field == "sliding_window" else {}
+    name = {"is_causal": "causal"}.get(field, field)
+    change = both(lambda c, t: c.update({field: value, **window}), section(**({} if window else {name: value})))
+    assert_names(broken(change, "dflash", SHAPES["dflash"], published=False), "changed_field", SWALLOWS, field)
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_a_mask_token_that_texts_contain(broken, family) -> None:
+    tokenizer = byte_level(400, eos_token="<|end|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|reserved|>", "<|user|>"]})
+    tokenizer.chat_template = "<|user|>{{ messages }}"
+    reserved, user = tokenizer.convert_tokens_to_ids(["<|reserved|>", "<|user|>"])
+
+    def kinds_with(token: int) -> set[str]:
+        def change(c: dict[str, Any], t: dict[str, torch.Tensor]) -> None:
+            c["vocab_size"] = c["draft_vocab_size"] = 1000
+            (c["dflash_config"] if family in ("dflash", "dflash2") else c)["mask_token_id"] = token
+
+        found = broken(change, family, SHAPES[family], compared=False, tokenizer=tokenizer)
+        return kinds(found) - {"shape"}  # the vocabulary grew, to have room
+
+    for token in (reserved, len(tokenizer), 999):
+        assert kinds_with(token) == set()
+    for token in (tokenizer.convert_tokens_to_ids("a"), tokenizer.eos_token_id, user):
+        assert kinds_with(token) == {"mask_token_in_text"}
 
 
 def test_a_sound_folder_has_no_fault(case, make_drafter, tiny_model, tmp_path) -> None:
