@@ -163,7 +163,7 @@ def simulated(recorded: Mapping[str, list[list[Chain]]], costs: RoundCosts, most
             f"K={k}": _replay(texts, costs, lambda response, right, sure, k=k: (k, k)) for k in range(most + 1)
         }
         length = AdaptiveDraftLength(most, costs)
-        length.attach(SimpleNamespace(stops_early=asks), lambda rows, tokens: None)  # type: ignore[arg-type]
+        length.attach(SimpleNamespace(stops_early=asks, whole_blocks=False), lambda rows, tokens: None)  # type: ignore[arg-type]
         by_workload[workload][ADAPTIVE] = _replay(
             texts, costs, lambda *chain, length=length: _choose(length, asks, *chain)
         )

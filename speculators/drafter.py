@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -60,8 +60,19 @@ class DraftInput:
     counts: Sequence[int]
 
 
-# Yields the draft logits [b, V_draft] of each depth and is sent the target token ids [b] that were drafted from them.
-DraftSteps = Generator[Tensor, Tensor | None, None]
+class DraftLogits(NamedTuple):
+    """What one depth of `Drafter.draft_steps` gives, before its draft is drawn.
+
+    logits      [b, V_draft]
+    confidence  [b] `Drafter.confidence` of the states that the logits were read from, or None
+    """
+
+    logits: Tensor
+    confidence: Tensor | None = None
+
+
+# Yields what each depth gives and is sent the target token ids [b] that were drafted from it.
+DraftSteps = Generator[DraftLogits, Tensor | None, None]
 
 
 def take_drafts(steps: DraftSteps, k: int, sample: Callable[[Tensor], Tensor]) -> Tensor:
@@ -69,7 +80,7 @@ def take_drafts(steps: DraftSteps, k: int, sample: Callable[[Tensor], Tensor]) -
     drafted: list[Tensor] = []
     with closing(steps):
         for _ in range(k):
-            drafted.append(sample(steps.send(drafted[-1] if drafted else None)))
+            drafted.append(sample(steps.send(drafted[-1] if drafted else None).logits))
     return torch.stack(drafted, dim=1)
 
 
@@ -330,7 +341,8 @@ class Drafter(nn.Module):
 
     def confidence(self, hidden: Tensor) -> Tensor | None:
         """[N, D] states of one depth -> how sure the drafter is that its draft there is accepted, a logit [N] in
-        float32; None: it has no opinion but its largest probability. Trained on Σ min(p, q) of the same state."""
+        float32; None: it has no opinion but its largest probability. Trained on Σ min(p, q) of the same state, which
+        knows the drafts before this one and not the draft itself."""
         return None
 
     def head_parameters(self) -> Sequence[nn.Parameter]:
@@ -355,8 +367,8 @@ class Drafter(nn.Module):
     def draft_steps(self, inputs: DraftInput, k: int) -> DraftSteps:
         """Inference: appends slots, then drafts up to `k` >= 1 tokens per row by the same maths as `unroll`.
 
-        A generator of the draft logits [b, V_draft] of depths 0 to k-1. It is sent the target token ids [b] drafted
-        from the logits of one depth to go on to the next. When it is closed, at any depth, the cache holds the appended
+        A generator of the `DraftLogits` of depths 0 to k-1. It is sent the target token ids [b] drafted from the
+        logits of one depth to go on to the next. When it is closed, at any depth, the cache holds the appended
         slots and no draft.
         """
         raise NotImplementedError

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from speculators.drafter import Drafter, DraftInput, DraftStep, DraftSteps, Grow, term_paths
+from speculators.drafter import Drafter, DraftInput, DraftLogits, DraftStep, DraftSteps, Grow, term_paths
 from speculators.layers.checkpointing import kept_or_recomputed
 from speculators.precision import on_device
 from speculators.target.frozen_target import TargetFeatures
@@ -90,7 +90,7 @@ class SlotwiseDrafter(Drafter):
         """The steps after a state before depth 0 [b, S] and the newest token [b] of each row."""
         for depth in range(k):
             state, logits = self.step(state, token_ids, depth)
-            token_ids = yield logits
+            token_ids = yield DraftLogits(logits)
 
     def draft_tree(self, inputs: DraftInput, k: int, grow: Grow) -> None:
         """See `Drafter.draft_tree`. Heads that read no draft are computed once per depth."""

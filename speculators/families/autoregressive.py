@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speculators.drafter import Drafter, DraftInput, DraftStep, DraftSteps, Grow, term_paths
+from speculators.drafter import Drafter, DraftInput, DraftLogits, DraftStep, DraftSteps, Grow, term_paths
 from speculators.layers.attention import cached_attends, unrolled_attention
 from speculators.layers.checkpointing import kept_or_recomputed
 from speculators.layers.decoder import Attend, Rotary, RotaryTable
@@ -161,12 +161,12 @@ class ChainDrafter(Drafter):
         state = self._append(inputs)
         lengths = cache.lengths[start:stop]
         try:
-            token_ids = yield self.head(state[:, 0])
+            token_ids = yield DraftLogits(self.head(state[:, 0]))
             for _ in range(k - 1):
                 state = self._extend(cache, start, stop, token_ids[:, None], state)
                 for row in range(start, stop):
                     cache.advance(row, 1)
-                token_ids = yield self.head(state[:, 0])
+                token_ids = yield DraftLogits(self.head(state[:, 0]))
         finally:
             for row, length in enumerate(lengths, start):
                 cache.truncate(row, length)

@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from speculators.config import DecoderConfig, TargetShape
-from speculators.drafter import Drafter, DraftInput, DraftStep, DraftSteps, Grow, row_noise, term_paths
+from speculators.drafter import Drafter, DraftInput, DraftLogits, DraftStep, DraftSteps, Grow, row_noise, term_paths
 from speculators.families.autoregressive import slots_in_use
 from speculators.layers.attention import cached_attends
 from speculators.layers.block_attention import Blocks, block_attention
@@ -337,7 +337,7 @@ class DFlash(Drafter):
         states, carry = self._block(inputs.cache, inputs.start, inputs.stop, tokens, k), None
         for depth in range(k):
             hidden, carry = self.read(states[:, depth], tokens, carry)
-            tokens = yield self.head(hidden, depth)
+            tokens = yield DraftLogits(self.head(hidden, depth), self.confidence(hidden))
 
     def draft_tree(self, inputs: DraftInput, k: int, grow: Grow) -> None:
         """See `Drafter.draft_tree`. One block serves all branches: marginals where drafts are not read, otherwise the

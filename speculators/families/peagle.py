@@ -13,7 +13,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from speculators.drafter import DraftInput, DraftSteps, Grow, row_noise
+from speculators.drafter import DraftInput, DraftLogits, DraftSteps, Grow, row_noise
 from speculators.families.eagle3 import Eagle3, Eagle3Config, Eagle3Options
 from speculators.options import Count, PositiveInt, Share
 from speculators.precision import on_device
@@ -105,7 +105,7 @@ class PEagle(Eagle3):
         """See `Drafter.draft_steps`: one forward over the true slots and k - 1 unknown ones behind them."""
         states = self._all_depths(inputs, k)
         for depth in range(k):
-            yield self.head(states[:, depth])
+            yield DraftLogits(self.head(states[:, depth]))
 
     def draft_tree(self, inputs: DraftInput, k: int, grow: Grow) -> None:
         """See `Drafter.draft_tree`. Every branch has the distributions of its depth."""

@@ -15,6 +15,7 @@ from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.proposers.base import Proposer
 from inference.spec_decode.proposers.ngram import NgramProposer
 from inference.spec_decode.tree_shape import DynamicTree, StaticTree
+from speculators.drafter import DraftLogits
 from speculators.families.eagle3 import Eagle3
 from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget
@@ -111,12 +112,12 @@ class FakeHead:
         state = self.append(inputs)
         lengths = cache.lengths[start:stop]
         try:
-            token_ids = yield state @ self.output
+            token_ids = yield DraftLogits(state @ self.output)
             for _ in range(k - 1):
                 state = self._extend(cache, start, stop, token_ids[:, None], state[:, None])[:, 0]
                 for row in range(start, stop):
                     cache.advance(row, 1)
-                token_ids = yield state @ self.output
+                token_ids = yield DraftLogits(state @ self.output)
         finally:
             for row, length in enumerate(lengths, start):
                 cache.truncate(row, length)

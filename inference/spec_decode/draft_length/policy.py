@@ -63,12 +63,13 @@ class AdaptiveDraftLength(DraftLength):
         self._histories: WeakKeyDictionary[Request, RequestHistory] = WeakKeyDictionary()
         self._plan: RoundPlan | None = None
         self._limits: list[int] = []
-        self._probing = self._stops_early = False
+        self._probing = self._stops_early = self._whole_blocks = False
         self._allowance = MAX_ALLOWANCE  # in plain decoding steps
 
     def attach(self, proposer: Proposer, forward: Forward) -> None:
         self._costs.attach(proposer, forward)
         proposer.go_on, self._stops_early = self._go_on, proposer.stops_early
+        self._whole_blocks = proposer.whole_blocks
 
     def limits(self, rows: Sequence[Request]) -> list[int]:
         room = super().limits(rows)
@@ -81,6 +82,8 @@ class AdaptiveDraftLength(DraftLength):
             depth = max(room)
         elif self._stops_early and (plan.best_length or plan.next_draft_pays()):
             depth = max(room)  # `_go_on` stops the proposer
+        elif self._whole_blocks:
+            depth = max(room) if plan.best_depth() or self._probe(plan) else 0
         else:
             depth = (0 if self._stops_early else plan.best_depth()) or self._probe(plan)
         self._limits = [min(limit, depth) for limit in room]
@@ -91,10 +94,12 @@ class AdaptiveDraftLength(DraftLength):
         if plan is None or plan.num_depths_seen or not proposal.width or proposal.parents is not None:
             return proposal
         plan.limit_rows(proposal.counts)
-        confidences: list[list[float]] | list[None] = [None] * proposal.width
-        if proposal.confidence is not None:
-            confidences = proposal.confidence.T.tolist()
-        for confidence in confidences:
+        told = None if proposal.confidence is None else proposal.confidence.T.tolist()  # [width][B]
+        if told is not None and proposal.foreseen:
+            if not plan.decide_all(told):
+                self._probe(plan)
+            return proposal.shortened(plan.committed_length)
+        for confidence in told or [None] * proposal.width:
             if not self._decide_next(plan, confidence, drafted=True):
                 break
         return proposal.shortened(plan.committed_length)

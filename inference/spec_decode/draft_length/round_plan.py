@@ -117,11 +117,25 @@ class RoundPlan:
             return 2
         return wanted
 
+    def decide_all(self, confidences: Sequence[Sequence[float]]) -> int:
+        """The number of drafts to verify of a chain that is drafted already, given the confidences [d][B] of all of its
+        depths. Only where none of them depends on a draft. 0 is final unless `force` follows.
+        """
+        first, *others = (self._estimator.estimate_next(self.state, confidence)[0] for confidence in confidences)
+        remaining = list(zip(*others, strict=True)) or [()] * len(first)  # [B, d-1]
+        net = self._net(self._survival_after(first), remaining, drafted=True)
+        self.num_depths_seen, self.confidence_available = len(confidences), True
+        best = _argmax(net)
+        self.best_nonzero_length = 1 + best
+        self.committed_length = max(self.best_nonzero_length if net[best] > 0 else 0, self._forced_length)
+        return self.committed_length
+
     def force(self, drafts: int) -> int:
         """Commits to `drafts` drafts in all, though the first was not wanted; returns their number."""
         self._forced_length = drafts
         if self.num_depths_seen > self.committed_length:
-            self._survival, self.committed_length = self._next_survival, self.num_depths_seen
+            self._survival = self._next_survival
+            self.committed_length = min(drafts, self.num_depths_seen)
         return drafts
 
     # ------------------------------------------------------------------ sums

@@ -15,8 +15,8 @@ from inference.metrics import SpecDecodeCounters
 from inference.requests.request import Request
 from inference.spec_decode.proposal import Proposal
 
-# The probability that the drafter gives its next draft, per row, before it is drawn -> how many more drafts are wanted,
-# this one included.
+# How sure the drafter is of its next draft, a probability per row, before it is drawn -> how many more drafts are
+# wanted, this one included.
 GoOn = Callable[[Sequence[float]], int]
 
 
@@ -32,12 +32,14 @@ class Proposer:
     go_on                   set by a draft length that stops chains early. A proposer that `stops_early` calls it before
                             each depth is drawn; it drafts one depth after the other without waiting for a device.
                             Others report `Proposal.confidence`.
+    whole_blocks            the first draft costs a whole block, and the drafts after it next to nothing
     """
 
     reads_features: bool = False
     reads_logits: bool = False
     num_scaffold_tokens: int = 0
     stops_early: bool = False
+    whole_blocks: bool = False
     go_on: GoOn | None = None
 
     def __init__(self, num_speculative_tokens: int) -> None:

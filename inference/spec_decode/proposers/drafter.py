@@ -65,7 +65,8 @@ class HeadProposer(Proposer):
         self._drafter, self._vocab_size, self._device = drafter, target.vocab_size, target.device
         self._probabilistic = options.draft_sample_method == "probabilistic"
         self._draft_to_target, self._tree, self._depth = drafter.draft_to_target, tree, depth
-        self.stops_early = self._device.type == "cpu"
+        self.whole_blocks = drafter.whole_blocks and tree is None
+        self.stops_early = self._device.type == "cpu" and not self.whole_blocks
         self._seen = [0] * max_rows  # slots of each row that the drafter holds
         self._held = [0] * max_rows  # features of each row that wait
         self._room = depth + 1 + SPARE
@@ -138,8 +139,6 @@ class HeadProposer(Proposer):
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
         counts = [min(limit, self._depth) for limit in limits]
         rows, depth = len(requests), max(counts)
-        if depth and self._drafter.whole_blocks:
-            depth = self._depth  # a row's drafts must not depend on how many its neighbours may have
         if not depth:
             if max(self._waiting(requests)) + self._depth + 1 > self._room:
                 self._drafter.append(self._take_waiting(requests))
@@ -159,7 +158,10 @@ class HeadProposer(Proposer):
         q = None
         if chain is not None:
             q = scatter_to_target(chain.distributions(), *vocabularies)
-        return Proposal(token_ids, [min(count, width) for count in counts], q, confidence=confidence)
+        processed = any(request.processors.active(len(request.token_ids)) for request in requests)  # by the drafts, too
+        foreseen = self.whole_blocks and not self._drafter.reads_drafts and not processed
+        counts = [min(count, width) for count in counts]
+        return Proposal(token_ids, counts, q, confidence=confidence, foreseen=foreseen)
 
     def rehearse(self, requests: Sequence[Request], depth: int) -> bool:
         rows, seen, held = len(requests), list(self._seen), list(self._held)
@@ -180,17 +182,20 @@ class HeadProposer(Proposer):
     ) -> tuple[Tensor, Tensor | None]:
         """Drafts a chain of up to `depth` tokens per row: token ids [b, d], d less than `depth` if `go_on` ended it.
 
-        On a GPU `go_on` is not asked, since its answer would wait for the device; it gets the confidences [b, depth].
+        Of whole blocks, and on a GPU, where its answer would wait for the device, `go_on` is not asked; whoever set it
+        gets the confidences [b, depth]: the drafter's own, or where it has none the largest probability.
         """
         drafted: list[Tensor] = []
         confidences: list[Tensor] = []
-        with closing(self._drafter.draft_steps(self._take_waiting(requests), depth)) as steps:
+        # a row's drafts must not depend on how many its neighbours may have
+        steps_made = self._depth if self._drafter.whole_blocks else depth
+        with closing(self._drafter.draft_steps(self._take_waiting(requests), steps_made)) as steps:
             for _ in range(depth):
-                logits = steps.send(drafted[-1] if drafted else None)
-                logits = process_chain_logits(logits, requests, drafted, self._draft_to_target, self._vocab_size)
+                step = steps.send(drafted[-1] if drafted else None)
+                logits = process_chain_logits(step.logits, requests, drafted, self._draft_to_target, self._vocab_size)
                 wanted = depth - len(drafted)  # further drafts, this one included
                 if go_on is not None:
-                    confidence = _confidence(logits)
+                    confidence = _confidence(logits) if step.confidence is None else step.confidence.sigmoid()
                     if self.stops_early:
                         wanted = go_on(confidence.tolist())
                     else:

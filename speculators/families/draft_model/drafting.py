@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from speculators.drafter import Drafter, DraftInput, DraftSteps, Grow
+from speculators.drafter import Drafter, DraftInput, DraftLogits, DraftSteps, Grow
 from speculators.errors import ConfigError
 from speculators.families.draft_model.fast_decoder import PlainDecoder, plain_decoder
 from speculators.precision import on_device
@@ -68,13 +68,13 @@ class TokenDrafter(Drafter):
         state = self.append(inputs)
         lengths = cache.lengths[start:stop]
         try:
-            token_ids = yield self.head(state)
+            token_ids = yield DraftLogits(self.head(state))
             for _ in range(k - 1):
                 ids, _ = self._spelt(token_ids[:, None], [1] * (stop - start), lengths)  # one each: they are shared
                 state = self._extend(cache, start, stop, ids)[:, 0]
                 for row in range(start, stop):
                     cache.advance(row, 1)
-                token_ids = yield self.head(state)
+                token_ids = yield DraftLogits(self.head(state))
         finally:
             for row, length in enumerate(lengths, start):
                 cache.truncate(row, length)

@@ -25,10 +25,15 @@ from inference.spec_decode.proposers.suffix import SuffixProposer
 from inference.spec_decode.tree_shape import DynamicTree, StaticTree
 from tests.inference.engine.test_proof_ladder import FAMILIES
 from tests.inference.modules import make_llm
-from tests.speculators.families.conftest import make
+from tests.speculators.families.conftest import Case, make
 from tests.speculators.families.draft_model.test_draft_model_vocabulary import other_tokens
 
 K, VOCAB, EOS = 3, 260, 257
+BLOCK = {"num_layers": 1, "block_size": 4, "mask_token_id": 2}
+BLOCKS = {
+    "dflash": Case("dflash", BLOCK, taps=(1, 2)),
+    "dspark": Case("dspark", {**BLOCK, "markov_rank": 8}, taps=(1, 2)),
+}
 STATIC = StaticTree.parse([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 DYNAMIC = DynamicTree(topk=3, depth=3, budget=7)
 PROCESSORS = dict(
@@ -82,6 +87,8 @@ WAYS = {
     "split": Way("split", 2, COLD),
     "split, block": Way("split", 4, HOT, {"rejection_sample_method": "block"}),
     "adaptive": Way("adaptive", 3, COLD),
+    "adaptive, blocks": Way("adaptive dspark", 3, COLD),
+    "adaptive, blocks at once": Way("adaptive dflash", 5, HOT),
     # the drafts so far, depth by depth, and where nothing is left
     "off, processors": Way("off", 2, {**HOT, **PROCESSORS}),
     "eagle3, processors": Way("eagle3", 5 + K, {**FILTERED, **PROCESSORS}),
@@ -101,16 +108,17 @@ def way(request) -> Way:
 def llm_of(way: Way, model, tokenizer, device: str, rows: int) -> LLM:
     model.generation_config.eos_token_id = EOS
     options = {"max_num_seqs": rows, "max_model_len": 200, "num_speculative_tokens": K, "tokenizer": tokenizer}
-    family = {"split": "mlp", "adaptive": "eagle3"}.get(way.drafter, way.drafter)
+    adaptive, _, block = way.drafter.partition(" ")
+    family = block or {"split": "mlp", "adaptive": "eagle3"}.get(way.drafter, way.drafter)
     if family == "other_tokens":
         target, drafter = other_tokens(model, 240, [4])
     else:
-        target, drafter = make(FAMILIES.get(family, FAMILIES["mlp"]), model)
+        target, drafter = make({**FAMILIES, **BLOCKS}.get(family, FAMILIES["mlp"]), model)
     target.to(device)
     drafter = drafter.to(device).freeze()
     if way.drafter in (*FAMILIES, "other_tokens"):
         return make_llm(target, drafter=drafter, **options | way.options)
-    if way.drafter == "adaptive":
+    if adaptive == "adaptive":
         costs = RoundCosts.given({"verify": [1.0, 1.1, 1.2, 1.3], "draft": [0.1] * 3}, K)
         return make_llm(target, drafter=drafter, draft_length=AdaptiveDraftLength(K, costs), **options)
     options.pop("num_speculative_tokens")

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from inference import SamplingParams
-from speculators.drafter import Drafter
+from inference.kv_cache.ragged_cache import RaggedCache
+from speculators.drafter import Drafter, DraftInput
 from speculators.errors import ConfigError
 from speculators.export import export_drafter
 from speculators.registry import family_class
@@ -172,6 +173,29 @@ def test_drafts_are_those_of_a_plain_reference(name, all_cases, make_drafter, ti
         greedy.append(best if to_target is None else int(to_target[best]))
     own = draft_logits((target, drafter), ids, 9, depth, torch.tensor(greedy)).argmax(-1)
     assert (own if to_target is None else to_target[own]).tolist() == greedy
+
+
+@pytest.mark.parametrize("name", ["dspark", "dspark, gated, fill in, reduced", "dspark, causal, window, gemma3"])
+@torch.no_grad()
+def test_confidences_of_drafts_are_those_of_training(name, all_cases, make_drafter, tiny_model) -> None:
+    """`draft_steps` gives that of the state that `unroll` has on the same text: w·[h; W1[y]] + b, or w·h + b."""
+    case = all_cases[name]
+    target, drafter = make_drafter(case, tiny_model(case.architecture))
+    ids, anchor, depth = torch.randint(3, 90, (1, 16)), 6, drafter.max_depth
+    zeros = torch.zeros_like(ids)
+    features = target.features(ids, torch.arange(16)[None], zeros, torch.ones_like(ids).bool())
+    w, b = drafter.confidence_head.proj.weight[0], drafter.confidence_head.proj.bias[0]
+    expected = []
+    for step in drafter.unroll(features, depth):
+        assert torch.equal(drafter.confidence(step.hidden), step.hidden[:, : len(w)] @ w + b)
+        expected.append(drafter.confidence(step.hidden)[(step.anchor_index == anchor).nonzero().item()])
+    inputs = DraftInput(RaggedCache(1, 64), 0, 1, ids[:, 1 : anchor + 2], features.taps[:, : anchor + 1], None, [7])
+    steps, found, token = drafter.freeze().draft_steps(inputs, depth), [], None
+    for k in range(depth):
+        found.append(steps.send(token).confidence[0])
+        token = ids[:, anchor + 2 + k]
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected), atol=1e-4, rtol=1e-4)
+    assert torch.stack(found).std() > 1e-3
 
 
 def batch(seeds: list[int], length: int = 40) -> SimpleNamespace:

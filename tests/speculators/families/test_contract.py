@@ -189,7 +189,7 @@ def test_steps_that_are_closed_leave_the_appended_slots_alone(world: World, take
     drafter.append(inputs(0, 4))
     steps, token_ids = drafter.draft_steps(inputs(4, 6), DEPTHS), None
     for _ in range(taken):
-        token_ids = greedy(steps.send(token_ids))
+        token_ids = greedy(steps.send(token_ids).logits)
     steps.close()
     held = list(cache.lengths)
     after = drafter.draft(inputs(6, 9 - first), DEPTHS, greedy)

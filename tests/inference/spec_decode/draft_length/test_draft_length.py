@@ -21,6 +21,7 @@ from inference.spec_decode.draft_length.policy import AdaptiveDraftLength, Draft
 from inference.spec_decode.draft_length.round_plan import RoundPlan
 from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.proposers import drafter as head
+from speculators.drafter import DraftLogits
 from speculators.errors import ConfigError
 from tests.inference.engine.test_engine import (  # noqa: F401 (fixtures among them)
     PROMPTS,
@@ -207,7 +208,7 @@ class Bigrams:
         self.append(inputs)
         tokens = inputs.token_ids[torch.arange(len(inputs.counts)), torch.tensor(inputs.counts) - 1]
         for _ in range(k):
-            tokens = yield self.logits[tokens]
+            tokens = yield DraftLogits(self.logits[tokens])
 
 
 LENGTHS = {"adaptive": lambda: adaptive(DEAR), "threshold": lambda: Threshold(K)}
@@ -366,7 +367,7 @@ class Rows:
 
     def __init__(self, draft_length: AdaptiveDraftLength, rows: int = 1, seed: int = 0) -> None:
         self.length, self.source = draft_length, np.random.default_rng(seed)
-        self.length.attach(SimpleNamespace(stops_early=False), lambda rows, tokens: None)
+        self.length.attach(SimpleNamespace(stops_early=False, whole_blocks=False), lambda rows, tokens: None)
         self.requests = [SimpleRequest() for _ in range(rows)]
         self.widths: list[int] = []
 
@@ -441,7 +442,7 @@ def test_rows_of_a_batch_share_a_width_that_pays_for_all_of_them():
 def test_confidence_decides_where_it_means_something():
     """Half of all drafts are sure and accepted, the others unsure and rejected; on average drafting does not pay."""
     length, source = adaptive({"verify": [10, 17, 24, 31], "draft": [0.2, 0.4, 0.6]}), np.random.default_rng(0)
-    length.attach(SimpleNamespace(stops_early=True), lambda rows, tokens: None)
+    length.attach(SimpleNamespace(stops_early=True, whole_blocks=False), lambda rows, tokens: None)
     request, wrong = SimpleRequest(), 0
     for turn in range(400):
         limit = length.limits([request])[0]
@@ -462,7 +463,7 @@ def test_confidence_decides_where_it_means_something():
 def test_the_lengths_chosen_for_recorded_confidences():
     """Golden: the decisions of the first version, so that a rewrite of the estimator or the plan changes none."""
     length = adaptive({"verify": [10, 11, 12, 13], "draft": [0.5, 1, 1.5]})
-    length.attach(SimpleNamespace(stops_early=False), lambda rows, tokens: None)
+    length.attach(SimpleNamespace(stops_early=False, whole_blocks=False), lambda rows, tokens: None)
     source, request, widths = np.random.default_rng(7), SimpleRequest(), []
     for turn in range(60):
         (limit,), sure = length.limits([request]), source.uniform(0.02, 0.99, (1, K))
@@ -523,7 +524,7 @@ def test_schedule_by_batch_size():
             num_speculative_tokens_per_batch_size=[[1, 1, 1]],
         )
     )
-    capped.attach(SimpleNamespace(stops_early=False), lambda rows, tokens: None)
+    capped.attach(SimpleNamespace(stops_early=False, whole_blocks=False), lambda rows, tokens: None)
     assert capped.limits([SimpleRequest()]) == [1]
 
 
