@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Pretrained
 from inference.entrypoints.speculative_config import SpeculativeConfig
 from inference.spec_decode.draft_length.costs import MeasuredCosts, RoundCosts
 from inference.spec_decode.draft_length.policy import AdaptiveDraftLength, DraftLength
+from inference.spec_decode.draft_length.tree_budget import AdaptiveTreeBudget
 from inference.spec_decode.proposers.base import Proposer
 from inference.spec_decode.proposers.drafter import DraftOptions, HeadProposer
 from inference.spec_decode.proposers.lookahead import LookaheadProposer
@@ -217,4 +218,4 @@ def make_draft_length(config: SpeculativeConfig) -> DraftLength:
         return DraftLength(most, schedule)
     given = config.adaptive_verification_costs
     costs = MeasuredCosts(most) if given is None else RoundCosts.given(given, most)
-    return AdaptiveDraftLength(most, costs, schedule)
+    return (AdaptiveDraftLength if config.tree is None else AdaptiveTreeBudget)(most, costs, schedule)

@@ -29,7 +29,9 @@ class SpeculativeConfig(BaseModel):
         None, description="[[smallest batch size, largest, K], …]: fewer drafts in larger batches; K = 0 is none"
     )
     enable_adaptive_verification: bool = Field(
-        False, description="draft and verify as many tokens as pay now, K at most; see docs/adaptive-length.md"
+        False,
+        description="draft and verify as many tokens as pay now, K at most (docs/adaptive-length.md); with "
+        "speculative_eagle_topk as many places of a tree as pay (docs/trees.md)",
     )
     adaptive_verification_costs: dict[str, list[float]] | None = Field(
         None, description="{verify: [V(1), …, V(K+1)], draft: [D(1), …, D(K)]} in any unit, not measured: reproducible"
@@ -166,8 +168,11 @@ class SpeculativeConfig(BaseModel):
         self._check_schedule()
         if self.adaptive_verification_costs is not None and not self.enable_adaptive_verification:
             raise ValueError("adaptive_verification_costs is given, but enable_adaptive_verification is not true")
-        if self.enable_adaptive_verification and (self.tree is not None or self.method == "lookahead"):
-            raise ValueError("enable_adaptive_verification chooses the length of chains, and these drafts are trees")
+        if self.enable_adaptive_verification and (isinstance(self.tree, StaticTree) or self.method == "lookahead"):
+            raise ValueError(
+                "enable_adaptive_verification chooses the length of chains and the size of trees that grow "
+                "(speculative_eagle_topk), and the shape of these drafts is fixed"
+            )
         shortest, longest = self.lookup_sizes
         if shortest > longest:
             raise ValueError(f"prompt_lookup_min {shortest} is above prompt_lookup_max {longest}")

@@ -33,6 +33,7 @@ class Proposal:
                the committed text, its ancestors and itself, and leaves nothing behind
     confidence [B, K] or None: of chains, how sure the proposer was of each draft before it was drawn, for whoever
                chooses lengths; never read by a rule
+    expected   of trees grown by prices: places of all rows that the proposer expects to be accepted
     foreseen   whether all of `confidence` was known before the first draft was drawn
     """
 
@@ -43,6 +44,7 @@ class Proposal:
     scaffold: list[int] | None = None
     confidence: Tensor | None = None
     foreseen: bool = False
+    expected: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.counts, Tensor):

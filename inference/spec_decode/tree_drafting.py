@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from inference.requests.request import Request
 from inference.sampling.sampler import batch_probabilities, inverse_cdf, uniforms
@@ -74,6 +75,9 @@ class TreeGrowth:
     Rows at temperature 0, and all if not `probabilistic`, take the likeliest children. The others draw theirs without
     replacement, and every child that is drawn is verified: how many a node gets is decided before the first is drawn,
     from q and the way to the node, so that no draft's own value decides whether it is judged.
+
+    `prices` [budget + 1]: a dynamic tree has as many places, 1 to budget, as gain most tokens less their price, which
+    is that of the widest row of the batch. A place gains the probability of its path.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class TreeGrowth:
         vocab_size: int,
         *,
         probabilistic: bool = True,
+        prices: Sequence[float] | None = None,
     ) -> None:
         """`vocab_size`: the target's."""
         self._shape, self._requests = shape, requests
@@ -93,6 +98,10 @@ class TreeGrowth:
         self._hot = [probabilistic and not request.params.greedy for request in requests]
         cold = SamplingParams()
         self._params = [cold if request.params.greedy else request.params for request in requests]
+        self._prices = prices
+        # sampled rows so far: the places of the widest, and what all of them are expected to accept
+        self._places: Tensor | int = 0
+        self._expected: Tensor | float = 0.0
         self._levels: list[_Level] = []
         self._frontier: Tensor | None = None  # [b, w], nodes of the last level that are drafted from
         self._visible: Tensor | None = None  # bool [b, w, drafts drafted from so far]
@@ -159,11 +168,29 @@ class TreeGrowth:
             path = self._path_scores(q)
             chances = (path * sure).unsqueeze(-1) * (1 - sure).unsqueeze(-1) ** torch.arange(ranks, device=q.device)
             chances[:, :, 0] = path
-            best = chances.flatten(1).topk(min(self._shape.draws(len(self._levels)), w * ranks), dim=1).indices
-            drawn = torch.zeros(b, w * ranks, dtype=torch.bool, device=q.device).scatter_(1, best, True)
+            best = chances.flatten(1).topk(min(self._shape.draws(len(self._levels)), w * ranks), dim=1)
+            taken = torch.ones_like(best.indices, dtype=torch.bool)
+            if self._prices is not None:
+                taken &= torch.arange(taken.shape[1], device=q.device) < self._worth_drawing(best.values, self._prices)
+            drawn = torch.zeros(b, w * ranks, dtype=torch.bool, device=q.device).scatter_(1, best.indices, taken)
             hot = on_device(self._hot, q.device, torch.bool)[:, None, None]
             wanted = torch.where(hot, drawn.unflatten(1, (w, ranks)), wanted)
         return self._level(q, wanted, source, rank)
+
+    def _worth_drawing(self, chances: Tensor, prices: Sequence[float]) -> Tensor:
+        """Chances [b, n] of the children of a level to be accepted, descending -> how many sampled rows draw: a number
+        on the device. Nothing of the level is drawn yet."""
+        depth, n = len(self._levels), chances.shape[1]
+        drawing = [float(hot and depth < limit) for hot, limit in zip(self._hot, self._limits, strict=True)]
+        gains = (chances.double() * on_device(drawing, chances.device, torch.float64)[:, None]).sum(0)
+        places = self._places + torch.arange(n + 1, device=chances.device)
+        gained = nn.functional.pad(gains.cumsum(0), (1, 0))  # [n + 1]
+        net = gained - on_device(prices, chances.device, torch.float64)[places]
+        if depth == 0:
+            net[0] = -torch.inf
+        drawn = net.argmax()
+        self._places, self._expected = self._places + drawn, self._expected + gained[drawn]
+        return drawn
 
     def _level(self, q: Tensor, wanted: Tensor, source: Tensor, rank: Tensor) -> _Level:
         """wanted bool [b, w, m]: children to draft; source, rank [b, n]: the nodes of the level among [w, m]."""
@@ -217,7 +244,8 @@ class TreeGrowth:
         """The trees as grown."""
         levels, device = self._levels, self._levels[0].q.device
         rows = _Grown.all_of(levels)
-        chosen = [self._chosen(grown, row) for row, grown in enumerate(rows)]
+        chosen = self._chosen(rows)
+        expected = None if self._prices is None else float(self._expected)
         counts = [len(nodes) for nodes in chosen]
         width = max(counts)
         tokens = [[0] * width for _ in rows]
@@ -234,24 +262,35 @@ class TreeGrowth:
                 frontier[row][place] = offsets[d] + grown.source[d][i]
         token_ids = to_target_ids(on_device(tokens, device), self._ids)
         if not any(self._hot):
-            return Proposal(token_ids, counts, None, parents)
+            return Proposal(token_ids, counts, None, parents, expected=expected)
         every = torch.cat([level.q for level in levels], dim=1)  # [b, all w, V_draft]
         index = on_device(frontier, device).unsqueeze(-1).expand(-1, -1, every.shape[-1])
         q = every.gather(1, index)
-        return Proposal(token_ids, counts, scatter_to_target(q, self._ids, self._vocab_size), parents)
+        q = scatter_to_target(q, self._ids, self._vocab_size)
+        return Proposal(token_ids, counts, q, parents, expected=expected)
 
-    def _chosen(self, grown: _Grown, row: int) -> list[tuple[int, int]]:
-        """The nodes (depth, place in its level) that are verified, parents first, siblings as they were drafted."""
-        deepest = self._limits[row]
-        if isinstance(self._shape, StaticTree) or self._hot[row]:
-            return [node for node in grown.nodes() if node[0] < deepest]
-
-        def edges(node: tuple[int, int] | None) -> Iterator[tuple[float, tuple[int, int]]]:
-            for child in grown.children.get(node or (-1, 0), ()):
-                if child[0] < deepest:
-                    yield grown.score[child[0]][child[1]], child
-
-        return sorted(best_first(edges, self._shape.budget))
+    def _chosen(self, rows: Sequence[_Grown]) -> list[list[tuple[int, int]]]:
+        """Of each row the nodes (depth, place in its level) that are verified, parents first, siblings as they were
+        drafted."""
+        shape = self._shape
+        whole = [isinstance(shape, StaticTree) or hot for hot in self._hot]
+        chosen = [
+            [node for node in grown.nodes() if node[0] < limit] if whole[row] else grown.best(limit, shape.budget)
+            for row, (grown, limit) in enumerate(zip(rows, self._limits, strict=True))
+        ]
+        pruned = [row for row, all_of_it in enumerate(whole) if not all_of_it]
+        if self._prices is None:
+            return [sorted(nodes) for nodes in chosen]
+        gains = [0.0] * (1 + shape.budget)
+        for row in pruned:
+            for place, (d, i) in enumerate(chosen[row], 1):
+                gains[place] += rows[row].score[d][i]
+        gained = list(accumulate(gains))
+        net = [gain - price for gain, price in zip(gained, self._prices, strict=True)]
+        least = max([1, *(len(nodes) for nodes, all_of_it in zip(chosen, whole, strict=True) if all_of_it)])
+        most = max(range(least, len(net)), key=net.__getitem__)
+        self._expected = float(self._expected) + gained[most]
+        return [sorted(nodes if all_of_it else nodes[:most]) for nodes, all_of_it in zip(chosen, whole, strict=True)]
 
 
 @dataclass
@@ -280,6 +319,16 @@ class _Grown:
                 grown.children.setdefault((d - 1, grown.parent[d][i] if d else 0), []).append((d, i))
             rows.append(grown)
         return rows
+
+    def best(self, deepest: int, budget: int) -> list[tuple[int, int]]:
+        """The `budget` nodes of the highest scores above a depth, from the highest on."""
+
+        def edges(node: tuple[int, int] | None) -> Iterator[tuple[float, tuple[int, int]]]:
+            for child in self.children.get(node or (-1, 0), ()):
+                if child[0] < deepest:
+                    yield self.score[child[0]][child[1]], child
+
+        return best_first(edges, budget)
 
     def nodes(self) -> list[tuple[int, int]]:
         """Those that were drafted, by depth."""

@@ -143,11 +143,8 @@ class HeadProposer(Proposer):
             if max(self._waiting(requests)) + self._depth + 1 > self._room:
                 self._drafter.append(self._take_waiting(requests))
             return Proposal.empty(rows, self._device)
-        vocabularies = self._draft_to_target, self._vocab_size
         if self._tree is not None:
-            grow = TreeGrowth(self._tree, requests, counts, *vocabularies, probabilistic=self._probabilistic)
-            self._drafter.draft_tree(self._take_waiting(requests), self._depth, grow)
-            return grow.proposal()
+            return self._draft_tree(self._tree, requests, counts, self._probabilistic, self.place_prices)
         chain = None
         if self._probabilistic and not all(request.params.greedy for request in requests):
             chain = _SampledChain(requests, counts, depth, self._draft_to_target, self._device)
@@ -157,7 +154,7 @@ class HeadProposer(Proposer):
             return Proposal.empty(rows, self._device)
         q = None
         if chain is not None:
-            q = scatter_to_target(chain.distributions(), *vocabularies)
+            q = scatter_to_target(chain.distributions(), self._draft_to_target, self._vocab_size)
         processed = any(request.processors.active(len(request.token_ids)) for request in requests)  # by the drafts, too
         foreseen = self.whole_blocks and not self._drafter.reads_drafts and not processed
         counts = [min(count, width) for count in counts]
@@ -166,7 +163,10 @@ class HeadProposer(Proposer):
     def rehearse(self, requests: Sequence[Request], depth: int) -> bool:
         rows, seen, held = len(requests), list(self._seen), list(self._held)
         lengths = self._cache.lengths[:rows]
-        self._draft_chain(requests, depth, self._best)[0].tolist()
+        if self._tree is not None:  # the whole of it
+            self._draft_tree(self._tree, requests, [self._depth] * rows, probabilistic=False)
+        else:
+            self._draft_chain(requests, depth, self._best)[0].tolist()
         self._seen, self._held = seen, held
         for row, length in enumerate(lengths):
             self._cache.truncate(row, length)
@@ -206,6 +206,19 @@ class HeadProposer(Proposer):
                     break
         token_ids = torch.stack(drafted, 1) if drafted else torch.zeros(len(requests), 0).long()
         return token_ids, torch.stack(confidences, 1) if confidences else None
+
+    def _draft_tree(
+        self,
+        tree: TreeShape,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        probabilistic: bool,
+        prices: Sequence[float] | None = None,
+    ) -> Proposal:
+        vocabularies = self._draft_to_target, self._vocab_size
+        grow = TreeGrowth(tree, requests, counts, *vocabularies, probabilistic=probabilistic, prices=prices)
+        self._drafter.draft_tree(self._take_waiting(requests), self._depth, grow)
+        return grow.proposal()
 
     def _take_waiting(self, requests: Sequence[Request]) -> DraftInput:
         """All that waits, which counts as seen from now on."""
