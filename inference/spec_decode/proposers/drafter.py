@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from speculators.target.frozen_target import FrozenTarget
 
 
+MAX_LOGIT = 6.0  # of a confidence
 SPARE = 16  # slots that may wait beyond a round's own while nothing is drafted, so that few forwards are run for them
 
 
@@ -183,7 +184,7 @@ class HeadProposer(Proposer):
         """Drafts a chain of up to `depth` tokens per row: token ids [b, d], d less than `depth` if `go_on` ended it.
 
         Of whole blocks, and on a GPU, where its answer would wait for the device, `go_on` is not asked; whoever set it
-        gets the confidences [b, depth]: the drafter's own, or where it has none the largest probability.
+        gets the confidences [b, depth].
         """
         drafted: list[Tensor] = []
         confidences: list[Tensor] = []
@@ -195,7 +196,9 @@ class HeadProposer(Proposer):
                 logits = process_chain_logits(step.logits, requests, drafted, self._draft_to_target, self._vocab_size)
                 wanted = depth - len(drafted)  # further drafts, this one included
                 if go_on is not None:
-                    confidence = _confidence(logits) if step.confidence is None else step.confidence.sigmoid()
+                    confidence = _confidence(logits)
+                    if step.confidence is not None:
+                        confidence = _both(step.confidence, confidence)
                     if self.stops_early:
                         wanted = go_on(confidence.tolist())
                     else:
@@ -325,6 +328,12 @@ class _SampledChain:
 def _confidence(logits: Tensor) -> Tensor:
     """Draft logits [b, V_draft] -> [b], the largest probability of the drafter's own distribution."""
     return logits.float().softmax(-1).amax(-1)
+
+
+def _both(own: Tensor, largest: Tensor) -> Tensor:
+    """A drafter's own confidence [b], a logit, and its largest probability [b] -> a probability [b] in between: their
+    mean log-odds, which foresees acceptance better than either (docs/dspark.md)."""
+    return ((own.clamp(-MAX_LOGIT, MAX_LOGIT) + largest.logit().clamp(-MAX_LOGIT, MAX_LOGIT)) / 2).sigmoid()
 
 
 def _slots(features: Tensor | None, row: int, position: int) -> Tensor | None:

@@ -102,7 +102,8 @@ def recorded(drafter, monkeypatch) -> list:
 
 
 def test_the_confidence_head_is_asked(model, monkeypatch):  # noqa: F811
-    """What the policy is told of a draft is the head's own probability; of others the largest of q."""
+    """What the policy is told of a draft is the mean log-odds of the head's own probability and the largest of q; of
+    others the largest of q."""
     for family in ("dspark", "dspark, no confidence", "dflash"):
         llm = block_llm(family, model, draft_length=adaptive(CHEAP))
         drafter, told = llm.engine.proposer._drafter, watch(llm, monkeypatch)
@@ -113,8 +114,9 @@ def test_the_confidence_head_is_asked(model, monkeypatch):  # noqa: F811
         for proposal, _ in told:
             for depth in range(proposal.width):
                 state = next(steps)
-                own = drafter.confidence(state)
-                expected = drafter.head(state).float().softmax(-1).amax(-1) if own is None else own.sigmoid()
+                own, expected = drafter.confidence(state), drafter.head(state).float().softmax(-1).amax(-1)
+                if own is not None:
+                    expected = ((own.clamp(-6, 6) + expected.logit().clamp(-6, 6)) / 2).sigmoid()
                 torch.testing.assert_close(proposal.confidence[:, depth], expected)
             assert proposal.foreseen == (family == "dflash" and proposal.width > 0)
 
