@@ -335,9 +335,11 @@ class DFlash(Drafter):
         self.append(inputs)
         tokens = _newest(inputs.token_ids, inputs.counts)
         states, carry = self._block(inputs.cache, inputs.start, inputs.stop, tokens, k), None
+        logits = None if self.reads_drafts else self.head(states)  # [b, k, V_draft], in one product
         for depth in range(k):
             hidden, carry = self.read(states[:, depth], tokens, carry)
-            tokens = yield DraftLogits(self.head(hidden, depth), self.confidence(hidden))
+            found = self.head(hidden, depth) if logits is None else logits[:, depth]
+            tokens = yield DraftLogits(found, self.confidence(hidden))
 
     def draft_tree(self, inputs: DraftInput, k: int, grow: Grow) -> None:
         """See `Drafter.draft_tree`. One block serves all branches: marginals where drafts are not read, otherwise the

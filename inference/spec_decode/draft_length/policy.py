@@ -78,14 +78,14 @@ class AdaptiveDraftLength(DraftLength):
             return room
         histories = [self._histories.setdefault(request, RequestHistory()) for request in rows]
         plan = self._plan = RoundPlan(self._estimator, histories, room, *self._costs.of(rows))
-        if plan.drafting_is_free:
+        if plan.drafting_is_free():
             depth = max(room)
         elif self._stops_early and (plan.best_length or plan.next_draft_pays()):
             depth = max(room)  # `_go_on` stops the proposer
-        elif self._whole_blocks:
-            depth = max(room) if plan.best_depth() or self._probe(plan) else 0
         else:
             depth = (0 if self._stops_early else plan.best_depth()) or self._probe(plan)
+            if self._whole_blocks and not self._stops_early and depth and plan.drafting_is_free(depth):
+                depth = max(room)
         self._limits = [min(limit, depth) for limit in room]
         return self._limits
 

@@ -23,7 +23,9 @@ from collections.abc import Sequence
 from inference.spec_decode.draft_length.acceptance_estimator import AcceptanceEstimator, RequestHistory
 
 EARLY_STOP_GAIN = 0.3  # share of the gain of the best fixed length; decisions are alike from 0.2 to 0.7
-FREE_DRAFTING = 0.01  # drafting all K tokens takes no more than this share of a plain decoding step
+FREE_DRAFTING = (
+    0.01  # drafting all K tokens, or the rest of them, takes no more than this share of a plain decoding step
+)
 
 
 class RoundPlan:
@@ -64,10 +66,9 @@ class RoundPlan:
         self.best_length = _argmax(net)
         self.best_nonzero_length = 1 + _argmax(net[1:])
 
-    @property
-    def drafting_is_free(self) -> bool:
-        """Drafting takes so little time that the length can be chosen after all K tokens are drafted."""
-        return self._draft[-1] < FREE_DRAFTING * self._verify[0]
+    def drafting_is_free(self, depth: int = 0) -> bool:
+        """Drafting on from `depth` takes so little time that the length can be chosen after all K are drafted."""
+        return self._draft[-1] - self._draft[depth] < FREE_DRAFTING * self._verify[0]
 
     def relative_time(self, depth: int, width: int) -> float:
         """The time of a round that drafts to `depth` and verifies `width`, in plain decoding steps."""

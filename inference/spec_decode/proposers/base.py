@@ -34,7 +34,7 @@ class Proposer:
                             Others report `Proposal.confidence`.
     place_prices            set by an adaptive budget of trees: what a forward over the last token and w places of every
                             row must gain, in tokens, for w = 0 … K; a tree grows while places gain more than they cost
-    whole_blocks            the first draft costs a whole block, and the drafts after it next to nothing
+    whole_blocks            the first draft costs a whole block, and the drafts after it little
     """
 
     reads_features: bool = False

@@ -67,7 +67,8 @@ class HeadProposer(Proposer):
         self._probabilistic = options.draft_sample_method == "probabilistic"
         self._draft_to_target, self._tree, self._depth = drafter.draft_to_target, tree, depth
         self.whole_blocks = drafter.whole_blocks and tree is None
-        self.stops_early = self._device.type == "cpu" and not self.whole_blocks
+        self._foresees = self.whole_blocks and not drafter.reads_drafts
+        self.stops_early = self._device.type == "cpu" and not self._foresees
         self._seen = [0] * max_rows  # slots of each row that the drafter holds
         self._held = [0] * max_rows  # features of each row that wait
         self._room = depth + 1 + SPARE
@@ -157,7 +158,7 @@ class HeadProposer(Proposer):
         if chain is not None:
             q = scatter_to_target(chain.distributions(), self._draft_to_target, self._vocab_size)
         processed = any(request.processors.active(len(request.token_ids)) for request in requests)  # by the drafts, too
-        foreseen = self.whole_blocks and not self._drafter.reads_drafts and not processed
+        foreseen = self._foresees and not processed
         counts = [min(count, width) for count in counts]
         return Proposal(token_ids, counts, q, confidence=confidence, foreseen=foreseen)
 
@@ -183,8 +184,8 @@ class HeadProposer(Proposer):
     ) -> tuple[Tensor, Tensor | None]:
         """Drafts a chain of up to `depth` tokens per row: token ids [b, d], d less than `depth` if `go_on` ended it.
 
-        Of whole blocks, and on a GPU, where its answer would wait for the device, `go_on` is not asked; whoever set it
-        gets the confidences [b, depth].
+        Where all depths are there at once, and on a GPU, where its answer would wait for the device, `go_on` is not
+        asked; whoever set it gets the confidences [b, depth].
         """
         drafted: list[Tensor] = []
         confidences: list[Tensor] = []

@@ -15,6 +15,7 @@ from inference.spec_decode.draft_length.costs import MeasuredCosts, RoundCosts
 from inference.spec_decode.draft_length.policy import AdaptiveDraftLength, DraftLength
 from inference.spec_decode.draft_length.round_plan import RoundPlan
 from inference.spec_decode.proposal import Proposal
+from inference.spec_decode.proposers import drafter as head
 from tests.inference.engine.test_engine import (  # noqa: F401 (fixtures among them)
     SMALL_PROMPT,
     WRITTEN,
@@ -79,6 +80,13 @@ def follow_the_prompt(drafter, model) -> None:  # noqa: F811
         drafter.confidence_head.proj.weight[0, -8:] = 3 * good - 1.5
 
 
+def after_drafting(monkeypatch) -> None:
+    """Lengths are chosen after drafting, as on a GPU."""
+    monkeypatch.setattr(
+        head.HeadProposer, "stops_early", property(lambda self: False, lambda self, _: None), raising=False
+    )
+
+
 def watch(llm: LLM, monkeypatch) -> list[tuple[Proposal, Proposal]]:
     """What was drafted in every round from now on, and what of it was verified."""
     seen, settle = [], llm.engine.draft_length.settle
@@ -104,6 +112,7 @@ def recorded(drafter, monkeypatch) -> list:
 def test_the_confidence_head_is_asked(model, monkeypatch):  # noqa: F811
     """What the policy is told of a draft is the mean log-odds of the head's own probability and the largest of q; of
     others the largest of q."""
+    after_drafting(monkeypatch)
     for family in ("dspark", "dspark, no confidence", "dflash"):
         llm = block_llm(family, model, draft_length=adaptive(CHEAP))
         drafter, told = llm.engine.proposer._drafter, watch(llm, monkeypatch)
@@ -189,21 +198,25 @@ def joint_fits(family, draft_length, small, samples=500, rows=1) -> LLM:  # noqa
     return llm
 
 
-@pytest.mark.parametrize(("family", "rows"), [("dspark", 1), ("dspark", 3), ("dflash", 1), ("dflash2", 3)])
-def test_joint_of_the_first_tokens(family, rows, small, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize(
+    ("family", "rows", "asks"),
+    [("dspark", 1, True), ("dspark", 1, False), ("dspark", 3, False), ("dflash", 1, False), ("dflash2", 3, True)],
+)
+def test_joint_of_the_first_tokens(family, rows, asks, small, monkeypatch):  # noqa: F811
+    if not asks:
+        after_drafting(monkeypatch)
     step = 1.5 if family == "dspark" else 0.7
     length = adaptive({"verify": [10 + step * k for k in range(K + 1)], "draft": [0.3] * K})
-    settle, widths = length.settle, []
+    learn, cut = length.learn, []
 
-    def watched(proposal):
-        settled = settle(proposal)
-        widths.append((max(proposal.counts), settled.width))
-        return settled
+    def watched(verified, *outcome):
+        if max(length._limits):
+            cut.append(max(verified) < max(length._limits))
+        learn(verified, *outcome)
 
-    monkeypatch.setattr(length, "settle", watched)
+    monkeypatch.setattr(length, "learn", watched)
     llm = joint_fits(family, length, small, rows=rows)
     assert llm.get_metrics().num_accepted_tokens > 40
-    cut = [verified < drafted for drafted, verified in widths if drafted]
     assert 0.05 < np.mean(cut) < 0.95
 
 
@@ -221,16 +234,20 @@ class Ahead(DraftLength):
         return Proposal(proposal.token_ids, counts, proposal.q)
 
 
-def test_a_length_by_the_confidence_behind_a_draft_is_noticed(small):  # noqa: F811
+def test_a_length_by_the_confidence_behind_a_draft_is_noticed(small, monkeypatch):  # noqa: F811
     """The power of the test above."""
+    after_drafting(monkeypatch)
     with pytest.raises(AssertionError):
         joint_fits("dspark", Ahead(K), small, samples=3000, rows=500)
 
 
+@pytest.mark.parametrize("asks", [True, False])
 @pytest.mark.parametrize("length", ["cheap", "dear", "hopeless", "measured"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_equals_the_target_alone(length, family, model, texts, byte_tokenizer):  # noqa: F811
+def test_greedy_equals_the_target_alone(length, family, asks, model, texts, byte_tokenizer, monkeypatch):  # noqa: F811
     """Three rows of other lengths, each with its own room for drafts."""
+    if not asks:
+        after_drafting(monkeypatch)
     lengths = {"cheap": CHEAP, "dear": DEAR, "hopeless": HOPELESS}
     draft_length = adaptive(lengths[length]) if length in lengths else AdaptiveDraftLength(K, MeasuredCosts(K))
     cases = greedy_cases(texts, byte_tokenizer)
@@ -286,6 +303,25 @@ def test_a_block_is_drafted_whole_and_verified_as_far_as_it_pays():
             wrong += width != (K if sure else 0)
     assert drafted == {K}
     assert wrong < 10
+
+
+def test_the_first_draft_is_charged_with_the_whole_block(model, monkeypatch):  # noqa: F811
+    """What is rehearsed to be timed is the block of a round, however little is drafted of it."""
+    llm = block_llm("dspark", model)
+    drafter, asked = llm.engine.proposer._drafter, []
+    block = drafter._block
+    monkeypatch.setattr(drafter, "_block", lambda *given: asked.append(given[-1]) or block(*given))
+    propose = llm.engine.proposer.propose
+
+    def rehearsing(requests, limits):
+        for depth in (1, K):
+            assert llm.engine.proposer.rehearse(requests, depth)
+        return propose(requests, limits)
+
+    monkeypatch.setattr(llm.engine.proposer, "propose", rehearsing)
+    llm.generate(token_prompts("plain"), SamplingParams(temperature=0, max_tokens=6), False)
+    assert len(asked) > 3
+    assert set(asked) == {K}
 
 
 class SimpleProposer:
