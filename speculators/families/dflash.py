@@ -13,7 +13,8 @@ ragged cache. Tensor names are those of vLLM's loader.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ from torch import Tensor, nn
 from speculators.config import DecoderConfig, TargetShape
 from speculators.drafter import Drafter, DraftInput, DraftLogits, DraftStep, DraftSteps, Grow, row_noise, term_paths
 from speculators.families.autoregressive import slots_in_use
+from speculators.families.dflash_init import start_from_least_squares
+from speculators.families.least_squares import terms_for
 from speculators.layers.attention import cached_attends
 from speculators.layers.block_attention import Blocks, block_attention
 from speculators.layers.checkpointing import kept_or_recomputed
@@ -108,6 +111,11 @@ class DFlashOptions(DecoderOptions, TapOptions):
         "layer of the head, spread from the second layer's output to that of the third from the end",
     )
     unroll_steps: PositiveInt = Field(15, description="depths trained; left out, all that a block has")
+    init: Literal["taps", "least_squares"] = Field(
+        "taps",
+        description="start from the mean of the taps and small layers, or from values fitted to features of some "
+        "training rows under fixed attention patterns, which saves a briefly trained head many of its steps",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -128,6 +136,30 @@ class DFlashOptions(DecoderOptions, TapOptions):
             wanted["tap_layers"] = wanted["tap_layers"] or tuple(block_tap_layers(target.num_layers, self.num_layers))
             wanted["draft_vocab_size"] = wanted["draft_vocab_size"] or target.vocab_size
         return wanted
+
+
+@dataclass(frozen=True)
+class BlockBatch:
+    """The blocks of a batch of rows [B, T], A of them in a row, with Q slots each.
+
+    slots    [B, A] the row's slot before each anchor; terms bool [K, B, A] the predictions to train
+    path     K x [B, A] the row's slot of the newest token before each prediction
+    embeds   [B, A·Q, H_t] embeddings of the blocks; rotary: of their positions
+    context  [B, T, H] what the layers read of the row's taps; context_rotary: of its positions
+    """
+
+    slots: Tensor
+    terms: Tensor
+    path: list[Tensor]
+    embeds: Tensor
+    rotary: Rotary
+    context: Tensor
+    context_rotary: Rotary
+    blocks: Blocks
+
+    @property
+    def slots_per_block(self) -> int:
+        return self.blocks.places.shape[-1]
 
 
 class DFlash(Drafter):
@@ -176,6 +208,9 @@ class DFlash(Drafter):
         self.max_anchors = options.anchors_per_row
         return self
 
+    def start_terms(self, options: DFlashOptions) -> int:
+        return terms_for(self.config.hidden_size) if options.init == "least_squares" else 0
+
     @torch.no_grad()
     def initialise_from(
         self,
@@ -198,7 +233,13 @@ class DFlash(Drafter):
         if self.config.reduced_vocabulary:
             rows = target.lm_head.weight.float()
             self.lm_head.weight.copy_(rows[self.target_ids.to(rows.device)])
+        if options is not None and options.init == "least_squares":
+            self.start_reading(target, *start_from_least_squares(self, target, features or ()))
         return self
+
+    def start_reading(self, target: FrozenTarget, token_ids: Tensor, left: Tensor) -> None:
+        """Starts what `read` makes of the token before each prediction [N], given what the block leaves of the wanted
+        state [N, H]."""
 
     # -------------------------------------------------------------- the family's part
 
@@ -228,7 +269,9 @@ class DFlash(Drafter):
 
     def context(self, taps: Tensor, rotary: Rotary) -> list[tuple[Tensor, Tensor]]:
         """taps [B, T, n·H_t] -> per layer the rotated keys and the values of the context [B, g, T, d]."""
-        c = self.hidden_norm(self.fc(taps.to(self.fc.weight.dtype)))
+        return self._project_context(self.hidden_norm(self.fc(taps.to(self.fc.weight.dtype))), rotary)
+
+    def _project_context(self, c: Tensor, rotary: Rotary) -> list[tuple[Tensor, Tensor]]:
         if self._context is None:
             nobody = torch.zeros(len(c), 0, dtype=torch.long, device=c.device)
             return [layer.self_attn.project(c, rotary, nobody)[1:] for layer in self.layers]
@@ -281,37 +324,52 @@ class DFlash(Drafter):
     def count_terms(self, batch: Any, steps: int) -> Tensor:
         return self._terms(batch, steps)[1].sum((1, 2))
 
-    def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
-        """One forward of blocks of `steps` predicting slots, then a step per depth."""
-        ids, positions, segments = features.input_ids, features.position_ids, features.segment_ids
+    def blocks_of(self, features: TargetFeatures, steps: int) -> BlockBatch:
+        """The blocks of `steps` predicting slots that a batch trains."""
+        ids, positions = features.input_ids, features.position_ids
         slots, terms, kept, paths = self._terms(features, steps)
-        B, T = ids.shape
         Q = steps + self.config.first_slot
-        rows = T * torch.arange(B, device=ids.device)[:, None]
-        path = [p.gather(1, slots) for p in paths]  # [B, A]: slot of the newest token before each prediction
+        path = [p.gather(1, slots) for p in paths]
         places = positions.gather(1, slots)[..., None] + 1 + torch.arange(Q, device=ids.device)  # [B, A, Q]
         embeds = self.target.embed_tokens(self.block_ids(ids.gather(1, path[0]), Q).flatten(1))
-        context = self.context(features.taps, self.positions(self._like(features.taps), positions))
         last = torch.where(kept, slots, -1)
-        blocks = Blocks(last, places, positions, segments, self.config.is_causal, self.config.sliding_window)
-        attends = [self._attend_blocks(each, blocks) for each in context]
-        states = self.run(embeds, self.positions(self._like(embeds), places.flatten(1)), attends, Q)  # [B, A, Q, H]
+        return BlockBatch(
+            slots=slots,
+            terms=terms,
+            path=path,
+            embeds=embeds,
+            rotary=self.positions(self._like(embeds), places.flatten(1)),
+            context=self.hidden_norm(self.fc(features.taps.to(self.fc.weight.dtype))),
+            context_rotary=self.positions(self._like(features.taps), positions),
+            blocks=Blocks(
+                last, places, positions, features.segment_ids, self.config.is_causal, self.config.sliding_window
+            ),
+        )
+
+    def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
+        """One forward of blocks of `steps` predicting slots, then a step per depth."""
+        batch, ids = self.blocks_of(features, steps), features.input_ids
+        rows = ids.shape[1] * torch.arange(len(ids), device=ids.device)[:, None]
+        context = self._project_context(batch.context, batch.context_rotary)
+        attends = [self.attend_blocks(each, batch.blocks) for each in context]
+        states = self.run(batch.embeds, batch.rotary, attends, batch.slots_per_block)  # [B, A, Q, H]
         carry = None
         for depth in range(steps):
-            tokens = ids.gather(1, path[depth])
+            tokens = ids.gather(1, batch.path[depth])
             hidden, carry = self.read(states[:, :, depth + self.config.first_slot], tokens, carry)
-            chosen = terms[depth].flatten().nonzero().flatten()  # [N] of the flat [B·A]
-            anchors = (slots + rows).flatten()[chosen]
+            chosen = batch.terms[depth].flatten().nonzero().flatten()  # [N] of the flat [B·A]
+            anchors = (batch.slots + rows).flatten()[chosen]
             yield DraftStep(
                 depth=depth,
                 hidden=hidden.flatten(0, 1)[chosen],
-                target_index=(path[depth] + rows).flatten()[chosen],
+                target_index=(batch.path[depth] + rows).flatten()[chosen],
                 anchor_index=anchors,
                 weight=torch.ones(len(anchors), device=hidden.device),
             )
 
     @staticmethod
-    def _attend_blocks(context: tuple[Tensor, Tensor], blocks: Blocks) -> Attend:
+    def attend_blocks(context: tuple[Tensor, Tensor], blocks: Blocks) -> Attend:
+        """Attention of blocks to a layer's keys and values of the context, and to their own slots."""
         return lambda q, k, v, scale: block_attention(q, (k, v), context, blocks, scale)
 
     def _like(self, x: Tensor) -> Tensor:

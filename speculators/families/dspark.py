@@ -16,7 +16,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from speculators.families.dflash import DFlash, DFlashConfig, DFlashOptions
+from speculators.families.least_squares import reduced_rank, ridge, unit
 from speculators.options import PositiveInt
+from speculators.target.frozen_target import FrozenTarget
 
 MarkovType = Literal["vanilla", "gated", "rnn"]
 
@@ -105,14 +107,32 @@ class DSpark(DFlash):
 
     @torch.no_grad()
     def initialise_from(self, target, options=None, features=None) -> DSpark:
-        """As DFlash; the bias starts small, the confidence head at one half."""
-        super().initialise_from(target, options, features)
+        """As DFlash; the bias starts small or from least squares, the confidence head at one half."""
         nn.init.normal_(self.markov_head.markov_w1.weight, std=0.02)
         nn.init.normal_(self.markov_head.markov_w2.weight, std=0.02)
+        super().initialise_from(target, options, features)
         if self.config.enable_confidence_head:
             nn.init.zeros_(self.confidence_head.proj.weight)
             nn.init.zeros_(self.confidence_head.proj.bias)
         return self
+
+    def start_reading(self, target: FrozenTarget, token_ids: Tensor, left: Tensor) -> None:
+        """A `vanilla` bias becomes the target's head on the best linear map from the embedding of the token before to
+        `left`, at the bias's rank."""
+        if self.config.markov_head_type != "vanilla":
+            return
+        embeds = unit(target.embed_tokens(token_ids).float())
+        basis, written = reduced_rank(embeds, ridge(embeds, left), self.config.markov_rank)  # [H_t, r], [r, H]
+        first, second = self.markov_head.markov_w1.weight, self.markov_head.markov_w2.weight
+        every = torch.arange(self.config.vocab_size, device=first.device)
+        rows = target.lm_head.weight.float()
+        rows = rows[self.target_ids] if self.config.reduced_vocabulary else rows[: len(second)]
+        if target.final_norm_weight is not None:
+            rows = rows * target.final_norm_weight
+        read, bias = unit(target.embed_tokens(every).float()) @ basis, rows @ written.T  # [V, r], [V_draft, r]
+        balance = (read.square().mean() / bias.square().mean().clamp_min(1e-12)) ** 0.25  # both of one size
+        first[:, : read.shape[1]] = read / balance
+        second[:, : bias.shape[1]] = bias * balance
 
     def read(self, state: Tensor, token_ids: Tensor, carry: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         embedded = self.markov_head.markov_w1(token_ids)

@@ -20,7 +20,7 @@ from speculators.config import DecoderConfig
 from speculators.drafter import DraftStep, valid_terms
 from speculators.errors import ConfigError
 from speculators.families.autoregressive import DecoderChain
-from speculators.families.eagle3_init import ridge, terms_for
+from speculators.families.least_squares import ridge, terms_for
 from speculators.layers.decoder import Attend, DecoderLayer, Rotary, RotaryTable
 from speculators.options import DecoderOptions
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures

@@ -18,28 +18,11 @@ from torch import Tensor
 
 from speculators.drafter import valid_terms
 from speculators.errors import ConfigError
+from speculators.families.least_squares import ridge, terms_for, unit
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
 if TYPE_CHECKING:
     from speculators.families.autoregressive import DecoderChain
-
-
-RIDGE = 1e-3  # of the mean square of the inputs
-LEAST_TERMS = 8_192  # terms that a fit should see; more than there are unknowns where the target is wide
-
-
-def terms_for(inputs: int) -> int:
-    """How many terms a fit of a map from so many inputs wants."""
-    return max(LEAST_TERMS, 2 * inputs)
-
-
-def ridge(inputs: Tensor, wanted: Tensor) -> Tensor:
-    """[N, I], [N, O] -> [I, O] with the least |inputs W - wanted|² + ridge |W|²; columns weigh by their own size."""
-    size = inputs.square().mean(0).sqrt().clamp(min=1e-6)
-    scaled = inputs / size
-    gram = scaled.T @ scaled
-    gram.diagonal().add_(RIDGE * len(inputs))
-    return torch.linalg.solve(gram, scaled.T @ wanted) / size[:, None]
 
 
 DEPTHS = 4  # over which the recursion is fitted, on its own predictions
@@ -139,7 +122,7 @@ def _terms(
         for k in range(DEPTHS + 1):
             y = f.last_hidden[rows, slots + k].float()
             states[k].append(y if scale is None else y / scale)
-            embeds[k].append(_unit(head.embed(f.input_ids[rows, slots + k]).float()))
+            embeds[k].append(unit(head.embed(f.input_ids[rows, slots + k]).float()))
     found = torch.cat(taps)
     if len(found) == 0:
         raise ConfigError("a start from least squares needs responses of a few tokens; set drafter.init: taps")
@@ -157,14 +140,14 @@ def _recursion(
     back, if one does."""
 
     def fed(result: Tensor) -> Tensor:
-        return _unit(result if fed_through is None else result * fed_through)
+        return unit(result if fed_through is None else result * fed_through)
 
     wanted = states[0] if fed_through is None else states[0] * fed_through
     direct = P = ridge(taps, wanted)  # a state that could have been fed back
-    step = ridge(torch.cat([_unit(taps @ P), embeds[1]], 1), states[1])
+    step = ridge(torch.cat([unit(taps @ P), embeds[1]], 1), states[1])
     H = wanted.shape[1]
     for _ in range(ROUNDS):
-        state, inputs = _unit(taps @ P), []
+        state, inputs = unit(taps @ P), []
         for k in range(DEPTHS):
             inputs.append(torch.cat([state, embeds[k + 1]], 1))
             state = fed(inputs[-1] @ step)
@@ -181,8 +164,8 @@ def _own_token(head: DecoderChain, features: Sequence[TargetFeatures]) -> Tensor
     states, embeds = [], []
     for f in features:
         text = f.segment_ids >= 0
-        states.append(_unit(head.first_state(f.taps[text], None).float()))
-        embeds.append(_unit(head.embed(f.input_ids[text]).float()))
+        states.append(unit(head.first_state(f.taps[text], None).float()))
+        embeds.append(unit(head.embed(f.input_ids[text]).float()))
     return ridge(torch.cat(states), torch.cat(embeds))
 
 
@@ -235,14 +218,10 @@ def _copy(head: DecoderChain, target: FrozenTarget, identity: Tensor, scale: Ten
     attention.v_proj.weight[keys] = 0.0
     attention.v_proj.weight[keys][: len(values), :H] = values
     tokens = torch.arange(0, target.vocab_size, max(target.vocab_size // 16_384, 1), device=device)
-    seen = _unit(head.embed(tokens).float()) @ values.T  # [n, d]
-    written = ridge(seen, _unit(target.lm_head.weight[tokens].float())) * COPY_WEIGHT  # [d, H]
+    seen = unit(head.embed(tokens).float()) @ values.T  # [n, d]
+    written = ridge(seen, unit(target.lm_head.weight[tokens].float())) * COPY_WEIGHT  # [d, H]
     if scale is not None:
         written = written / scale
     for one in range(group * repeat, (group + 1) * repeat):
         attention.q_proj.weight[one * D + places, :H] = match
         attention.o_proj.weight[:, one * D : one * D + len(values)] = written.T / repeat
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x / x.square().mean(-1, keepdim=True).add(1e-6).sqrt()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from speculators.config import DrafterConfig
 from speculators.drafter import valid_terms
 from speculators.families.attention_free import SlotwiseDrafter
-from speculators.families.eagle3_init import ridge, terms_for
+from speculators.families.least_squares import ridge, terms_for
 from speculators.options import DrafterOptions, PositiveInt
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
