@@ -218,6 +218,13 @@ class DFlash(Drafter):
         options: DFlashOptions | None = None,
         features: Sequence[TargetFeatures] | None = None,
     ) -> DFlash:
+        """See `start_weights`; with `init: least_squares`, fitted to `features` from there."""
+        self.start_weights(target)
+        if options is not None and options.init == "least_squares":
+            self.start_reading(target, *start_from_least_squares(self, target, features or ()))
+        return self
+
+    def start_weights(self, target: FrozenTarget) -> None:
         """Layers that hardly add to their input, the mean of the taps as context, and the target's norm and head."""
         width, taps = self.config.hidden_size, len(self.config.tap_layers)
         for module in self.modules():
@@ -233,9 +240,6 @@ class DFlash(Drafter):
         if self.config.reduced_vocabulary:
             rows = target.lm_head.weight.float()
             self.lm_head.weight.copy_(rows[self.target_ids.to(rows.device)])
-        if options is not None and options.init == "least_squares":
-            self.start_reading(target, *start_from_least_squares(self, target, features or ()))
-        return self
 
     def start_reading(self, target: FrozenTarget, token_ids: Tensor, left: Tensor) -> None:
         """Starts what `read` makes of the token before each prediction [N], given what the block leaves of the wanted

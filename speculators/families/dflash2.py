@@ -19,6 +19,7 @@ from speculators.drafter import TrainedHead
 from speculators.families.dflash import DFlash, DFlashConfig, DFlashOptions
 from speculators.layers.decoder import Attend, DecoderLayer, Rotary
 from speculators.options import PositiveInt
+from speculators.target.frozen_target import FrozenTarget
 
 
 class DFlash2Config(DFlashConfig):
@@ -145,16 +146,15 @@ class DFlash2(DFlash):
         return super().prepare_training(options)
 
     @torch.no_grad()
-    def initialise_from(self, target, options=None, features=None) -> DFlash2:
+    def start_weights(self, target: FrozenTarget) -> None:
         """As DFlash; convolutions start as the identity, the selector as the block's own choice."""
-        super().initialise_from(target, options, features)
+        super().start_weights(target)
         for layer in self.layers:
             for conv in (layer.attention_conv, layer.mlp_conv):
                 conv.base_kernel.zero_()
                 conv.base_kernel[:, 0] = 1.0
                 nn.init.zeros_(conv.kernel_projection.weight)
         self.candidate_selector.start()
-        return self
 
     def run_layer(self, layer: ConvLayer, state: Tensor, rotary: Rotary, attend: Attend, slots: int) -> Tensor:
         return layer(state, rotary, attend, slots)

@@ -106,15 +106,14 @@ class DSpark(DFlash):
         return super().prepare_training(options)
 
     @torch.no_grad()
-    def initialise_from(self, target, options=None, features=None) -> DSpark:
-        """As DFlash; the bias starts small or from least squares, the confidence head at one half."""
+    def start_weights(self, target: FrozenTarget) -> None:
+        """As DFlash; the bias starts small, the confidence head at one half."""
+        super().start_weights(target)
         nn.init.normal_(self.markov_head.markov_w1.weight, std=0.02)
         nn.init.normal_(self.markov_head.markov_w2.weight, std=0.02)
-        super().initialise_from(target, options, features)
         if self.config.enable_confidence_head:
             nn.init.zeros_(self.confidence_head.proj.weight)
             nn.init.zeros_(self.confidence_head.proj.bias)
-        return self
 
     def start_reading(self, target: FrozenTarget, token_ids: Tensor, left: Tensor) -> None:
         """A `vanilla` bias becomes the target's head on the best linear map from the embedding of the token before to

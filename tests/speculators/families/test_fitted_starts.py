@@ -15,7 +15,8 @@ from speculators.drafter import valid_terms
 from speculators.errors import ConfigError
 from speculators.families import eagle3_init as eagle3_start
 from speculators.families.eagle3 import Eagle3
-from speculators.registry import config_for_target
+from speculators.families.least_squares import reduced_rank, ridge
+from speculators.registry import config_for_target, family_class
 from speculators.target.frozen_target import FrozenTarget
 
 TARGET = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
@@ -159,3 +160,57 @@ def test_expected_acceptance_of_a_fitted_head_exceeds_one_and_a_half(target, tex
     results = expected_acceptance(target, head(target, fitted_to=features), texts[40:], 0.0, 4)
     total = sum(results[1:], results[0])
     assert total.expected_acceptance_length > 1.3
+
+
+def block(target, family, *, fitted_to=None, init="least_squares", **shape):
+    torch.manual_seed(0)
+    kind = family_class(family)
+    shape = {"num_layers": 2, "num_key_value_heads": 4, "block_size": 5, "mask_token_id": 4} | shape
+    drafter = kind(config_for_target(target, family, tap_layers=target.tap_layers, **shape)).attach(target)
+    return drafter.initialise_from(target, kind.options(init=init), fitted_to).eval()
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        ("dflash", {}),
+        ("dflash", {"is_causal": True, "num_key_value_heads": 2}),
+        ("dflash", {"sliding_window": 8, "num_layers": 1}),
+        ("dflash2", {}),
+        ("dspark", {"num_attention_heads": 8, "num_key_value_heads": 8}),
+        ("dspark", {"markov_head_type": "gated"}),
+    ],
+    ids=str,
+)
+def test_a_fitted_block_predicts_in_every_slot_before_it_is_trained(target, texts, features, family, shape):
+    with torch.no_grad():
+        plain = accepted_by_depth(target, block(target, family, init="taps", **shape), texts[40:])
+        fitted = accepted_by_depth(target, block(target, family, fitted_to=features, **shape), texts[40:])
+    assert all(f > 2 * p and f > 0.1 for f, p in zip(fitted, plain, strict=True)), (plain, fitted)
+
+
+def test_the_bias_of_the_token_before_is_fitted_too(target, texts, features):
+    """A vanilla Markov head makes slots behind the first better; the first already reads that token."""
+    with torch.no_grad():
+        drafter = block(target, "dspark", fitted_to=features)
+        fitted = accepted_by_depth(target, drafter, texts[40:])
+        drafter.markov_head.markov_w2.weight.zero_()
+        without = accepted_by_depth(target, drafter, texts[40:])
+    assert all(f > w for f, w in zip(fitted[1:], without[1:], strict=True)), (without, fitted)
+
+
+def test_blocks_that_cannot_be_fitted_are_refused(target, features):
+    silent = [dataclasses.replace(f, loss_mask=torch.zeros_like(f.loss_mask)) for f in features[:2]]
+    with pytest.raises(ConfigError, match="responses of more than 4 tokens"):
+        block(target, "dflash", fitted_to=silent)
+    with pytest.raises(ConfigError, match="hidden_size"):
+        block(target, "dflash", fitted_to=features[:2], hidden_size=128, num_attention_heads=4, head_dim=32)
+
+
+def test_a_map_of_low_rank_is_the_best_on_its_inputs():
+    torch.manual_seed(0)
+    x = torch.randn(512, 12) @ torch.randn(12, 12) * torch.linspace(0.1, 3, 12)
+    matrix = ridge(x, torch.randn(512, 7) + x[:, :7])
+    first, second = reduced_rank(x, matrix, 3)
+    best = torch.linalg.svdvals(x @ matrix)[3:].square().sum()  # Eckart and Young, on the outputs
+    assert (x @ matrix - x @ first @ second).square().sum() <= 1.01 * best
