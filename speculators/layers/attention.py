@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from speculators.layers.decoder import Attend
 from speculators.layers.grouped_attention import MOST_QUERIES, attend_grouped, repeat_mask
-from speculators.sizes import QUERIES, chunk_queries
 
+SCORES = {"cpu": 1 << 24, "cuda": 1 << 26}  # attention scores that a chunk of queries may have, by kind of device
+QUERIES = 256  # of a chunk, where that many fit
 KEPT_SCORES = 1 << 25  # of one layer and depth, in numbers: what may wait for the backward pass (128 MiB in float32)
 
 
@@ -38,7 +39,8 @@ def unrolled_attention(
     row; padding is -1 and attends to itself only. Returns [B, h, M, v].
     """
     (B, h, M), T = query.shape[:3], key.shape[2]
-    width = min(M, chunk, chunk_queries(B * h * T, query.device.type))
+    most = SCORES.get(query.device.type, SCORES["cuda"]) // (B * h * T)
+    width = min(M, chunk, max(16, most))
     whole_row = M == T  # slots in order: later keys are never seen by an earlier chunk
     pieces = []
     for start in range(0, M, width):

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from train.planner.devices import CPU, DEVICES, Device
-from train.planner.memory import chunk_size, memory
+from train.planner.memory import memory
 from train.planner.plan import USABLE, Plan, peak_of
 from train.recipe.recipe import Recipe, make_recipe
 
@@ -46,7 +46,7 @@ def needed_with(plan: Plan, recipe: Recipe, device: Device | None = None, count:
     """Bytes of one device, had the recipe been another one. Shapes of target and drafter stay."""
     device, count = device or plan.device, count or plan.count
     outlines = [replace(s.outline, recipe=part) for s, (_, part) in zip(plan.stages, recipe.training_stages())]
-    found = [memory(each, processes=count, device=device.kind) for each in outlines]
+    found = [memory(each, processes=count) for each in outlines]
     return peak_of(found).total + device.context
 
 
@@ -100,7 +100,7 @@ def _values(plan: Plan, recipe: Recipe, key: str) -> Iterator[tuple[str, Recipe]
     section, _, name = key.partition(".")
     value = getattr(getattr(recipe, section), name)
     if key == "training.loss_chunk_size":
-        value = chunk_size(plan.stages[0].outline, plan.device.kind)
+        value = plan.stages[0].outline.chunk_size
     wanted: list[Any] = []
     if key in FEWEST:
         while value > FEWEST[key]:

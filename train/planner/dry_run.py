@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from inference.console import size_text
-from train.planner.memory import StageMemory, disk, memory
+from train.planner.memory import StageMemory, disk, training_memory
 from train.planner.outline import Outline, outline
 from train.planner.token_counts import TokenCount
 from train.recipe.data_sections import TemperatureShare
@@ -66,7 +66,7 @@ def _sections(plan: Outline) -> list[tuple[str, Rows]]:
         (f"{recipe.name} ({recipe.family})", _model_rows(plan)),
         ("Data", _data_rows(plan)),
         ("Training", _training_rows(plan)),
-        ("Memory of one process while it trains, about", memory_rows(_training(plan))),
+        ("Memory of one process while it trains, about", memory_rows(training_memory(plan))),
         ("Disk, about", byte_rows(disk(plan))),
         ("Gates", gates or [("none", "nothing is gated; the report is written all the same")]),
         ("Output", _output_rows(recipe)),
@@ -220,7 +220,7 @@ def _output_rows(recipe: Recipe) -> Rows:
 
 
 def _training(plan: Outline) -> StageMemory:
-    return next(stage for stage in memory(plan) if stage.name == "train")
+    return training_memory(plan)
 
 
 def memory_rows(stage: StageMemory) -> Rows:

@@ -18,11 +18,11 @@ from speculators.drafter import Drafter
 from speculators.precision import autocast_dtype, own_device
 from speculators.target.info import TargetSketch
 from train.features.encodings import bytes_per_token
+from train.losses.chunked import default_chunk_size
+from train.planner.rehearsal import Rehearsal
 from train.planner.token_counts import TokenCount, counter, mixed
 from train.recipe.recipe import Recipe
 from train.trainer.batches import StepRows
-
-FULLEST = 1.05  # terms of the row of a batch that has the most, relative to the mean row's
 
 
 @dataclass
@@ -36,6 +36,7 @@ class Outline:
     sources: list[TokenCount] = field(default_factory=list)
     validation: list[TokenCount] = field(default_factory=list)
     device: torch.device = field(default_factory=own_device)  # that it is to run on
+    rehearsal: Rehearsal = field(default_factory=Rehearsal)
 
     @property
     def autocast(self) -> torch.dtype:
@@ -52,9 +53,9 @@ class Outline:
         return sum(p.numel() for p in self.head.trainable_parameters())
 
     @property
-    def frozen(self) -> int:
-        """Parameters of the drafter that are not trained."""
-        return sum(p.numel() for p in self.head.parameters()) - self.trainable
+    def parameters(self) -> int:
+        """Of the drafter, trained or not."""
+        return sum(p.numel() for p in self.head.parameters())
 
     @property
     def feature_bytes(self) -> int:
@@ -73,6 +74,12 @@ class Outline:
         return min(self.recipe.drafter.unroll_steps, self.head.max_depth or self.recipe.drafter.unroll_steps)
 
     @property
+    def chunk_size(self) -> int:
+        """Rows of the objective whose logits exist at once."""
+        vocabulary = max(self.target.vocab_size, self.drafter.draft_vocab_size)
+        return self.recipe.training.loss_chunk_size or default_chunk_size(vocabulary, self.device)
+
+    @property
     def tokens(self) -> int:
         return sum(source.tokens for source in self.sources)
 
@@ -84,13 +91,6 @@ class Outline:
     def supervised_share(self) -> float:
         """Of the tokens; where none were counted all of them, which costs the most."""
         return self.supervised / self.tokens if self.tokens else 1.0
-
-    @property
-    def used_share(self) -> float:
-        """Of a row's slots, those with a term at some depth, in the row that has the most of them."""
-        rows = sum(source.rows for source in self.sources)
-        response = self.supervised / rows if rows and self.supervised else float(self.recipe.data.max_length)
-        return min(self.supervised_share * (1 + (self.depths - 1) / max(response, 1)) * FULLEST, 1.0)
 
     @property
     def packed_rows(self) -> float:

@@ -166,13 +166,12 @@ def _stage(name: str, plan: Outline, device: Device, count: int, *, last: bool) 
     budget = plan.recipe.training.max_minutes
     steps = plan.steps(count)
     if budget is not None:
-        one = sum(p.whole.seconds(device).likely for p in phases(plan, processes=count, device=device.kind, steps=1))
+        one = sum(p.whole.seconds(device).likely for p in phases(plan, processes=count, steps=1))
         within = max(int(60 * budget / one), 1)
         steps = within if steps is None else min(steps, within)
-    found = phases(plan, processes=count, device=device.kind, steps=steps or 1)
-    if steps is not None:
-        found = phases(plan, processes=count, device=device.kind, steps=steps, around=True, report=last)
-    needed = memory(plan, processes=count, device=device.kind)
+    known = steps is not None
+    found = phases(plan, processes=count, steps=steps or 1, around=known, report=known and last)
+    needed = memory(plan, processes=count)
     return Stage(name, plan, found, needed, steps)
 
 
