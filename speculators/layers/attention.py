@@ -39,8 +39,7 @@ def unrolled_attention(
     row; padding is -1 and attends to itself only. Returns [B, h, M, v].
     """
     (B, h, M), T = query.shape[:3], key.shape[2]
-    most = SCORES.get(query.device.type, SCORES["cuda"]) // (B * h * T)
-    width = min(M, chunk, max(16, most))
+    width = min(M, chunk, chunk_queries(B * h * T, query.device.type))
     whole_row = M == T  # slots in order: later keys are never seen by an earlier chunk
     pieces = []
     for start in range(0, M, width):
@@ -61,6 +60,11 @@ def unrolled_attention(
         else:
             pieces.append(_attend(*arguments))
     return torch.cat(pieces, dim=2) if len(pieces) > 1 else pieces[0]
+
+
+def chunk_queries(scores: int, device: str) -> int:
+    """Queries whose scores exist at once, each with `scores` of them, on a device of that kind."""
+    return max(16, SCORES.get(device, SCORES["cuda"]) // scores)
 
 
 def recomputes_scores(rows: int, heads: int, queries: int, keys: int) -> bool:

@@ -22,7 +22,7 @@ from inference.evaluation.expected_acceptance import BATCH_TOKENS, accept_tables
 from inference.kv_cache.ragged_cache import RaggedCache
 from inference.sampling.sampler import inverse_cdf, probabilities
 from inference.sampling_params import SamplingParams
-from speculators.drafter import Drafter
+from speculators.drafter import Drafter, DraftInput
 from speculators.layers.attention import SCORES
 from speculators.registry import family_class
 from speculators.target.frozen_target import FrozenTarget
@@ -172,7 +172,7 @@ class Rehearsal:
                 caches[1].lengths[:] = [length - new for length in caches[0].lengths]
                 taps, last = (t if t is None else t[:, :new] for t in (taps, last))
                 sample = lambda logits: probabilities(logits, SamplingParams()).argmax(-1)
-                drafter.draft(caches[1], 0, rows, ids[:, :new], taps, last, [new] * rows, drafts, sample)
+                drafter.draft(DraftInput(caches[1], 0, rows, ids[:, :new], taps, last, [new] * rows), drafts, sample)
 
         with torch.no_grad(), Trace():
             one()  # makes the caches
