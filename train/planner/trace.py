@@ -14,13 +14,16 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from inference.kv_cache.ragged_cache import RaggedView
 from train.planner.work import Product, Work
 
 REAL = 1 << 18  # elements: larger tensors are hollow
@@ -74,6 +77,12 @@ class Tally:
     def work(self) -> Work:
         return Work(dict(self.products), self.traffic, float(self.calls))
 
+    def add(self, other: Tally) -> None:
+        """Adds all but the memory."""
+        self.products.update(other.products)
+        self.traffic += other.traffic
+        self.calls += other.calls
+
 
 class Trace(TorchDispatchMode):
     """Counts what runs inside it, by phase. `live`: bytes of the tensors that were made inside and still exist."""
@@ -83,6 +92,7 @@ class Trace(TorchDispatchMode):
         self.tally, self.live = Tally(), 0
         self.phases: dict[str, Tally] = defaultdict(Tally)
         self._alive: dict[int, weakref.ref] = {}  # storages
+        self._layers: dict[tuple, tuple[Tally, int | None, Any] | None] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -132,6 +142,30 @@ class Trace(TorchDispatchMode):
             self.tally.traffic += cost.traffic
             if cost.product is not None:
                 self.tally.products[cost.product] += 1
+        return out
+
+    def layer(self, kind: Any, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        """Runs the first two layers of a kind with inputs of these shapes (the first may make what all of them share).
+        For the next ones it adds what the second one counted, and a layer of the cache."""
+        key, start = (kind, _key(args), _key(tuple(kwargs.items()))), self.live
+        cache = next((v.cache for v in kwargs.values() if isinstance(v, RaggedView)), None)
+        if self._layers.get(key) is None:
+            outer, self.tally = self.tally, Tally(peak=start)
+            cached = len(cache.memory()[0]) if cache is not None else 0
+            out = forward(*args, **kwargs)
+            inner, self.tally = self.tally, outer
+            inner.peak -= start
+            grown = cached if cache is not None and len(cache.memory()[0]) > cached else None
+            self._layers[key] = (inner, grown, _mapped(_maker, out)) if key in self._layers else None
+        else:
+            inner, grown, makers = self._layers[key]  # type: ignore[misc]
+            if grown is not None:
+                cache.repeat_layer(grown)
+            out = _mapped(lambda make: make(), makers, of=Callable)
+            for t in _tensors((out,)):
+                self._hold(t)
+        self.tally.add(inner)
+        self.tally.peak = max(self.tally.peak, start + inner.peak)
         return out
 
     def _hold(self, t: Tensor) -> None:
@@ -267,12 +301,12 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _mapped(change: Callable[[Tensor], Any], value: Any) -> Any:
+def _mapped(change: Callable[[Any], Any], value: Any, of: Any = Tensor) -> Any:
     """`change` of every tensor in an argument or a result."""
-    if isinstance(value, Tensor):
+    if isinstance(value, of):
         return change(value)
     if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(change, item) for item in value)
+        return type(value)(_mapped(change, item, of) for item in value)
     return value
 
 
@@ -293,8 +327,24 @@ def without_memory(module: nn.Module) -> nn.Module:
             for name, t in tensors.items():
                 if t is not None and not isinstance(t, Hollow):
                     tensors[name] = made[t] if t in made else made.setdefault(t, _stand_in(t))
+        if isinstance(part, GradientCheckpointingLayer):  # a decoder layer of transformers
+            part.forward = partial(_layer, _kind(part), part.forward)
     module.__dict__["_apply"] = lambda *_, **__: module  # they cannot be moved, and need not be
     return module
+
+
+def _kind(layer: nn.Module) -> tuple:
+    """Equal for layers with the same code and settings, whatever their place."""
+    settings = [vars(part).items() for part in layer.modules()]
+    known = {(n, v) for each in settings for n, v in each if isinstance(v, (str, int, float)) and n != "layer_idx"}
+    return str(layer), frozenset(known)
+
+
+def _layer(kind: Any, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    trace = _get_current_dispatch_mode()
+    if torch.is_grad_enabled() or not isinstance(trace, Trace):
+        return forward(*args, **kwargs)
+    return trace.layer(kind, forward, args, kwargs)
 
 
 def _stand_in(t: Tensor) -> Tensor:
