@@ -47,6 +47,10 @@ FAMILIES = {
     "mlp": {"n_predict": 3, "unroll_steps": 3},
     "mtp": {"unroll_steps": 3},
     "draft_model": {"from_target": {"first": 2}},
+    "peagle": {"num_depths": 4, "mask_token_id": 3, "draft_vocab_size": 64},
+    "dflash": {"num_layers": 2, "block_size": 4, "mask_token_id": 3},
+    "dflash2": {"num_layers": 2, "block_size": 4, "mask_token_id": 3, "conv_group_size": 8},
+    "dspark": {"num_layers": 2, "block_size": 4, "mask_token_id": 3, "markov_rank": 8},
 }
 
 
