@@ -219,10 +219,6 @@ def _output_rows(recipe: Recipe) -> Rows:
     return [*rows, ("trackers", ", ".join(recipe.trackers) or "none")]
 
 
-def _training(plan: Outline) -> StageMemory:
-    return training_memory(plan)
-
-
 def memory_rows(stage: StageMemory) -> Rows:
     """What is there at the peak of a stage."""
     return byte_rows(stage.parts | {"fragmentation": stage.allowance})

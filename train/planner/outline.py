@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -19,7 +20,6 @@ from speculators.precision import autocast_dtype, own_device
 from speculators.target.info import TargetSketch
 from train.features.encodings import bytes_per_token
 from train.losses.chunked import default_chunk_size
-from train.planner.rehearsal import Rehearsal
 from train.planner.token_counts import TokenCount, counter, mixed
 from train.recipe.recipe import Recipe
 from train.trainer.batches import StepRows
@@ -36,7 +36,7 @@ class Outline:
     sources: list[TokenCount] = field(default_factory=list)
     validation: list[TokenCount] = field(default_factory=list)
     device: torch.device = field(default_factory=own_device)  # that it is to run on
-    rehearsal: Rehearsal = field(default_factory=Rehearsal)
+    known: dict[tuple, Any] = field(default_factory=dict)  # what was computed of it (rehearsal.py)
 
     @property
     def autocast(self) -> torch.dtype:

@@ -1,20 +1,21 @@
 """The phases of one stage of a run: texts written, features, drafter, loss, optimizer, evaluations, measurement.
 
-How much each of them computes once is counted in rehearsal.py; here is how often, and in which process: texts are
-written and the report is made by the main process, the rest by all.
+rehearsal.py counts one step, round or replay of each; this file says how often they are done. The main process alone
+writes texts and makes the report; all processes do the rest.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from inference.evaluation.evaluate import EvaluationSettings
+from train.planner import rehearsal
 from train.planner.outline import Outline
 from train.planner.token_counts import ASSUMED_SHARE, ASSUMED_TOKENS, TokenCount
-from train.planner.work import Work
+from train.planner.work import Work, total
 
 ASSUMED_TAU = 2.5  # acceptance length of the drafter that is going to be measured
 CHUNK_ROWS = 8  # times regenerate.batch_size: texts that are asked for at once (train/regeneration/regenerate.py)
@@ -45,7 +46,7 @@ class Texts:
 
 
 def texts_of(sources: list[TokenCount], recipe_length: int, most: int | None = None) -> Texts:
-    """What sources hold; with `most`, responses are no longer than that."""
+    """The texts of some sources, with responses of at most `most` tokens."""
     count = sum(s.examples or 0 for s in sources)
     tokens, supervised = sum(s.tokens for s in sources), sum(s.supervised for s in sources)
     if not tokens or not count:
@@ -57,21 +58,21 @@ def texts_of(sources: list[TokenCount], recipe_length: int, most: int | None = N
 
 
 def phases(plan: Outline, *, steps: int, processes: int = 1, around: bool = False, report: bool = False) -> list[Phase]:
-    """Of `steps` optimizer steps. `around`: with the texts that are written for them and the evaluations in between;
-    `report`: with what follows the last stage."""
+    """The phases of `steps` optimizer steps. `around`: with the texts that are written for them and the evaluations in
+    between; `report`: with what follows the last stage."""
     recipe, (rows, micro), found = plan.recipe, plan.micro_steps(processes), []
     if around:
         found += _before(plan)
     if recipe.on_policy is not None:
         found.append(Phase("texts to learn from, on-policy", _on_policy(plan, steps)))
-    step = plan.rehearsal.step(plan, rows)
+    step = rehearsal.step(plan, rows)
     gathered = Work(sent=_gathered(plan, processes))
     computed = _share_computed(plan, steps, processes)
     found += [
         Phase("features of the target", step["features"].work + gathered, steps * micro * computed),
         Phase("drafter, forward and backward", step["drafter"].work, steps * micro),
         Phase("logits and loss", step["loss"].work, steps * micro),
-        Phase("optimizer", plan.rehearsal.update(plan)[0].work + _summed(plan, processes), steps),
+        Phase("optimizer", rehearsal.update(plan)[0].work + _summed(plan, processes), steps),
     ]
     if around and (texts := _held_out(plan)).count:
         every = recipe.training.eval_every
@@ -90,13 +91,13 @@ def _gathered(plan: Outline, processes: int) -> float:
 
 
 def _summed(plan: Outline, processes: int) -> Work:
-    """Gradients, over processes."""
-    size = 4 * (plan.trainable + plan.rehearsal.adapter_parameters(plan))
+    """The sum of gradients over processes."""
+    size = 4 * (plan.trainable + rehearsal.adapter_parameters(plan))
     return Work(traffic=6.0 * size, sent=2 * (processes - 1) / processes * size) if processes > 1 else Work()
 
 
 def _share_computed(plan: Outline, steps: int, processes: int) -> float:
-    """Of the features of a run, those that are not kept from an earlier epoch."""
+    """The share of a run's features that is computed, and not kept from an earlier epoch."""
     keep = plan.recipe.training.keep_features_gb * 2**30 * processes
     if plan.recipe.features.mode == "cache":
         keep = math.inf  # on disk
@@ -112,7 +113,7 @@ def _share_computed(plan: Outline, steps: int, processes: int) -> float:
 
 
 def _before(plan: Outline) -> list[Phase]:
-    """What is computed before the first step."""
+    """The phases before the first step."""
     recipe, r, found = plan.recipe, plan.recipe.regenerate, []
     if r.enabled:
         texts = texts_of(plan.sources, recipe.data.max_length, r.max_new_tokens)
@@ -122,23 +123,23 @@ def _before(plan: Outline) -> list[Phase]:
         found.append(Phase("held-out responses", written))
     if wanted := plan.head.start_terms(recipe.drafter):
         B = plan.micro_steps()[0]
-        step = plan.rehearsal.step(plan, B)["features"].work
+        step = rehearsal.step(plan, B)["features"].work
         rows = wanted / plan.supervised_share / recipe.data.max_length
         found.append(Phase("a start in closed form", step, rows / B))
     return found
 
 
 def generation(plan: Outline, texts: Texts, rows: int, most: int) -> Work:
-    """Text the target writes without drafting: prompts in portions, then rounds with as many rows as are left."""
+    """The target writes texts without drafting: prompts in portions, then rounds with as many rows as are left."""
     prompt, per_call = max(round(texts.prompt), 1), max(512, 32 * rows)  # tokens of a prefill (pipeline/data_stage.py)
     together = max(min(per_call // prompt, math.ceil(texts.count)), 1)
-    prefill = plan.rehearsal.prefill(plan, together, prompt).work * (texts.count / together)
+    prefill = rehearsal.prefill(plan, together, prompt, plan.target.dtype).work * (texts.count / together)
     chunk = min(CHUNK_ROWS * rows, texts.count)
     longest = min(most, LONGEST * texts.response)
     rounds = longest if chunk <= rows else chunk * texts.response / rows + (longest - texts.response) / 2
     left = max(round(chunk * texts.response / max(rounds, 1)), 1)
-    one = plan.rehearsal.round(plan, left, _middle(texts)).work
-    return prefill + one * (rounds * texts.count / chunk)
+    one, _ = rehearsal.decode(plan, left, _middle(texts), plan.target.dtype)
+    return prefill + one.work * (rounds * texts.count / chunk)
 
 
 def _middle(texts: Texts) -> int:
@@ -147,7 +148,7 @@ def _middle(texts: Texts) -> int:
 
 
 def _on_policy(plan: Outline, steps: int) -> Work:
-    """As if the target wrote them without drafting, which is the most it can cost."""
+    """On-policy texts, as if the target wrote them without drafting, which costs the most."""
     section, recipe = plan.recipe.on_policy, plan.recipe
     if section is None or not (section.share.end or section.share.start):
         return Work()
@@ -170,7 +171,7 @@ def _held_out(plan: Outline) -> Texts:
 
 
 def _replayed(plan: Outline, texts: Texts) -> Work:
-    return plan.rehearsal.replay(plan, max(round(texts.prompt), 1), max(round(texts.response), 1)) * texts.count
+    return rehearsal.replay(plan, max(round(texts.prompt), 1), max(round(texts.response), 1)) * texts.count
 
 
 def _measurement(plan: Outline) -> Work:
@@ -180,13 +181,11 @@ def _measurement(plan: Outline) -> Work:
     workloads = max(sum(s.workloads for s in plan.validation), len(e.prompts), 1)
     rows, cells = max(usual.rows, e.batch_size), workloads * len(e.temperatures)
 
-    def written(count: int, rows: int, dtype: torch.dtype | None = None, ways: tuple[bool, ...] = (False, True)):
-        return sum(
-            (_written(plan, Texts(count, known.prompt, known.response), rows, way, dtype) for way in ways), Work()
-        )
+    def written(count: int, rows: int, dtype: torch.dtype = plan.target.dtype, ways: tuple[bool, ...] = (False, True)):
+        return total(_written(plan, replace(known, count=count), rows, way, dtype) for way in ways)
 
     asked = workloads * e.prompts_per_workload
-    done = (written(asked, rows) + _replayed(plan, Texts(asked, known.prompt, known.response))) * len(e.temperatures)
+    done = (written(asked, rows) + _replayed(plan, replace(known, count=asked))) * len(e.temperatures)
     if e.repeats:
         done += written(max(e.timed_prompts, e.batch_size), e.batch_size) * (e.repeats * cells)
         if e.baseline_transformers:
@@ -196,10 +195,9 @@ def _measurement(plan: Outline) -> Work:
     return done
 
 
-def _written(plan: Outline, texts: Texts, rows: int, drafting: bool, dtype: torch.dtype | None) -> Work:
+def _written(plan: Outline, texts: Texts, rows: int, drafting: bool, dtype: torch.dtype) -> Work:
     """Rounds of the engine, `rows` texts at once; with drafting a round verifies K + 1 tokens and commits some."""
     K, rows = plan.recipe.evaluation.num_speculative_tokens, min(rows, round(texts.count))
     rounds, kept = texts.count / rows * texts.response, min(ASSUMED_TAU, K + 1)
-    if not drafting:
-        return plan.rehearsal.round(plan, rows, _middle(texts), dtype).work * rounds
-    return plan.rehearsal.round(plan, rows, _middle(texts), dtype, drafts=K, new=round(kept)).work * (rounds / kept)
+    one, _ = rehearsal.decode(plan, rows, _middle(texts), dtype, *((K, round(kept)) if drafting else ()))
+    return one.work * (rounds / kept if drafting else rounds)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -65,11 +65,13 @@ class Cost(NamedTuple):
 
 @dataclass
 class Tally:
-    """What was counted in one phase. `peak`: bytes of all tensors of the trace, at most; `kept`: at its end."""
+    """What was counted in one phase. In bytes of all tensors of the trace: `entered` when it began,
+    `peak` at most, `kept` at its end."""
 
     products: Counter[Product] = field(default_factory=Counter)
     traffic: float = 0.0
     calls: int = 0
+    entered: int = 0
     peak: int = 0
     kept: int = 0
 
@@ -90,13 +92,15 @@ class Trace(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.tally, self.live = Tally(), 0
-        self.phases: dict[str, Tally] = defaultdict(Tally)
+        self.phases: dict[str, Tally] = {}
         self._alive: dict[int, weakref.ref] = {}  # storages
         self._layers: dict[tuple, tuple[Tally, int | None, Any] | None] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Counts for `name` until it is left, also where it is entered again."""
+        if name not in self.phases:
+            self.phases[name] = Tally(entered=self.live)
         before, self.tally = self.tally, self.phases[name]
         self.tally.peak = max(self.tally.peak, self.live)
         try:

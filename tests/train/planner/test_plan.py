@@ -138,16 +138,16 @@ def test_a_step_without_memory_is_the_step(family, folder, tmp_path):
         ),
         target,
         drafter,
-        rehearsal._rows(plan, 2),
+        rehearsal.packed_rows(plan, 2),
         accelerator=Accelerator(cpu=True),
         folder=tmp_path,
     )
     trainer.module.train()
     if family == "draft_model":
         drafter.runner  # noqa: B018 (its probes would be counted)
-    counted = plan.rehearsal.step(plan, 2)
+    counted = rehearsal.step(plan, 2)
     with Measured() as real:
-        features = trainer.features.of(range(2))
+        features = replace(trainer.features.of(range(2)), seeds=trainer.step_rows.seeds(range(2)))
     assert counted["features"].work.flops == real.flops
     with Measured() as real:
         trainer._micro_step(features, torch.ones_like(trainer.depth_weights))
@@ -166,17 +166,17 @@ def test_a_target_without_memory_is_the_target(any_architecture, tiny_model, tmp
     plan.sources.append(TokenCount("", examples=4, rows=4, tokens=48, supervised=24))
     with Measured() as real:
         target.features(ids, segments * 0 + torch.arange(12).repeat(2), segments, segments >= 0)
-    assert plan.rehearsal.step(plan, 2)["features"].work.flops == real.flops > 0
+    assert rehearsal.step(plan, 2)["features"].work.flops == real.flops > 0
 
 
 def test_active_parameters_of_a_mixture(tmp_path):
     """Qwen3-30B-A3B: 3.3 billion active with both embeddings, by its model card; a batch reads nearly all of them."""
     plan, _ = planned(RECIPES / "qwen3-30b-a3b" / "eagle3.yaml", tmp_path)
     t = plan.target
-    one = plan.rehearsal.prefill(plan, 1, 1).work
+    one = rehearsal.prefill(plan, 1, 1, t.dtype).work
     embeddings = 2 * t.vocab_size * t.hidden_size
     assert (one.flops / 2 + embeddings) / 1e9 == pytest.approx(3.35, abs=0.05)
-    many = plan.rehearsal.prefill(plan, 8, 256).work
+    many = rehearsal.prefill(plan, 8, 256, t.dtype).work
     moved = lambda work: sum(p.moved * n for p, n in work.products.items()) / 2e9
     assert moved(one) == pytest.approx(2.73, abs=0.1)
     assert moved(many) > 30.53 - embeddings / 1e9
@@ -205,7 +205,7 @@ def test_exact_bytes(family, optimizer, folder, tmp_path):
         for t in values.values()
         if torch.is_tensor(t)
     ]
-    kept = plan.rehearsal.update(plan)[1]
+    kept = rehearsal.update(plan)[1]
     assert kept == sum(t.nbytes for t in states)
     checkpoint.save_best(tmp_path, drafter)
     assert state_bytes(plan.head) == tensor_bytes(tmp_path / "best" / "drafter.safetensors")
@@ -228,7 +228,7 @@ def real(tmp_path_factory) -> Outline:
     """Qwen3-8B with an EAGLE-3 head on 20,000 conversations."""
     plan, _ = planned(RECIPES / "qwen3-8b" / "eagle3.yaml", tmp_path_factory.mktemp("real"))
     sources = [assumed(c, s, plan.recipe, 20_000, None) for c, s in zip(plan.sources, plan.recipe.data.train)]
-    return replace(plan, sources=sources, device=torch.device("cuda"), rehearsal=rehearsal.Rehearsal())
+    return replace(plan, sources=sources, device=torch.device("cuda"), known={})
 
 
 def seconds(plan: Outline, device: str = "h100", count: int = 1) -> Range:
@@ -275,7 +275,7 @@ def test_decoding_is_bound_by_weights_at_first_and_by_arithmetic_later(real):
     fast = replace(DEVICES["h100"], call_seconds=0.0)
 
     def round_seconds(rows: int) -> float:
-        return real.rehearsal.round(real, rows, 2).work.seconds(fast).likely
+        return rehearsal.decode(real, rows, 2, torch.bfloat16)[0].work.seconds(fast).likely
 
     assert round_seconds(8) < 1.1 * round_seconds(1)
     assert round_seconds(4096) > 1.8 * round_seconds(2048)
