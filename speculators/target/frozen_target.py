@@ -85,7 +85,8 @@ class FrozenTarget(nn.Module):
         if not self._parts.has_values:
             self._masks_by_kind = bool(getattr(self.config, "layer_types", None))
             self._attends_by_name = not self._eager
-            self._head_to_logits, self.vocab_size = nn.Identity(), self.lm_head.weight.shape[0]
+            self._head_to_logits = nn.Identity()
+            self.vocab_size: int = self._parts.lm_head.weight.shape[0]  # type: ignore[assignment,index]
             return
         with torch.no_grad():
             self._masks_by_kind = confirm_masks(self._parts)

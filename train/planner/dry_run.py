@@ -33,7 +33,7 @@ def describe(recipe: Recipe, console: Console | None = None) -> None:
     shapes = Table(
         "tensor", "shape", title="Trained tensors", title_justify="left", title_style="bold", box=SIMPLE_HEAD
     )
-    for name, shape, count in _alike(plan.shapes):
+    for name, shape, count in _alike({n: tuple(p.shape) for n, p in plan.head.named_parameters() if p.requires_grad}):
         shapes.add_row(name, " x ".join(map(str, shape)) + (f"  ({count} of them)" if count > 1 else ""))
     console.print(shapes)
     console.print("Nothing was loaded, generated or written.", style="dim")

@@ -20,7 +20,7 @@ from train.planner.outline import Outline
 from train.trainer.parallel import MESSAGE_BYTES
 
 FRAGMENTATION = 0.1  # of passing memory: what an allocator cannot give out
-LIBRARIES = 48 << 20  # of a process on a CPU, once they are used: the middle of what scripts/bench_plan.py finds
+LIBRARIES = 128 << 20  # of a process on a CPU, once they are used: the middle of what scripts/bench_plan.py finds
 Parts = dict[str, int]  # bytes, by what takes them
 EXACT = "measure in float32"  # the last stage, where the same tokens are looked for
 

@@ -44,11 +44,6 @@ class Outline:
         return autocast_dtype(self.recipe.training.mixed_precision, self.device)
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the tensors that are trained."""
-        return {name: tuple(p.shape) for name, p in self.head.named_parameters() if p.requires_grad}
-
-    @property
     def trainable(self) -> int:
         return sum(p.numel() for p in self.head.trainable_parameters())
 

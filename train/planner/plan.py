@@ -15,7 +15,6 @@ from train.planner.memory import EXACT, Parts, StageMemory, disk, measuring, mem
 from train.planner.outline import Outline, outline
 from train.planner.phases import ASSUMED_TAU, Phase, phases
 from train.planner.token_counts import assumed, counter, mixed
-from train.recipe.data_sections import Source
 from train.recipe.recipe import Recipe
 
 VALIDATION_EXAMPLES = 200  # of a validation source that nobody counted
@@ -148,17 +147,11 @@ def _outlines(
     for name, part in recipe.training_stages():
         key = (part.data.model_dump_json(), part.regenerate.model_dump_json())
         if key not in known:
-            count = counter(part)
-
-            def filled(sources: Sequence[Source], said: int | None, part: Recipe = part, count: Any = count) -> list:
-                found = [assumed(count(s), s, part, said if s.resolved().name else None, tokens) for s in sources]
-                return mixed(found, sources)
-
-            few = {"limit": VALIDATION_EXAMPLES}
-            of_validation = [
-                s if s.limit or not s.resolved().name else s.model_copy(update=few) for s in part.data.validation
-            ]
-            known[key] = filled(part.data.train, examples), filled(of_validation, None)
+            count, data = counter(part), part.data
+            train = [assumed(count(s), s, part, examples if s.resolved().name else None, tokens) for s in data.train]
+            few = {s.label: VALIDATION_EXAMPLES for s in data.validation if s.resolved().name and not s.limit}
+            held_out = [assumed(count(s), s, part, few.get(s.label), tokens) for s in data.validation]
+            known[key] = mixed(train, data.train), mixed(held_out, data.validation)
         yield name, outline(part, known[key], device.kind)
 
 

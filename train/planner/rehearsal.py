@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from inference.evaluation.expected_acceptance import BATCH_TOKENS, accept_tables, teacher_forced
 from inference.kv_cache.ragged_cache import RaggedCache
@@ -81,7 +81,7 @@ def step(plan: Outline, rows: int) -> dict[str, Tally]:
             with trace.phase("loss"):
                 return objective(*given)
 
-        trainer._objective = counted  # type: ignore[method-assign]
+        trainer._objective = counted  # type: ignore[assignment,method-assign]
         with trace.phase("features"):
             features = trainer._features(trainer.features, list(range(rows)), batch)
         features = replace(features, seeds=trainer.step_rows.seeds(range(rows)))
@@ -182,7 +182,8 @@ def replay(plan: Outline, prompt: int, response: int) -> Work:
 @remembered()
 def _target(plan: Outline, dtype: torch.dtype, trained: bool = False) -> FrozenTarget:
     """`trained`: a copy of its own, which a LoRA is put on."""
-    model = copy.deepcopy(plan.target.model).to(dtype)
+    model = copy.deepcopy(plan.target.model)
+    nn.Module.to(model, dtype)
     if plan.recipe.target.attn_implementation == "eager" or needs_eager(plan.target.config):
         model.set_attn_implementation("eager")
     return FrozenTarget(without_memory(model), plan.drafter.tap_layers)
@@ -202,7 +203,9 @@ def _joint(plan: Outline) -> JointTarget | None:
 @remembered()
 def _head(plan: Outline) -> Drafter:
     """The drafter in training."""
-    return without_memory(copy.deepcopy(plan.head)).attach(_target(plan, plan.target.dtype, plan.recipe.joint is not None))
+    return without_memory(copy.deepcopy(plan.head)).attach(
+        _target(plan, plan.target.dtype, plan.recipe.joint is not None)
+    )
 
 
 @remembered()

@@ -21,7 +21,6 @@ from train.recipe.recipe import Recipe
 SAMPLE = 200  # examples of each source that are tokenised
 ASSUMED_SHARE = 0.6  # of a conversation's tokens that are its responses
 ASSUMED_TOKENS = 800  # of a conversation, where nothing can be counted
-CHARACTERS_PER_TOKEN = 4.0  # where there is no tokenizer
 
 
 @dataclass

@@ -1,9 +1,8 @@
-"""Runs PyTorch code on tensors without memory and counts what it would do: products, bytes moved, calls, memory.
+"""Runs PyTorch code on tensors without memory and counts its matrix products, bytes moved, calls and memory.
 
 Large tensors are hollow: they have a shape, a dtype and a device, and no values. Small tensors that depend on no hollow
-one are real, so that token ids, masks and indices lead the code where they would lead it in a run. The code under
-count is the project's own, so the counts follow it. This is what torch's FakeTensorMode, FlopCounterMode and MemTracker
-do together; unlike the first it lets a bfloat16 autocast and a thousand chunks of an objective pass in seconds.
+one are real, so that token ids, masks and indices lead the code where they would lead it in a run. torch's
+FakeTensorMode, FlopCounterMode and MemTracker do this together, but have no small values and take longer.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +28,14 @@ from train.planner.work import Product, Work
 REAL = 1 << 18  # elements: larger tensors are hollow
 CPU, META = torch.device("cpu"), torch.device("meta")
 aten = torch.ops.aten
-# Of the first argument of these only as much is touched as they return or write.
+# These touch as much of their first argument as they return or write.
 _LOOKUPS = {aten.index, aten.embedding, aten.gather, aten.index_select, aten.index_put_, aten.index_put, aten.scatter_,
             aten.index_copy_, aten.index_add_, aten.scatter_add_, aten.index_fill_}  # fmt: skip
 _FREE = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten._unsafe_view,
          aten._local_scalar_dense, aten.lift_fresh, aten.is_same_size, aten.set_}  # fmt: skip
+
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class Hollow(Tensor):
@@ -50,23 +52,16 @@ class Hollow(Tensor):
         return META if Hollow.in_kernel else CPU
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         if func is _DEVICE:
             return args[0].device
         raise RuntimeError(f"{func}: a tensor without memory was used outside of a Trace")
 
 
-class Cost(NamedTuple):
-    """Of one call: a product, or bytes through memory."""
-
-    product: Product | None
-    traffic: float
-
-
 @dataclass
 class Tally:
-    """What was counted in one phase. In bytes of all tensors of the trace: `entered` when it began,
-    `peak` at most, `kept` at its end."""
+    """The counts of one phase. `entered`, `peak` and `kept`: bytes of all tensors of the trace when it began, at most,
+    and at its end."""
 
     products: Counter[Product] = field(default_factory=Counter)
     traffic: float = 0.0
@@ -87,7 +82,7 @@ class Tally:
 
 
 class Trace(TorchDispatchMode):
-    """Counts what runs inside it, by phase. `live`: bytes of the tensors that were made inside and still exist."""
+    """Counts the code that runs inside, by phase. `live`: bytes of the tensors that were made there and still exist."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +93,7 @@ class Trace(TorchDispatchMode):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Counts for `name` until it is left, also where it is entered again."""
+        """Counts for `name` inside of a `with`; a phase may be entered again."""
         if name not in self.phases:
             self.phases[name] = Tally(entered=self.live)
         before, self.tally = self.tally, self.phases[name]
@@ -124,28 +119,26 @@ class Trace(TorchDispatchMode):
         if packet in (aten.index, aten.index_put_):
             args = (args[0], _without_masks(args[1]), *args[2:])
         key = (func, _key(args), _key(tuple(kwargs.items())))
-        changed = args[0] if func._schema.is_mutable and len(func._schema.returns) == 1 else None
-        if isinstance(changed, Tensor):
-            out = changed
-        elif key in _RESULTS:
-            out = _RESULTS[key]()
-        elif packet is aten._grouped_mm:
-            out = _grouped(*args, **kwargs)
+        make, cost = _KNOWN.get(key, (None, None))
+        if make is not None:
+            out = make()
+        elif func._schema.is_mutable and len(func._schema.returns) == 1 and isinstance(args[0], Tensor):
+            out = args[0]
         else:
-            out = _hollow(_in_kernel(func, args, kwargs))
+            out = _in_kernel(func, args, kwargs)
         if func.is_view or packet is aten._unsafe_view:
             return out
         if not func._schema.is_mutable:
-            if isinstance(out, Tensor):
-                _RESULTS.setdefault(key, _maker(out))
             for t in _tensors((out,)):
                 self._hold(t)
-        if packet not in _FREE:
-            cost = _COSTS[key] if key in _COSTS else _COSTS.setdefault(key, _cost(func, args, kwargs, tensors, out))
-            self.tally.calls += 1
-            self.tally.traffic += cost.traffic
-            if cost.product is not None:
-                self.tally.products[cost.product] += 1
+        if cost is None:
+            cost = (None, 0.0) if packet in _FREE else _cost(func, args, kwargs, tensors, out)
+            _KNOWN[key] = None if func._schema.is_mutable else _maker(out), cost
+        product, traffic = cost
+        self.tally.calls += packet not in _FREE
+        self.tally.traffic += traffic
+        if product is not None:
+            self.tally.products[product] += 1
         return out
 
     def layer(self, kind: Any, forward: Callable, args: tuple, kwargs: dict) -> Any:
@@ -160,12 +153,12 @@ class Trace(TorchDispatchMode):
             inner, self.tally = self.tally, outer
             inner.peak -= start
             grown = cached if cache is not None and len(cache.memory()[0]) > cached else None
-            self._layers[key] = (inner, grown, _mapped(_maker, out)) if key in self._layers else None
+            self._layers[key] = (inner, grown, _maker(out)) if key in self._layers else None
         else:
-            inner, grown, makers = self._layers[key]  # type: ignore[misc]
-            if grown is not None:
+            inner, grown, make = self._layers[key]  # type: ignore[misc]
+            if cache is not None and grown is not None:
                 cache.repeat_layer(grown)
-            out = _mapped(lambda make: make(), makers, of=Callable)
+            out = make()
             for t in _tensors((out,)):
                 self._hold(t)
         self.tally.add(inner)
@@ -191,26 +184,26 @@ class Trace(TorchDispatchMode):
 
 
 _DEVICE = torch.ops.prim.device.default
-_COSTS: dict[tuple, Cost] = {}
-_RESULTS: dict[tuple, Callable[[], Tensor]] = {}
+Cost = tuple[Product | None, float]  # of one call: a product, or bytes through memory
+_KNOWN: dict[tuple, tuple[Callable[[], Any] | None, Cost | None]] = {}  # by call: makes its result, and its cost
 
 
 def _cost(func: Any, args: tuple, kwargs: dict, inputs: list[Tensor], out: Any) -> Cost:
     packet, read = func.overloadpacket, [_bytes(t) for t in inputs]
     written = sum(_bytes(t) for t in _tensors((out,)))
     if (flops := _flops(func, args, kwargs, out)) is not None:
-        moved = sum(read) + written
+        moved: float = sum(read) + written
         if packet is aten._grouped_mm and inputs[1].ndim == 3:  # an expert that no row meets is not read
             moved -= read[1] * (1 - 1 / inputs[1].shape[0]) ** inputs[0].shape[0]
-        return Cost(Product(flops, moved, inputs[0].dtype), 0.0)
+        return Product(flops, moved, inputs[0].dtype), 0.0
     if packet in _LOOKUPS:
         rest = sum(read[1:])
-        return Cost(None, 2 * rest if func._schema.is_mutable else rest + 2 * written)
-    return Cost(None, sum(read) + written)
+        return None, 2 * rest if func._schema.is_mutable else rest + 2 * written
+    return None, sum(read) + written
 
 
 def _flops(func: Any, args: tuple, kwargs: dict, out: Any) -> int | None:
-    """Operations of a matrix product or an attention; None for everything else. torch has no formulas for three."""
+    """Operations of a matrix product or an attention; None for everything else. torch lacks three of the formulas."""
     packet = func.overloadpacket
     if packet in flop_registry:
         return flop_registry[packet](*args, **kwargs, out_val=out)
@@ -224,12 +217,12 @@ def _flops(func: Any, args: tuple, kwargs: dict, out: Any) -> int | None:
 
 
 def _bytes(t: Tensor) -> int:
-    """As it is read: of an expanded tensor, what it was expanded from."""
+    """Bytes that are read; an expanded tensor is read as what it was expanded from."""
     return t.element_size() * math.prod(n for n, stride in zip(t.shape, t.stride()) if stride)
 
 
 def _large(func: Any, args: tuple, tensors: list[Tensor]) -> bool:
-    """Whether an operation on real tensors makes a large one."""
+    """True if an operation on real tensors makes a large one."""
     if not tensors:
         sizes = next((a for a in args if isinstance(a, (list, tuple))), ())
         return math.prod(n for n in sizes if isinstance(n, int)) > REAL
@@ -244,7 +237,9 @@ def _large(func: Any, args: tuple, tensors: list[Tensor]) -> bool:
 
 
 def _in_kernel(func: Any, args: tuple, kwargs: dict) -> Any:
-    """The operation on the meta device."""
+    """Runs the operation on the meta device."""
+    if func.overloadpacket is aten._grouped_mm:  # there in bfloat16 only
+        return _grouped(*args, **kwargs)
     if "device" in kwargs:
         kwargs = {**kwargs, "device": META}
     args, kwargs = _mapped(_to_meta, args), {name: _mapped(_to_meta, value) for name, value in kwargs.items()}
@@ -252,29 +247,28 @@ def _in_kernel(func: Any, args: tuple, kwargs: dict) -> Any:
         torch._C._set_meta_in_tls_dispatch_include(True)
         Hollow.in_kernel = True
         try:
-            return func(*args, **kwargs)
+            return _mapped(lambda t: t if isinstance(t, Hollow) else Hollow(t), func(*args, **kwargs))
         finally:
             Hollow.in_kernel = False
 
 
 def _grouped(a: Tensor, b: Tensor, offs: Tensor, **_: Any) -> Tensor:
-    """Rows [M, K] with one of the matrices [E, K, N] each, or the gradient of these; on the meta device in bfloat16
-    only."""
+    """Multiplies rows [M, K] with one of the matrices [E, K, N] each, or gives the gradient of these."""
     shape = (a.shape[0], b.shape[-1]) if b.ndim == 3 else (offs.shape[0], a.shape[0], b.shape[1])
     return Hollow(torch.empty(shape, dtype=a.dtype, device=META))
 
 
 def _nonzero(mask: Tensor) -> Tensor:
-    """Of a hollow mask every element counts."""
+    """The indices of a mask; of a hollow one all elements are chosen."""
     if not isinstance(mask, Hollow):
         return mask.nonzero()
     return Hollow(torch.empty(mask.numel(), mask.ndim, dtype=torch.long, device=META))
 
 
 def _without_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Indices in place of masks: how many elements a mask chooses is not for the meta device to say."""
+    """Indices in place of masks, as the meta device cannot say how many elements a mask chooses."""
     masks = [i is not None and i.dtype == torch.bool for i in indices]
-    return [j for i, mask in zip(indices, masks) for j in (_nonzero(i).unbind(1) if mask else (i,))]
+    return [j for i, mask in zip(indices, masks) for j in (_nonzero(i).unbind(1) if mask and i is not None else (i,))]
 
 
 def _to_meta(t: Tensor) -> Tensor:
@@ -283,16 +277,13 @@ def _to_meta(t: Tensor) -> Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=META)
 
 
-def _hollow(value: Any) -> Any:
-    return _mapped(lambda t: t if isinstance(t, Hollow) else Hollow(t), value)
+def _maker(result: Any) -> Callable[[], Any]:
+    """Makes new tensors like those of a result."""
+    shapes = _mapped(lambda t: partial(torch.empty_strided, t.shape, t.stride(), dtype=t.dtype, device=META), result)
 
-
-def _maker(like: Tensor) -> Callable[[], Tensor]:
-    size, stride, dtype = like.shape, like.stride(), like.dtype
-
-    def make() -> Tensor:
+    def make() -> Any:
         with torch._C._DisableTorchDispatch():
-            return Hollow(torch.empty_strided(size, stride, dtype=dtype, device=META))
+            return _mapped(lambda empty: Hollow(empty()), shapes, of=partial)
 
     return make
 
@@ -315,7 +306,7 @@ def _mapped(change: Callable[[Any], Any], value: Any, of: Any = Tensor) -> Any:
 
 
 def _key(value: Any) -> Any:
-    """What the cost of a call depends on."""
+    """The part of an argument that the cost of a call depends on."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (list, tuple)):
@@ -323,15 +314,16 @@ def _key(value: Any) -> Any:
     return value.__class__, value
 
 
-def without_memory(module: nn.Module) -> nn.Module:
-    """A module of the meta device with hollow tensors in place of its own. Tied ones stay tied."""
+def without_memory(module: M) -> M:
+    """Puts hollow tensors in place of a module's own on the meta device. Tied ones stay tied."""
     made: dict[Tensor, Tensor] = {}  # tensors are hashed by identity
     for part in module.modules():
-        for tensors in (part._parameters, part._buffers):
+        stores: list[dict[str, Any]] = [part._parameters, part._buffers]
+        for tensors in stores:
             for name, t in tensors.items():
                 if t is not None and not isinstance(t, Hollow):
                     tensors[name] = made[t] if t in made else made.setdefault(t, _stand_in(t))
-        if isinstance(part, GradientCheckpointingLayer):  # a decoder layer of transformers
+        if isinstance(part, GradientCheckpointingLayer) and not isinstance(part.forward, partial):  # a decoder layer
             part.forward = partial(_layer, _kind(part), part.forward)
     module.__dict__["_apply"] = lambda *_, **__: module  # they cannot be moved, and need not be
     return module
