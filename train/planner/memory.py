@@ -65,7 +65,8 @@ def memory(plan: Outline, *, processes: int = 1) -> list[StageMemory]:
 
 def training_memory(plan: Outline, processes: int = 1) -> StageMemory:
     """The memory of the training alone. Gradients are made by the backward pass; with several micro-steps they stay."""
-    recipe, (B, micro), T = plan.recipe, plan.micro_steps(processes), plan.recipe.data.max_length
+    recipe, shared, T = plan.recipe, plan.step_rows(processes), plan.recipe.data.max_length
+    B, micro = shared.rows, shared.micro_steps
     step, (update, states) = rehearsal.step(plan, B), rehearsal.update(plan)
     adapter, kept = rehearsal.adapter_parameters(plan), int(recipe.training.keep_features_gb * 2**30)
     gradients = {"gradients": 4 * (plan.trainable + adapter)}

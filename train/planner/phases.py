@@ -60,7 +60,8 @@ def texts_of(sources: list[TokenCount], recipe_length: int, most: int | None = N
 def phases(plan: Outline, *, steps: int, processes: int = 1, around: bool = False, report: bool = False) -> list[Phase]:
     """The phases of `steps` optimizer steps. `around`: with the texts that are written for them and the evaluations in
     between; `report`: with what follows the last stage."""
-    recipe, (rows, micro), found = plan.recipe, plan.micro_steps(processes), []
+    recipe, shared, found = plan.recipe, plan.step_rows(processes), []
+    rows, micro = shared.rows, shared.micro_steps
     if around:
         found += _before(plan)
     if recipe.on_policy is not None:
@@ -101,7 +102,7 @@ def _share_computed(plan: Outline, steps: int, processes: int) -> float:
     keep = plan.recipe.training.keep_features_gb * 2**30 * processes
     if plan.recipe.features.mode == "cache":
         keep = math.inf  # on disk
-    read = steps * plan.rows_per_step(processes)
+    read = steps * plan.step_rows(processes).rows_per_step
     if not keep or not read or not plan.packed_rows:
         return 1.0
     rows = max(plan.packed_rows, 1.0)
@@ -122,7 +123,7 @@ def _before(plan: Outline) -> list[Phase]:
         written = generation(plan, texts, r.batch_size, recipe.evaluation.max_tokens)
         found.append(Phase("held-out responses", written))
     if wanted := plan.head.start_terms(recipe.drafter):
-        B = plan.micro_steps()[0]
+        B = plan.step_rows().rows
         step = rehearsal.step(plan, B)["features"].work
         rows = wanted / plan.supervised_share / recipe.data.max_length
         found.append(Phase("a start in closed form", step, rows / B))

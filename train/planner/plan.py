@@ -1,6 +1,6 @@
-"""What a run takes on given devices: time, memory, disk and money, and whether it fits.
+"""Time, memory, disk and cost of a run on given devices, and the verdict whether it fits.
 
-From configurations and counts alone; nothing is loaded or run. Knows no terminal.
+The figures rest on configurations and counts alone: no weight is loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ USABLE = 0.97  # of a device's memory; the rest is its driver's
 
 @dataclass
 class Stage:
-    """One stage of the training, with what comes before and behind it."""
+    """One stage of the training, with the phases before and after it."""
 
     name: str
     outline: Outline
@@ -54,7 +54,7 @@ class Plan:
 
     @property
     def complete(self) -> bool:
-        """Whether the time is that of the whole run, or of one step only."""
+        """False if the time is that of one step only."""
         return all(stage.steps is not None for stage in self.stages)
 
     @property
@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def cost(self) -> Range | None:
-        """Of all devices for the whole time, in the currency of the price."""
+        """The cost of all devices for the whole time, in the currency of the price."""
         if self.price_per_hour is None or not self.complete:
             return None
         return Range(*(s / 3600 * self.count * self.price_per_hour for s in self.seconds))
@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def needed(self) -> float:
-        """Bytes of one device."""
+        """Bytes that one device needs."""
         return self.peak.total + self.device.context
 
     @property
@@ -96,7 +96,7 @@ class Plan:
 
 
 def peak_of(stages: Sequence[Sequence[StageMemory]]) -> StageMemory:
-    """The largest, of every stage of a training; what is measured is measured after the last."""
+    """The largest of all stages of a training; the export is measured after the last."""
     last = len(stages) - 1
     found = [m for i, stage in enumerate(stages) for m in stage if i == last or not m.name.startswith("measure")]
     return max(found, key=lambda m: m.total)
@@ -123,8 +123,8 @@ def make_plan(
 
 
 def require_memory_to_measure(recipe: Recipe, available: int | None) -> None:
-    """Before anything is trained: ConfigError if the export cannot be measured on a device of `available` bytes. None:
-    not known, and nothing is refused."""
+    """Raises ConfigError before a training if the export cannot be measured on a device of `available` bytes. None: not
+    known, and nothing is refused."""
     if available is None or not (recipe.evaluation.prompts or recipe.data.validation):
         return
     _, last = recipe.training_stages()[-1]
@@ -142,7 +142,7 @@ def require_memory_to_measure(recipe: Recipe, available: int | None) -> None:
 def _outlines(
     recipe: Recipe, device: Device, examples: int | None, tokens: int | None
 ) -> Iterator[tuple[str, Outline]]:
-    """Of each stage; sources that several of them read alike are counted once."""
+    """The outline of each stage; sources that several of them read alike are counted once."""
     known: dict[Any, Any] = {}
     for name, part in recipe.training_stages():
         key = (part.data.model_dump_json(), part.regenerate.model_dump_json())
@@ -169,7 +169,7 @@ def _stage(name: str, plan: Outline, device: Device, count: int, *, last: bool) 
 
 
 def _assumptions(plan: Plan) -> list[str]:
-    """What the figures rest on beside the configuration."""
+    """The assumptions that the figures rest on."""
     d = plan.device
     first = plan.stages[0].outline
     found = [f"{s.label}: {s.note}" for s in (*first.sources, *first.validation) if s.note]

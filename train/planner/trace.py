@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -63,22 +62,10 @@ class Tally:
     """The counts of one phase. `entered`, `peak` and `kept`: bytes of all tensors of the trace when it began, at most,
     and at its end."""
 
-    products: Counter[Product] = field(default_factory=Counter)
-    traffic: float = 0.0
-    calls: int = 0
+    work: Work = field(default_factory=Work)
     entered: int = 0
     peak: int = 0
     kept: int = 0
-
-    @property
-    def work(self) -> Work:
-        return Work(dict(self.products), self.traffic, float(self.calls))
-
-    def add(self, other: Tally) -> None:
-        """Adds all but the memory."""
-        self.products.update(other.products)
-        self.traffic += other.traffic
-        self.calls += other.calls
 
 
 class Trace(TorchDispatchMode):
@@ -110,7 +97,7 @@ class Trace(TorchDispatchMode):
         kwargs, packet = kwargs or {}, func.overloadpacket
         tensors = list(_tensors((args, *kwargs.values())))
         if not any(isinstance(t, Hollow) for t in tensors) and not _large(func, args, tensors):
-            self.tally.calls += not (func.is_view or packet in _FREE)
+            self.tally.work.calls += not (func.is_view or packet in _FREE)
             return func(*args, **kwargs)
         if packet is aten._local_scalar_dense:
             return tensors[0].dtype == torch.bool or 1
@@ -134,11 +121,11 @@ class Trace(TorchDispatchMode):
         if cost is None:
             cost = (None, 0.0) if packet in _FREE else _cost(func, args, kwargs, tensors, out)
             _KNOWN[key] = None if func._schema.is_mutable else _maker(out), cost
-        product, traffic = cost
-        self.tally.calls += packet not in _FREE
-        self.tally.traffic += traffic
+        (product, traffic), work = cost, self.tally.work
+        work.calls += packet not in _FREE
+        work.traffic += traffic
         if product is not None:
-            self.tally.products[product] += 1
+            work.products[product] = work.products.get(product, 0) + 1
         return out
 
     def layer(self, kind: Any, forward: Callable, args: tuple, kwargs: dict) -> Any:
@@ -161,7 +148,7 @@ class Trace(TorchDispatchMode):
             out = make()
             for t in _tensors((out,)):
                 self._hold(t)
-        self.tally.add(inner)
+        self.tally.work += inner.work
         self.tally.peak = max(self.tally.peak, start + inner.peak)
         return out
 

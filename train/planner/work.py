@@ -1,12 +1,12 @@
-"""What has to be computed, as matrix products, bytes through memory and operations, and how long a device takes for it.
+"""Work as matrix products, bytes through memory and operations, and the time that a device takes for it.
 
-A product takes what its arithmetic or its operands' way through memory takes, whichever is longer (a roofline).
+A product takes the time of its arithmetic or of its operands' way through memory, whichever is longer (a roofline).
 Everything else takes the time of its bytes, and every operation a fixed start, which an accelerator does not wait for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,12 +23,12 @@ class Product(NamedTuple):
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
+@dataclass
 class Work:
-    """Adds up and scales. `products`: how often each is made; `traffic`: bytes read and written by everything else;
-    `calls`: operations started; `sent`: bytes to other devices."""
+    """A vector: works are added and scaled. `products`: how often each is made; `traffic`: bytes read and written by
+    everything else; `calls`: operations started; `sent`: bytes to other devices."""
 
-    products: Mapping[Product, float] = field(default_factory=dict)
+    products: dict[Product, float] = field(default_factory=dict)
     traffic: float = 0.0
     calls: float = 0.0
     sent: float = 0.0
@@ -48,7 +48,7 @@ class Work:
         return sum(product.flops * times for product, times in self.products.items())
 
     def seconds(self, device: Device) -> Range:
-        """On one device, from the best to the worst part of its peaks that may be reached."""
+        """The time on one device, from the best to the worst part of its peaks that may be reached."""
         return Range(*(self._seconds(device, i) for i in (2, 1, 0)))
 
     def _seconds(self, device: Device, which: int) -> float:

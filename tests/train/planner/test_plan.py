@@ -107,7 +107,7 @@ class Measured(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.flops, self.now, self.peak = 0, 0, 0
-        tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+        tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
         self.known = {t.untyped_storage()._cdata for t in tensors}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
