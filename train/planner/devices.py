@@ -130,8 +130,8 @@ def measure_cpu(clock: Clock = time.perf_counter) -> Device:
         link=bandwidth / 2,  # between processes of one host
         kind="cpu",
         call_seconds=CALL * _call_seconds(clock),
-        products=Range(0.8, 1.0, 1.0),
-        transfers=Range(0.3, 0.4, 0.6),
+        products=Range(0.6, 0.7, 1.0),
+        transfers=Range(0.4, 0.6, 1.0),
         context=6e8,
     )
 
