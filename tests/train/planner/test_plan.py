@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from inference.kv_cache.ragged_cache import RaggedCache
 from speculators.export import export_drafter
 from speculators.registry import family_class
 from speculators.target.frozen_target import FrozenTarget
@@ -167,6 +168,13 @@ def test_a_target_without_memory_is_the_target(any_architecture, tiny_model, tmp
     with Measured() as real:
         target.features(ids, segments * 0 + torch.arange(12).repeat(2), segments, segments >= 0)
     assert rehearsal.step(plan, 2)["features"].work.flops == real.flops > 0
+    cache = RaggedCache(2, 2 * 21)
+    cache.lengths[:] = [20, 19]
+    with torch.no_grad(), Measured() as real:
+        mask, places = cache.mask(0, 2, 1), cache.position_ids(0, 2, 1)
+        target.logits(target(ids[:, :1], places, mask, cache.view(0, 2, 1))[1])
+    counted, held = rehearsal.decode(plan, 2, 20, target.dtype)
+    assert (counted.work.flops, held) == (real.flops, cache.bytes())
 
 
 def test_active_parameters_of_a_mixture(tmp_path):
