@@ -27,7 +27,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.measuring import in_fresh_process, make_trainer, markdown, with_peak_memory
-from speculators import sizes
 from speculators.layers import attention
 from speculators.target import frozen_target as target_module
 from train.data.loss_mask import TokenRow
@@ -40,7 +39,7 @@ DEPTHS, HEADS, VOCABULARY = 7, 4, 4096
 def one_step(length: int, way: str, hidden_size: int, texts: int) -> tuple[float, float, float]:
     """(MiB at the peak of a step above those before it, seconds, loss)."""
     if way == "plain":
-        target_module.LONG_ROW = attention.KEPT_SCORES = sizes.SCORES["cpu"] = 1 << 62
+        target_module.LONG_ROW = attention.KEPT_SCORES = attention.SCORES["cpu"] = 1 << 62
     torch.manual_seed(0)
     shape = {"hidden_size": hidden_size, "intermediate_size": 4 * hidden_size, "num_hidden_layers": 4}
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "max_position_embeddings": length}

@@ -44,7 +44,7 @@ from speculators.target.frozen_target import FrozenTarget
 from train.data.loss_mask import TokenRow
 from train.features.prefetch import STREAMS
 from train.planner.devices import copy_rate, product_rate, recognised
-from train.planner.memory import memory
+from train.planner.memory import training_memory
 from train.planner.outline import outline
 from train.planner.phases import phases
 from train.planner.token_counts import TokenCount
@@ -114,16 +114,11 @@ def make_trainer(size: Figures, device: torch.device, folder: Path, overlap: boo
     supervised = np.arange(length) >= length // 2
     counted = TokenCount("random", count, count, count * length, count * int(supervised.sum()))
     plan = outline(recipe, counted=([counted], []), device=device)
-    require_room(planned_bytes(plan, device), device)
+    require_room(training_memory(plan).total, device)
     model = make_target(size["config"], device, size["dtype"])
     rows = [TokenRow(row, supervised) for row in random.integers(0, size["config"]["vocab_size"], (count, length))]
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=precision)
     return measuring.make_trainer(recipe, model, rows, accelerator, folder), plan
-
-
-def planned_bytes(plan: Any, device: torch.device) -> int:
-    """Peak memory of training, as `draftsmith plan` estimates it."""
-    return next(stage.total for stage in memory(plan, device=device.type) if stage.name == "train")
 
 
 def require_room(needed: float, device: torch.device) -> None:
@@ -214,14 +209,14 @@ def training(size: Figures, device: torch.device) -> Figures:
             torch.cuda.reset_peak_memory_stats(device)
         seconds, losses = timed_steps(trainer, size["steps"])
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None  # before rates are measured
-        flops = sum(phase.whole.flops for phase in phases(plan, steps=1, device=device.type))
+        flops = sum(phase.whole.flops for phase in phases(plan, steps=1))
     if not all(abs(loss) < 1e4 for loss in losses):  # false for nan too
         raise RuntimeError(f"losses {losses}")
     figures: Figures = {
         "step_seconds": seconds,
         "tokens_per_second": size["batch_size"] * size["max_length"] / seconds,
         "losses_finite": True,
-        "planned_gb": planned_bytes(plan, device) / 1e9,
+        "planned_gb": training_memory(plan).total / 1e9,
         "share_of_measured_products": flops / seconds / rates(device)["product_tflops"] / 1e12,
     }
     if peak is not None:
@@ -262,7 +257,8 @@ def sharding(size: Figures, device: torch.device) -> Figures:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ.setdefault("MASTER_PORT", "29577")
     torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    processes.wants_shards = lambda accelerator: True  # by default a world of one is not sharded
+    # by default a world of one is not sharded, and the planner's rehearsal stays so
+    processes.wants_shards = lambda accelerator: isinstance(accelerator, Accelerator)
     shards = steps_of(size, device)
     torch.distributed.destroy_process_group()
     if whole[2] or not shards[2]:

@@ -12,8 +12,6 @@ from typing import Any, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from speculators.sizes import NO_ATTENTION, QUERIES, AttentionSizes, chunk_queries
-
 
 def default_tap_layers(num_layers: int) -> list[int]:
     """EAGLE-3's taps [2, n/2, n-3] in `hidden_states` numbering, kept distinct and in range for shallow targets."""
@@ -84,24 +82,6 @@ class DrafterConfig(BaseModel):
         """A short description of the head's sizes, for logs and tables."""
         return f"{self.hidden_size} wide"
 
-    @property
-    def attention(self) -> AttentionSizes:
-        """Of the head's own layers."""
-        return NO_ATTENTION
-
-    def activation_bytes(self, tokens: int, width: int, *, recompute: bool) -> int:
-        """About what one depth of an unroll keeps for its backward pass, per token of rows of `tokens` tokens, in
-        values of `width` bytes. `recompute`: attention scores are made again."""
-        return 8 * width * self.hidden_size
-
-    def look_back_bytes(self, width: int) -> int:
-        """The same of each earlier depth that a depth attends to, per token."""
-        return 0
-
-    def chunk_bytes(self, rows: int, tokens: int, device: str) -> int:
-        """About what attention works with at a time, forward and backward, over `rows` rows of `tokens` tokens."""
-        return 0
-
 
 class DecoderConfig(DrafterConfig):
     """The configuration of a head made of Llama decoder layers."""
@@ -156,28 +136,6 @@ class DecoderConfig(DrafterConfig):
             f"{self.num_layers} x {self.hidden_size}, MLP {self.intermediate_size}, {self.num_attention_heads} heads "
             f"of {self.head_dim} ({self.num_key_value_heads} key/value)"
         )
-
-    @property
-    def attention(self) -> AttentionSizes:
-        kv = self.num_layers * self.num_key_value_heads * 2 * self.head_dim
-        heads = self.num_layers * self.num_attention_heads
-        return AttentionSizes(self.num_layers, heads, 2 * heads * self.head_dim, kv)
-
-    def activation_bytes(self, tokens: int, width: int, *, recompute: bool) -> int:
-        H, inner = self.hidden_size, self.intermediate_size
-        heads, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        layer = width * (10 * H + 2 * heads + 2 * kv + 3 * inner) + 4 * 4 * H  # norms run in float32
-        # in float32, and again in fewer bits where there are fewer
-        scores = 0 if recompute else self.num_attention_heads * tokens * (4 + width % 4)
-        return self.num_layers * (layer + scores)
-
-    def look_back_bytes(self, width: int) -> int:
-        return 2 * self.num_layers * width * self.num_attention_heads * self.head_dim  # a key and a value per head
-
-    def chunk_bytes(self, rows: int, tokens: int, device: str) -> int:
-        scores = rows * self.num_attention_heads * tokens  # of one query in each row
-        # in float32, beside those of earlier depths, their softmax, and the gradients of two of these
-        return 5 * 4 * scores * min(tokens, QUERIES, chunk_queries(scores, device))
 
     def llama_fields(self) -> dict[str, Any]:
         """The fields of a Llama config.json that describe the layers."""

@@ -355,11 +355,6 @@ class Drafter(nn.Module):
         apart |= {id(p) for m in self.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
         return [p for p in self.parameters() if p.ndim > 1 and id(p) not in apart]
 
-    def multiplied(self, depth: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Of `weight_matrices`, what one depth of `unroll` multiplies: with every slot of the rows, and with the slots
-        only that have a term. What it costs follows (train/planner/work.py)."""
-        return [], self.weight_matrices()
-
     def append(self, inputs: DraftInput) -> None:
         """Inference: appends slots to the cache and drafts nothing."""
         raise NotImplementedError

@@ -231,6 +231,10 @@ class RaggedCache:
             values = self._values[layer_idx] = self._allocate(value)
         return keys, values
 
+    def repeat_layer(self, layer_idx: int) -> None:
+        """Allocates buffers of one more layer, in the shape of those of `layer_idx`."""
+        self._layer(len(self._keys), self._keys[layer_idx], self._values[layer_idx])
+
     def _layer_rows(self, layer_idx: int, start: int, stop: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Rows [start, stop) of the layer's buffers; the views are kept, since making them costs as much as a write."""
         views = self._row_views.get((layer_idx, start, stop))
@@ -252,7 +256,7 @@ class RaggedView(Cache):
     def __init__(self, cache: RaggedCache, start: int, stop: int, num_new_tokens: int) -> None:
         lengths = cache.lengths[start:stop]
         self.layers: list = []
-        self._cache, self._start, self._stop = cache, start, stop
+        self.cache, self._start, self._stop = cache, start, stop
         self._lengths, self._past, self._T = lengths, max(lengths), num_new_tokens
         self._end = self._past + num_new_tokens  # S
         self.capacity = cache.capacity
@@ -268,13 +272,13 @@ class RaggedView(Cache):
                 f"RaggedView: the view was made for {len(self._lengths)} rows × {self._T} tokens, "
                 f"the forward brought {key_states.shape[0]} × {key_states.shape[2]}"
             )
-        keys, values = self._cache._layer_rows(layer_idx, self._start, self._stop, key_states, value_states)
+        keys, values = self.cache._layer_rows(layer_idx, self._start, self._stop, key_states, value_states)
         seen_keys, seen_values = keys.narrow(2, 0, self._end), values.narrow(2, 0, self._end)  # [b, h, S, d]
         if self._equal:
             seen_keys.narrow(2, self._past, self._T).copy_(key_states)
             seen_values.narrow(2, self._past, self._T).copy_(value_states)
         else:
-            keys, values = self._cache._layer(layer_idx, key_states, value_states)
+            keys, values = self.cache._layer(layer_idx, key_states, value_states)
             self._scatter(keys, key_states)
             self._scatter(values, value_states)
         return seen_keys, seen_values
@@ -301,4 +305,4 @@ class RaggedView(Cache):
         return self._past + query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        return self._cache.max_len
+        return self.cache.max_len

@@ -73,18 +73,6 @@ class ChainDrafter(Drafter):
     def count_terms(self, batch: Any, steps: int) -> Tensor:
         return torch.stack([valid.sum() for valid in self.terms(batch, steps)[0]])
 
-    def multiplied(self, depth: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """See `Drafter.multiplied`: at depth 0 all but the last layer's queries and what follows them is everywhere."""
-        if depth or not self.asks:
-            return ([], self.weight_matrices()) if depth else (self.weight_matrices(), [])
-        asking = {id(p) for p in self.asking_matrices()}
-        both = self.weight_matrices()
-        return [p for p in both if id(p) not in asking], [p for p in both if id(p) in asking]
-
-    def asking_matrices(self) -> list[nn.Parameter]:
-        """What `run` multiplies with the slots of `asking` only."""
-        raise NotImplementedError
-
     def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
         """`steps` depths; a slot's terms, and what they read and match, are those of `term_paths`.
 
@@ -228,9 +216,6 @@ class DecoderChain(ChainDrafter):
     @property
     def attention_layers(self) -> int:
         return len(self.layers)
-
-    def asking_matrices(self) -> list[nn.Parameter]:
-        return self.layers[-1].asking_matrices()
 
     def rotary(self, position_ids: Tensor, like: Tensor, length: int | None = None) -> Rotary:
         if length is None:

@@ -165,11 +165,6 @@ class Eagle3(DecoderChain):
 
     # -------------------------------------------------------------- shared by training and drafting
 
-    def multiplied(self, depth: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """See `Drafter.multiplied`: the taps are read once."""
-        everywhere, asked = super().multiplied(depth)
-        return everywhere, [p for p in asked if depth == 0 or p is not self.fc.weight]
-
     def first_state(self, taps: Tensor | None, last_hidden: Tensor | None) -> Tensor:
         """taps [B, T, n·H] -> g [B, T, H]."""
         return self.fc(self.read_taps(taps.to(self.fc.weight.dtype)))

@@ -34,10 +34,6 @@ class MedusaConfig(DrafterConfig):
     def projections(self) -> int:
         return 1 if self.shared_lm_head else self.num_heads
 
-    def activation_bytes(self, tokens: int, width: int, *, recompute: bool) -> int:
-        """See `DrafterConfig.activation_bytes`: what a block reads, and what its activation does."""
-        return 2 * width * self.hidden_size * self.num_layers
-
     def describe(self) -> str:
         return f"{self.num_heads} heads of {self.num_layers} block(s), {self.projections} vocabulary projection(s)"
 
@@ -126,10 +122,6 @@ class Medusa(SlotwiseDrafter):
     def read(self, state: Tensor, depth: int) -> Tensor:
         """Head `depth`'s blocks: [N, H] -> [N, H]."""
         return self.blocks[depth](state)
-
-    def multiplied(self, depth: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """See `Drafter.multiplied`: each depth has blocks of its own."""
-        return [], [p for p in self.blocks[depth].parameters() if p.ndim > 1]
 
     def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
         """[N, H] -> [N, V]."""

@@ -158,10 +158,6 @@ class MLPSpeculator(SlotwiseDrafter):
         mixed = self.state_weight * _of(self.proj, depth)(state) + self.emb_weight * _of(self.emb, depth)(token_ids)
         return nn.functional.gelu(_of(self.ln, depth)(mixed))
 
-    def multiplied(self, depth: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """See `Drafter.multiplied`: a projection per depth."""
-        return [], [_of(self.proj, depth).weight]
-
     def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
         """[N, width] -> [N, V]."""
         return _of(self.heads, depth)(hidden)

@@ -172,9 +172,6 @@ class Mtp(ChainDrafter):
                 )
         return self
 
-    def asking_matrices(self) -> list[nn.Parameter]:
-        return cast(DecoderLayer, self.layer).asking_matrices()
-
     # -------------------------------------------------------------- starting weights
 
     @torch.no_grad()

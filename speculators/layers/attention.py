@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from speculators.layers.decoder import Attend
 from speculators.layers.grouped_attention import MOST_QUERIES, attend_grouped, repeat_mask
-from speculators.sizes import QUERIES, chunk_queries
 
+SCORES = {"cpu": 1 << 24, "cuda": 1 << 26}  # attention scores that a chunk of queries may have, by kind of device
+QUERIES = 256  # of a chunk, where that many fit
 KEPT_SCORES = 1 << 25  # of one layer and depth, in numbers: what may wait for the backward pass (128 MiB in float32)
 
 
@@ -59,6 +60,11 @@ def unrolled_attention(
         else:
             pieces.append(_attend(*arguments))
     return torch.cat(pieces, dim=2) if len(pieces) > 1 else pieces[0]
+
+
+def chunk_queries(scores: int, device: str) -> int:
+    """Queries whose scores exist at once, each with `scores` of them, on a device of that kind."""
+    return max(16, SCORES.get(device, SCORES["cuda"]) // scores)
 
 
 def recomputes_scores(rows: int, heads: int, queries: int, keys: int) -> bool:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from speculators.layers.attention import recomputes_scores
-from speculators.sizes import chunk_queries
+from speculators.layers.attention import chunk_queries, recomputes_scores
 
 
 @dataclass(frozen=True)

@@ -190,11 +190,6 @@ class DecoderLayer(nn.Module):
         x = residual + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(self.post_attention_layernorm(x))
 
-    def asking_matrices(self) -> list[nn.Parameter]:
-        """Those that slots without a query of their own do not meet: all but the projections to keys and values."""
-        a, m = self.self_attn, self.mlp
-        return [each.weight for each in (a.q_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj)]
-
     def fuse(self) -> None:
         """Projections of one input become one product, a step of decoding being mostly calls."""
         a, m = self.self_attn, self.mlp

@@ -78,14 +78,20 @@ class FrozenTarget(nn.Module):
         self._eager = self.config._attn_implementation == "eager"
         self._window = self._parts.window
         self._has_full, self._has_sliding = FULL in self._parts.kinds, SLIDING in self._parts.kinds
+        self._collected: dict[int, Tensor] | None = None  # taps of the forward in progress
+        self._handles = [self._hook_tap(tap) for tap in self.tap_layers]
+        self._tapped = bool(self.tap_layers)
+        self._final_norm: Callable[[Tensor], Tensor] | None = None  # found on first use
+        if not self._parts.has_values:
+            self._masks_by_kind = bool(getattr(self.config, "layer_types", None))
+            self._attends_by_name = not self._eager
+            self._head_to_logits = nn.Identity()
+            self.vocab_size: int = self._parts.lm_head.weight.shape[0]  # type: ignore[assignment,index]
+            return
         with torch.no_grad():
             self._masks_by_kind = confirm_masks(self._parts)
             self._attends_by_name = attends_by_name(self._parts)
             self._head_to_logits, self.vocab_size = confirm_logits(self._parts)
-            self._collected: dict[int, Tensor] | None = None  # taps of the forward in progress
-            self._handles = [self._hook_tap(tap) for tap in self.tap_layers]
-            self._tapped = bool(self.tap_layers)
-            self._final_norm: Callable[[Tensor], Tensor] | None = None  # found on first use
             confirm_packing(self._parts, self._probe_packed)
 
     @classmethod

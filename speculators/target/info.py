@@ -8,12 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from speculators.errors import CheckpointError, UnsupportedTarget
 from speculators.hub import hub_trouble
 from speculators.precision import as_dtype, own_device, running_dtype
-from speculators.sizes import AttentionSizes, Products, attention_sizes, decoder_products
 
 
 @dataclass(frozen=True)
@@ -28,13 +27,7 @@ class TargetSketch:
     dtype: torch.dtype  # it runs in
     checkpoint_dtype: torch.dtype
     num_parameters: int  # tied ones counted once
-    products: Products  # of its layers
-    attention: AttentionSizes
-
-    @property
-    def active_parameters(self) -> float:
-        """What one token is multiplied with: of the layers, experts that it does not meet left out, and of the head."""
-        return self.products.weights + self.vocab_size * self.hidden_size
+    model: PreTrainedModel  # on the meta device, in float32
 
 
 def sketch_target(
@@ -74,6 +67,5 @@ def sketch_target(
         dtype=running,
         checkpoint_dtype=own if dtype == "auto" else running,
         num_parameters=sum(p.numel() for p in module.parameters()),
-        products=decoder_products(module, config),
-        attention=attention_sizes(config),
+        model=module,
     )

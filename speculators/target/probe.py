@@ -61,6 +61,11 @@ class Parts:
     def device(self) -> torch.device:
         return next(self.layers.parameters()).device
 
+    @property
+    def has_values(self) -> bool:
+        """False for weights without memory, of which nothing can be asked but shapes."""
+        return self.lm_head.weight.untyped_storage().device.type != "meta"
+
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """bool -> 0 where True, the most negative number elsewhere (finite: a row that sees nothing gives no NaN)."""

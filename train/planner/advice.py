@@ -1,7 +1,4 @@
-"""What would make a run fit: keys of its recipe, more devices, or others, each tried out by the estimate that refused.
-
-Knows which keys take memory, and no terminal.
-"""
+"""Changes that make a run fit: keys of its recipe, more devices, or others, each tried by the estimate that refused."""
 
 from __future__ import annotations
 
@@ -13,11 +10,20 @@ from typing import Any
 from pydantic import ValidationError
 
 from train.planner.devices import CPU, DEVICES, Device
-from train.planner.memory import chunk_size, memory
+from train.planner.memory import memory
 from train.planner.plan import USABLE, Plan, peak_of
 from train.recipe.recipe import Recipe, make_recipe
 
-FEWEST = {"training.batch_size": 1, "regenerate.batch_size": 1, "data.max_length": 256, "training.loss_chunk_size": 64}
+KEYS: dict[str, Any] = {  # and the value that takes least memory; numbers in between are tried too
+    "training.keep_features_gb": 0.0,
+    "regenerate.batch_size": 1,
+    "evaluation.lossless_check": False,
+    "training.activation_checkpointing": True,
+    "training.loss_chunk_size": 64,
+    "training.batch_size": 1,
+    "target.sharding": "fsdp",
+    "data.max_length": 256,
+}
 
 
 @dataclass(frozen=True)
@@ -30,29 +36,24 @@ class Advice:
 
 def advise(plan: Plan) -> list[Advice]:
     """Ways to make the run fit: single changes of the recipe, all of them together if none will do, other devices."""
-    found = [Advice((text,), plan.needed - needed) for text, needed in _alone(plan)]
-    if not found:
-        found += _together(plan)
-    smaller = sorted(DEVICES.items(), key=lambda item: item[1].memory)
-    for key, device in smaller:
-        other = needed_with(plan, plan.recipe, device, plan.count)
-        if plan.device.kind != CPU and device.memory > plan.device.memory and other <= USABLE * device.memory:
-            found.append(Advice((f"--gpu {key}",), 0.0))
-            break
-    return found
+    advice = [Advice((text,), plan.needed - needed) for text, needed in _alone(plan)] or _together(plan)
+    if plan.device.kind != CPU:
+        for key, device in sorted(DEVICES.items(), key=lambda item: item[1].memory):
+            if device.memory > plan.device.memory and needed_with(plan, plan.recipe, device) <= USABLE * device.memory:
+                return [*advice, Advice((f"--gpu {key}",), 0.0)]
+    return advice
 
 
 def needed_with(plan: Plan, recipe: Recipe, device: Device | None = None, count: int | None = None) -> float:
     """Bytes of one device, had the recipe been another one. Shapes of target and drafter stay."""
-    device, count = device or plan.device, count or plan.count
     outlines = [replace(s.outline, recipe=part) for s, (_, part) in zip(plan.stages, recipe.training_stages())]
-    found = [memory(each, processes=count, device=device.kind) for each in outlines]
-    return peak_of(found).total + device.context
+    stages = [memory(each, processes=count or plan.count) for each in outlines]
+    return peak_of(stages).total + (device or plan.device).context
 
 
 def _alone(plan: Plan) -> Iterator[tuple[str, float]]:
     """Each key by itself, at the first value that lets the run fit, with the bytes needed then."""
-    for key in _KEYS:
+    for key in KEYS:
         for text, changed in _values(plan, plan.recipe, key):
             if (needed := needed_with(plan, changed)) <= plan.available:
                 yield text, needed
@@ -66,55 +67,28 @@ def _alone(plan: Plan) -> Iterator[tuple[str, float]]:
 
 def _together(plan: Plan) -> list[Advice]:
     """Key after key, each at the first value that makes the run fit or the last that helps, until it does."""
-    recipe, least, texts = plan.recipe, plan.needed, []
-    for key in _KEYS:
-        chosen = None
+    recipe, least, texts = plan.recipe, plan.needed, dict[str, str]()
+    for key in KEYS:
         for text, changed in _values(plan, recipe, key):
-            needed = needed_with(plan, changed)
-            if needed < least:
-                least, chosen = needed, (text, changed)
-            if needed <= plan.available:
-                break
-        if chosen is not None:
-            texts.append(chosen[0])
-            recipe = chosen[1]
-        if least <= plan.available:
-            return [Advice(tuple(texts), plan.needed - least)]
+            if (needed := needed_with(plan, changed)) < least:
+                least, recipe, texts[key] = needed, changed, text
+            if least <= plan.available:
+                return [Advice(tuple(texts.values()), plan.needed - least)]
     return []
 
 
-_KEYS = (
-    "training.keep_features_gb",
-    "regenerate.batch_size",
-    "evaluation.lossless_check",
-    "training.activation_checkpointing",
-    "training.loss_chunk_size",
-    "training.batch_size",
-    "target.sharding",
-    "data.max_length",
-)
-
-
 def _values(plan: Plan, recipe: Recipe, key: str) -> Iterator[tuple[str, Recipe]]:
-    """(how to write it, the recipe) for smaller and smaller values of a key."""
+    """Smaller and smaller values of a key: (how to write it, the recipe)."""
     section, _, name = key.partition(".")
-    value = getattr(getattr(recipe, section), name)
+    least, value = KEYS[key], getattr(getattr(recipe, section), name)
     if key == "training.loss_chunk_size":
-        value = chunk_size(plan.stages[0].outline, plan.device.kind)
-    wanted: list[Any] = []
-    if key in FEWEST:
-        while value > FEWEST[key]:
-            value = max(value // 2, FEWEST[key])
-            wanted.append(value)
-    elif key == "training.activation_checkpointing" and not value:
-        wanted = [True]
-    elif key == "evaluation.lossless_check" and value:
-        wanted = [False]
-    elif key == "training.keep_features_gb" and value:
-        wanted = [0.0]
-    elif key == "target.sharding" and value == "none" and plan.count > 1:
-        wanted = ["fsdp"]
-    for each in wanted:
+        value = plan.stages[0].outline.chunk_size
+    tried = [least] if value != least else []
+    if type(least) is int:
+        tried = [v for i in range(1, value.bit_length() + 1) if (v := value >> i) > least] + [least] * (value > least)
+    if key == "target.sharding" and plan.count == 1:
+        tried = []
+    for each in tried:
         if (changed := _changed(recipe, key, each)) is not None:
             yield _written(recipe, key, each), changed
 
@@ -144,7 +118,7 @@ def _accumulation(recipe: Recipe, batch_size: int) -> int:
 
 
 def _written(recipe: Recipe, key: str, value: Any) -> str:
-    """As an override on the command line."""
+    """The change as an override on the command line."""
     text = f"{key}={json.dumps(value)}"
     if key == "training.batch_size" and recipe.training.global_batch_size is None:
         text += f" training.gradient_accumulation_steps={_accumulation(recipe, value)}"

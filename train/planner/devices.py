@@ -1,8 +1,8 @@
-"""What a device can do: a table of accelerators by their makers' data sheets, and this machine's CPU, measured.
+"""The rates and memory of devices: accelerators by their makers' data sheets, and this machine's CPU, measured.
 
 Peaks are dense (without sparsity), memory is what the maker names in decimal GB, links are bytes per second in one
 direction between two devices of one host. The shares of a peak that real code reaches are assumptions; for a CPU they
-are fitted to measured runs (scripts/bench_plan.py). Knows no model and no recipe.
+are fitted to measured runs (scripts/bench_plan.py).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ CALL = 10.0  # times the smallest call: what one costs on a CPU, fitted as the s
 
 
 def find_device(name: str) -> Device:
-    """By its key; the CPU is measured, which takes a second or two. ConfigError names the keys there are."""
+    """The device of a key; the CPU is measured, which takes a second or two. ConfigError names the keys there are."""
     key = name.lower().replace("_", "-")
     if key == CPU:
         return measure_cpu()
@@ -130,8 +130,8 @@ def measure_cpu(clock: Clock = time.perf_counter) -> Device:
         link=bandwidth / 2,  # between processes of one host
         kind="cpu",
         call_seconds=CALL * _call_seconds(clock),
-        products=Range(0.8, 1.0, 1.0),
-        transfers=Range(0.3, 0.4, 0.6),
+        products=Range(0.6, 0.7, 1.0),
+        transfers=Range(0.4, 0.6, 1.0),
         context=6e8,
     )
 
@@ -163,8 +163,7 @@ def _call_seconds(clock: Clock, calls: int = 300) -> float:
 def _fastest(
     work: Callable[[], object], clock: Clock, device: torch.device | str = "cpu", seconds: float = 0.35
 ) -> float:
-    """Of some repetitions, each until the device has done it: a machine has other work at times, and never less than
-    none."""
+    """Seconds of the fastest repetition, each timed until the device is done: other work of the machine only slows."""
     wait = torch.get_device_module(device).synchronize
     work()
     wait()

@@ -1,7 +1,7 @@
-"""`--dry-run`: what a recipe would do, computed before any weight is loaded or a token is generated.
+"""`--dry-run` prints what a recipe would do, before any weight is loaded or a token is generated.
 
-The facts are train/planner/outline.py's, memory and disk train/planner/memory.py's; here they are printed. What they
-take in time and money is `draftsmith plan`'s. Knows sizes; runs nothing.
+The facts come from train/planner/outline.py, memory and disk from train/planner/memory.py. `draftsmith plan` adds time
+and money.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from inference.console import size_text
-from train.planner.memory import StageMemory, disk, memory
+from train.planner.memory import StageMemory, disk, training_memory
 from train.planner.outline import Outline, outline
 from train.planner.token_counts import TokenCount
 from train.recipe.data_sections import TemperatureShare
@@ -26,14 +26,14 @@ from train.recipe.run_folder import EXPORT, PAGE, RECIPE, REPORT
 
 
 def describe(recipe: Recipe, console: Console | None = None) -> None:
-    """Print what a run of this recipe would do."""
+    """Prints what a run of this recipe would do."""
     plan, console = outline(recipe), console or Console()
     for title, rows in _sections(plan):
         print_pairs(console, title, rows)
     shapes = Table(
         "tensor", "shape", title="Trained tensors", title_justify="left", title_style="bold", box=SIMPLE_HEAD
     )
-    for name, shape, count in _alike(plan.shapes):
+    for name, shape, count in _alike({n: tuple(p.shape) for n, p in plan.head.named_parameters() if p.requires_grad}):
         shapes.add_row(name, " x ".join(map(str, shape)) + (f"  ({count} of them)" if count > 1 else ""))
     console.print(shapes)
     console.print("Nothing was loaded, generated or written.", style="dim")
@@ -66,7 +66,7 @@ def _sections(plan: Outline) -> list[tuple[str, Rows]]:
         (f"{recipe.name} ({recipe.family})", _model_rows(plan)),
         ("Data", _data_rows(plan)),
         ("Training", _training_rows(plan)),
-        ("Memory of one process while it trains, about", memory_rows(_training(plan))),
+        ("Memory of one process while it trains, about", memory_rows(training_memory(plan))),
         ("Disk, about", byte_rows(disk(plan))),
         ("Gates", gates or [("none", "nothing is gated; the report is written all the same")]),
         ("Output", _output_rows(recipe)),
@@ -100,7 +100,7 @@ def _features(plan: Outline) -> str:
 
 
 def _reads(plan: Outline) -> str:
-    """Which of the target's states."""
+    """The target's states that the drafter reads."""
     taps = plan.drafter.tap_layers
     parts = [f"taps {list(taps)} of 0..{plan.target.num_layers} (0: embedding output, i: output of layer i-1)"]
     states = parts * bool(taps) + ["the last hidden state"] * plan.head.reads_last_hidden
@@ -118,7 +118,7 @@ def _vocabulary(plan: Outline) -> str:
 
 
 def _alike(shapes: dict[str, tuple[int, ...]]) -> list[tuple[str, tuple[int, ...], int]]:
-    """Tensors of one shape whose names differ in a number only, as one: name, shape, how many."""
+    """Joins tensors of one shape whose names differ in a number only: name, shape, how many."""
     groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for name, shape in shapes.items():
         groups.setdefault((re.sub(r"(?<=\.)\d+(?=\.)", "*", name), shape), []).append(name)
@@ -156,8 +156,8 @@ def _source_text(source: TokenCount) -> str:
 
 def _training_rows(plan: Outline) -> Rows:
     t, d, steps = plan.recipe.training, plan.recipe.drafter, plan.steps()
-    rows, micro = plan.micro_steps()
-    per_step = rows * micro * plan.recipe.data.max_length
+    shared = plan.step_rows()
+    per_step = shared.rows_per_step * plan.recipe.data.max_length
     passes = f", about {steps * per_step / plan.tokens:.2g} passes over the data" if steps and plan.tokens else ""
     budget = f"{steps:,} steps{passes}" if steps else "until the budget of epochs is spent" if t.epochs else ""
     limit = f"at most {t.max_minutes:g} minutes" if t.max_minutes else ""
@@ -168,7 +168,7 @@ def _training_rows(plan: Outline) -> Rows:
         (
             "a step",
             f"{per_step:,} tokens {'per process' if t.global_batch_size is None else 'over all processes'} "
-            f"({rows} rows x {micro} micro-steps)",
+            f"({shared.rows} rows x {shared.micro_steps} micro-steps)",
         ),
         ("depths", f"{d.unroll_steps}, weighted {weights}"),
         ("loss", ", ".join(f"{weight} x {name}" for name, weight in plan.recipe.loss.items())),
@@ -182,7 +182,7 @@ def _training_rows(plan: Outline) -> Rows:
 
 
 def _on_policy_rows(recipe: Recipe) -> Rows:
-    """What each stage learns from texts of the drafter in training."""
+    """The texts of the drafter in training that each stage learns from."""
     rows: Rows = []
     for name, part in recipe.training_stages():
         if (section := part.on_policy) is None:
@@ -219,17 +219,13 @@ def _output_rows(recipe: Recipe) -> Rows:
     return [*rows, ("trackers", ", ".join(recipe.trackers) or "none")]
 
 
-def _training(plan: Outline) -> StageMemory:
-    return next(stage for stage in memory(plan) if stage.name == "train")
-
-
 def memory_rows(stage: StageMemory) -> Rows:
-    """What is there at the peak of a stage."""
+    """The memory at the peak of a stage."""
     return byte_rows(stage.parts | {"fragmentation": stage.allowance})
 
 
 def byte_rows(parts: Mapping[str, int]) -> Rows:
-    """Each part that takes anything, and their sum."""
+    """Every part that takes memory, and their sum."""
     return [(name, size_text(size)) for name, size in parts.items() if size] + [
         ("total", size_text(sum(parts.values())))
     ]

@@ -1,8 +1,8 @@
-"""What a recipe comes to, before any weight is loaded or a token is generated: shapes, parameters, tokens, steps.
+"""The facts about a recipe before any weight is loaded or a token is generated: shapes, parameters, tokens, steps.
 
 `--dry-run` shows these facts and `draftsmith plan` computes memory, time and cost from them. Shapes and parameter
-counts are exact, from the configuration alone; token counts come from a sample of the data. Of the
-hardware it knows the kind of device alone, for what "auto" means there.
+counts are exact, from the configuration alone; token counts come from a sample of the data. The only fact about the
+hardware is the kind of device, which decides what "auto" means.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -18,11 +19,10 @@ from speculators.drafter import Drafter
 from speculators.precision import autocast_dtype, own_device
 from speculators.target.info import TargetSketch
 from train.features.encodings import bytes_per_token
+from train.losses.chunked import default_chunk_size
 from train.planner.token_counts import TokenCount, counter, mixed
 from train.recipe.recipe import Recipe
 from train.trainer.batches import StepRows
-
-FULLEST = 1.05  # terms of the row of a batch that has the most, relative to the mean row's
 
 
 @dataclass
@@ -36,41 +36,43 @@ class Outline:
     sources: list[TokenCount] = field(default_factory=list)
     validation: list[TokenCount] = field(default_factory=list)
     device: torch.device = field(default_factory=own_device)  # that it is to run on
+    known: dict[tuple, Any] = field(default_factory=dict)  # counts that were made already (rehearsal.py)
 
     @property
     def autocast(self) -> torch.dtype:
-        """What the head's layers compute in."""
+        """The dtype that the head's layers compute in."""
         return autocast_dtype(self.recipe.training.mixed_precision, self.device)
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the tensors that are trained."""
-        return {name: tuple(p.shape) for name, p in self.head.named_parameters() if p.requires_grad}
 
     @property
     def trainable(self) -> int:
         return sum(p.numel() for p in self.head.trainable_parameters())
 
     @property
-    def frozen(self) -> int:
-        """Parameters of the drafter that are not trained."""
-        return sum(p.numel() for p in self.head.parameters()) - self.trainable
+    def parameters(self) -> int:
+        """Parameters of the drafter, trained or not."""
+        return sum(p.numel() for p in self.head.parameters())
 
     @property
     def feature_bytes(self) -> int:
-        """Per token: the taps and the last hidden state, in the target's dtype."""
+        """Bytes per token of the taps and the last hidden state, in the target's dtype."""
         return (len(self.drafter.tap_layers) + 1) * self.target.hidden_size * self.target.dtype.itemsize
 
     @property
     def cached_bytes(self) -> int:
-        """Per token on disk, with features.mode: cache."""
+        """Bytes per token on disk, with features.mode: cache."""
         t = self.target
         return bytes_per_token(self.recipe.features.encodings, len(self.drafter.tap_layers), t.hidden_size, t.dtype)
 
     @property
     def depths(self) -> int:
-        """Of an unroll."""
+        """Depths of an unroll."""
         return min(self.recipe.drafter.unroll_steps, self.head.max_depth or self.recipe.drafter.unroll_steps)
+
+    @property
+    def chunk_size(self) -> int:
+        """Rows of the objective whose logits exist at once."""
+        vocabulary = max(self.target.vocab_size, self.drafter.draft_vocab_size)
+        return self.recipe.training.loss_chunk_size or default_chunk_size(vocabulary, self.device)
 
     @property
     def tokens(self) -> int:
@@ -82,30 +84,19 @@ class Outline:
 
     @property
     def supervised_share(self) -> float:
-        """Of the tokens; where none were counted all of them, which costs the most."""
+        """Supervised tokens over all; 1 where none were counted, which costs the most."""
         return self.supervised / self.tokens if self.tokens else 1.0
 
     @property
-    def used_share(self) -> float:
-        """Of a row's slots, those with a term at some depth, in the row that has the most of them."""
-        rows = sum(source.rows for source in self.sources)
-        response = self.supervised / rows if rows and self.supervised else float(self.recipe.data.max_length)
-        return min(self.supervised_share * (1 + (self.depths - 1) / max(response, 1)) * FULLEST, 1.0)
-
-    @property
     def packed_rows(self) -> float:
-        """Of `data.max_length` tokens; packed ones are nearly full."""
+        """Rows of `data.max_length` tokens; packed ones are nearly full."""
         if self.recipe.data.packing:
             return self.tokens / self.recipe.data.max_length
         return float(sum(source.rows for source in self.sources))
 
-    def micro_steps(self, processes: int = 1) -> tuple[int, int]:
-        """(rows of a micro-step, micro-steps of an optimizer step), on each process."""
-        shared = StepRows(self.recipe.training, processes=processes)
-        return shared.rows, shared.micro_steps
-
-    def rows_per_step(self, processes: int = 1) -> int:
-        return StepRows(self.recipe.training, processes=processes).rows_per_step
+    def step_rows(self, processes: int = 1) -> StepRows:
+        """The rows and micro-steps of an optimizer step on each process."""
+        return StepRows(self.recipe.training, processes=processes)
 
     def steps(self, processes: int = 1) -> int | None:
         """Optimizer steps; None: the budget is minutes, or epochs of data that nobody counted."""
@@ -114,7 +105,7 @@ class Outline:
             return t.steps
         if t.epochs is None or not self.tokens:
             return None
-        return math.ceil(self.packed_rows * t.epochs / self.rows_per_step(processes))
+        return math.ceil(self.packed_rows * t.epochs / self.step_rows(processes).rows_per_step)
 
 
 def outline(
@@ -122,9 +113,10 @@ def outline(
     counted: tuple[Sequence[TokenCount], Sequence[TokenCount]] | None = None,
     device: torch.device | str | None = None,
 ) -> Outline:
-    """All facts. Reads the target's config and tokenizer and a sample of local data; hub datasets are not touched.
-    `counted`: what the sources of `data.train` and of `data.validation` hold, where that is known. `device`: what it is
-    to run on, by default this machine's."""
+    """Reads the target's config and tokenizer and a sample of local data; hub datasets are not touched.
+
+    `counted`: the token counts of `data.train` and of `data.validation`, where they are known. `device`: the device of
+    the run, by default this machine's."""
     from train.recipe.drafter_config import drafter_config, sketch_drafter
 
     device = own_device() if device is None else torch.device(device)

@@ -1,6 +1,6 @@
-"""What a run takes on given devices: time, memory, disk and money, and whether it fits.
+"""Time, memory, disk and cost of a run on given devices, and the verdict whether it fits.
 
-From configurations and counts alone; nothing is loaded or run. Knows no terminal.
+The figures rest on configurations and counts alone: no weight is loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from train.planner.memory import EXACT, Parts, StageMemory, disk, measuring, mem
 from train.planner.outline import Outline, outline
 from train.planner.phases import ASSUMED_TAU, Phase, phases
 from train.planner.token_counts import assumed, counter, mixed
-from train.recipe.data_sections import Source
 from train.recipe.recipe import Recipe
 
 VALIDATION_EXAMPLES = 200  # of a validation source that nobody counted
@@ -24,7 +23,7 @@ USABLE = 0.97  # of a device's memory; the rest is its driver's
 
 @dataclass
 class Stage:
-    """One stage of the training, with what comes before and behind it."""
+    """One stage of the training, with the phases before and after it."""
 
     name: str
     outline: Outline
@@ -55,7 +54,7 @@ class Plan:
 
     @property
     def complete(self) -> bool:
-        """Whether the time is that of the whole run, or of one step only."""
+        """False if the time is that of one step only."""
         return all(stage.steps is not None for stage in self.stages)
 
     @property
@@ -64,7 +63,7 @@ class Plan:
 
     @property
     def cost(self) -> Range | None:
-        """Of all devices for the whole time, in the currency of the price."""
+        """The cost of all devices for the whole time, in the currency of the price."""
         if self.price_per_hour is None or not self.complete:
             return None
         return Range(*(s / 3600 * self.count * self.price_per_hour for s in self.seconds))
@@ -75,7 +74,7 @@ class Plan:
 
     @property
     def needed(self) -> float:
-        """Bytes of one device."""
+        """Bytes that one device needs."""
         return self.peak.total + self.device.context
 
     @property
@@ -97,7 +96,7 @@ class Plan:
 
 
 def peak_of(stages: Sequence[Sequence[StageMemory]]) -> StageMemory:
-    """The largest, of every stage of a training; what is measured is measured after the last."""
+    """The largest of all stages of a training; the export is measured after the last."""
     last = len(stages) - 1
     found = [m for i, stage in enumerate(stages) for m in stage if i == last or not m.name.startswith("measure")]
     return max(found, key=lambda m: m.total)
@@ -124,8 +123,8 @@ def make_plan(
 
 
 def require_memory_to_measure(recipe: Recipe, available: int | None) -> None:
-    """Before anything is trained: ConfigError if the export cannot be measured on a device of `available` bytes. None:
-    not known, and nothing is refused."""
+    """Raises ConfigError before a training if the export cannot be measured on a device of `available` bytes. None: not
+    known, and nothing is refused."""
     if available is None or not (recipe.evaluation.prompts or recipe.data.validation):
         return
     _, last = recipe.training_stages()[-1]
@@ -143,22 +142,16 @@ def require_memory_to_measure(recipe: Recipe, available: int | None) -> None:
 def _outlines(
     recipe: Recipe, device: Device, examples: int | None, tokens: int | None
 ) -> Iterator[tuple[str, Outline]]:
-    """Of each stage; sources that several of them read alike are counted once."""
+    """The outline of each stage; sources that several of them read alike are counted once."""
     known: dict[Any, Any] = {}
     for name, part in recipe.training_stages():
         key = (part.data.model_dump_json(), part.regenerate.model_dump_json())
         if key not in known:
-            count = counter(part)
-
-            def filled(sources: Sequence[Source], said: int | None, part: Recipe = part, count: Any = count) -> list:
-                found = [assumed(count(s), s, part, said if s.resolved().name else None, tokens) for s in sources]
-                return mixed(found, sources)
-
-            few = {"limit": VALIDATION_EXAMPLES}
-            of_validation = [
-                s if s.limit or not s.resolved().name else s.model_copy(update=few) for s in part.data.validation
-            ]
-            known[key] = filled(part.data.train, examples), filled(of_validation, None)
+            count, data = counter(part), part.data
+            train = [assumed(count(s), s, part, examples if s.resolved().name else None, tokens) for s in data.train]
+            few = {s.label: VALIDATION_EXAMPLES for s in data.validation if s.resolved().name and not s.limit}
+            held_out = [assumed(count(s), s, part, few.get(s.label), tokens) for s in data.validation]
+            known[key] = mixed(train, data.train), mixed(held_out, data.validation)
         yield name, outline(part, known[key], device.kind)
 
 
@@ -166,18 +159,17 @@ def _stage(name: str, plan: Outline, device: Device, count: int, *, last: bool) 
     budget = plan.recipe.training.max_minutes
     steps = plan.steps(count)
     if budget is not None:
-        one = sum(p.whole.seconds(device).likely for p in phases(plan, processes=count, device=device.kind, steps=1))
+        one = sum(p.whole.seconds(device).likely for p in phases(plan, processes=count, steps=1))
         within = max(int(60 * budget / one), 1)
         steps = within if steps is None else min(steps, within)
-    found = phases(plan, processes=count, device=device.kind, steps=steps or 1)
-    if steps is not None:
-        found = phases(plan, processes=count, device=device.kind, steps=steps, around=True, report=last)
-    needed = memory(plan, processes=count, device=device.kind)
+    known = steps is not None
+    found = phases(plan, processes=count, steps=steps or 1, around=known, report=known and last)
+    needed = memory(plan, processes=count)
     return Stage(name, plan, found, needed, steps)
 
 
 def _assumptions(plan: Plan) -> list[str]:
-    """What the figures rest on beside the configuration."""
+    """The assumptions that the figures rest on."""
     d = plan.device
     first = plan.stages[0].outline
     found = [f"{s.label}: {s.note}" for s in (*first.sources, *first.validation) if s.note]

@@ -1,6 +1,6 @@
-"""How many tokens the sources of a recipe hold: counted on a sample, or taken for what somebody says.
+"""The tokens in the sources of a recipe, counted on a sample or as the user says.
 
-Reads local data and the target's tokenizer. Datasets of the hub are not touched. Knows no model and no hardware.
+Local data and the target's tokenizer are read; datasets of the hub are not.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from train.recipe.recipe import Recipe
 SAMPLE = 200  # examples of each source that are tokenised
 ASSUMED_SHARE = 0.6  # of a conversation's tokens that are its responses
 ASSUMED_TOKENS = 800  # of a conversation, where nothing can be counted
-CHARACTERS_PER_TOKEN = 4.0  # where there is no tokenizer
 
 
 @dataclass
 class TokenCount:
-    """What one source holds. Estimates are the sample's means times the number of examples."""
+    """The counts of one source. Estimates are the sample's means times the number of examples."""
 
     label: str
     examples: int | None = None  # None: not read
@@ -91,7 +90,7 @@ def counter(recipe: Recipe) -> Callable[[Source], TokenCount]:
 
 
 def mixed(counts: Sequence[TokenCount], sources: Sequence[Source]) -> list[TokenCount]:
-    """What a mixture by shares uses of its sources; without shares, or if one of them was not read, all there is."""
+    """The part of each source that a mixture by shares uses; all of it without shares, or if one was not read."""
     examples = [count.examples for count in counts if count.examples]
     if len(examples) < len(counts) or not any(source.share for source in sources):
         return list(counts)

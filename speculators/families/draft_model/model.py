@@ -30,7 +30,6 @@ from speculators.families.draft_model.student import (
 )
 from speculators.layers.peft_adapter import Adapter, check_adapter
 from speculators.options import Count, DrafterOptions, PositiveInt
-from speculators.sizes import AttentionSizes, attention_sizes
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from speculators.vocab.token_bytes import same_vocabulary
 from speculators.vocab.token_map import TokenMap
@@ -53,17 +52,6 @@ class DraftModelConfig(DrafterConfig):
 
     def describe(self) -> str:
         return f"a causal LM of its own: {self.model.get('model_type')}, {self.size}"
-
-    @property
-    def attention(self) -> AttentionSizes:
-        return attention_sizes(config_of(self.model))
-
-    def activation_bytes(self, tokens: int, width: int, *, recompute: bool) -> int:
-        """See `DrafterConfig.activation_bytes`: as a decoder of the usual shape."""
-        model = config_of(self.model)
-        inner = self.model.get("intermediate_size") or self.model.get("ffn_dim") or 4 * self.hidden_size
-        scores = 0 if recompute else model.num_attention_heads * tokens * (4 + width % 4)
-        return model.num_hidden_layers * (width * (14 * self.hidden_size + 3 * inner) + scores)
 
 
 class DraftModelOptions(DrafterOptions):
@@ -313,11 +301,6 @@ class DraftModel(TokenDrafter):
             self.adapter.unmerge()
 
     # -------------------------------------------------------------- training
-
-    def multiplied(self, depth: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """See `Drafter.multiplied`: one pass serves every depth. An adapter's matrices are among them."""
-        head = {id(p) for p in self.model.get_output_embeddings().parameters()}  # not named where it is frozen
-        return [p for p in self.weight_matrices() if depth == 0 and id(p) not in head], []
 
     def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
         """The states of one pass over the rows, as every depth reads them."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from speculators import sizes
 from speculators.layers import attention
 from speculators.target import frozen_target as target_module
 from speculators.target import packed_attention
@@ -81,7 +80,7 @@ def test_spans_are_of_texts_that_are_whole():
 @pytest.mark.parametrize("name", list(CASES))
 def test_activations_computed_again_give_the_same_gradients(tiny_model, monkeypatch, name):
     monkeypatch.setattr(attention, "KEPT_SCORES", 4)
-    monkeypatch.setitem(sizes.SCORES, "cpu", 1)
+    monkeypatch.setitem(attention.SCORES, "cpu", 1)
     gradients = []
     for recomputes in (False, True):
         target, drafter = make(CASES[name], tiny_model(CASES[name].architecture))

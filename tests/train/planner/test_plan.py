@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,29 +12,34 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from accelerate import Accelerator
 from safetensors import safe_open
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from inference.kv_cache.ragged_cache import RaggedCache
 from speculators.export import export_drafter
 from speculators.registry import family_class
-from speculators.sizes import Products, decoder_products, products
 from speculators.target.frozen_target import FrozenTarget
 from tests.quickstart_data import source as quickstart
 from tests.train.recipe.test_real_recipes import RECIPES, planned
 from tests.train.test_cli import TOKENIZER, call, refused
 from train.data.sources import load_sources
 from train.planner import devices as hardware
-from train.planner import work
+from train.planner import rehearsal
 from train.planner.devices import DEVICES, Device, Range, find_device
-from train.planner.memory import checkpoint_bytes, disk, memory, optimizer_bytes, state_bytes
+from train.planner.memory import checkpoint_bytes, disk, state_bytes, training_memory
 from train.planner.outline import Outline, outline
-from train.planner.phases import depth_products, phases
+from train.planner.phases import phases
 from train.planner.plan import make_plan
-from train.planner.token_counts import assumed
+from train.planner.token_counts import TokenCount, assumed
+from train.planner.work import Product, Work
 from train.recipe.load import load_recipe
 from train.recipe.recipe import make_recipe
 from train.trainer import checkpoint
 from train.trainer.optimizers import make_optimizer, optimizers_in
+from train.trainer.trainer import Trainer
 
 FAMILIES = {
     "eagle": {"unroll_steps": 2},
@@ -41,6 +48,10 @@ FAMILIES = {
     "mlp": {"n_predict": 3, "unroll_steps": 3},
     "mtp": {"unroll_steps": 3},
     "draft_model": {"from_target": {"first": 2}},
+    "peagle": {"num_depths": 4, "mask_token_id": 3, "draft_vocab_size": 64},
+    "dflash": {"num_layers": 2, "block_size": 4, "mask_token_id": 3},
+    "dflash2": {"num_layers": 2, "block_size": 4, "mask_token_id": 3, "conv_group_size": 8},
+    "dspark": {"num_layers": 2, "block_size": 4, "mask_token_id": 3, "markov_rank": 8},
 }
 
 
@@ -81,52 +92,102 @@ def made(outlined: Outline, folder: Path, family: str):
     return drafter.prepare_training(outlined.recipe.drafter), target
 
 
-def test_products_are_what_torch_counts(folder):
-    """Of every family's unroll, every depth: each matrix with every slot it meets, and the scores of attention."""
-    for family in FAMILIES:
-        plan = outline(make_recipe(tree(folder, family)))
-        drafter, target = made(plan, folder, family)
-        T, asked = 40, 12
-        ids = torch.randint(5, 4000, (1, T))
-        mask = torch.arange(T)[None] >= T - asked
-        features = target.features(ids, torch.arange(T)[None], torch.zeros_like(ids), mask)
-        if family == "draft_model":
-            drafter.runner  # noqa: B018 (its probes would be counted)
-        with FlopCounterMode(display=False) as counted:
-            steps = list(drafter.unroll(features, plan.depths))
-        used = len(torch.cat([s.anchor_index for s in steps]).unique())
-        chain, expected = plan.drafter.attention.layers > 0, 0.0
-        for everywhere, some in depth_products(drafter, plan.depths):
-            expected += 2 * (T * everywhere.weights + used * some.weights)
-            if family != "draft_model":  # whose attention is a kernel that torch does not count on a CPU
-                expected += 2 * used * T * plan.drafter.attention.width
-        tolerance = 0.01 if chain else 0.15  # heads without attention drop a slot whose terms are over
-        assert counted.get_total_flops() == pytest.approx(expected, rel=tolerance), family
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # of which torch has no formula
+BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+FORMULAS = flop_registry | {
+    ATTENTION: lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape),
+    torch.ops.aten._grouped_mm: lambda a, b, *_, **__: 2 * a.numel() * b.shape[-1],
+    BACKWARD: lambda g, q, k, v, *_, **__: sdpa_backward_flop_count(g.shape, q.shape, k.shape, v.shape),
+}
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "gpt_oss", "deepseek_v3"])
-def test_products_of_a_target(architecture, tiny_model):
-    """Dense ones are counted by torch; of experts a token meets two of four, and many tokens meet all."""
-    model = tiny_model(architecture)
-    sizes = decoder_products(model, model.config)
-    matrices = {n: p for n, p in model.named_parameters() if p.ndim > 1 and not n.endswith("bias")}
-    apart = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
-    dense = sum(p.numel() for p in matrices.values() if p.ndim == 2 and id(p) not in apart)
-    experts = sum(p.numel() for p in matrices.values() if p.ndim == 3)
-    assert sizes.weights == dense + experts / 2
-    assert sizes.touched(1) == sizes.weights and sizes.touched(1e4) == pytest.approx(dense + experts)
-    if not experts:
-        with FlopCounterMode(display=False) as counted, torch.no_grad():
-            model.model(torch.arange(20)[None])
-        assert counted.get_total_flops() == pytest.approx(2 * 20 * sizes.weights, rel=0.01)
+class Measured(TorchDispatchMode):
+    """Operations of what really runs inside, and bytes of the tensors that are made there, at their peak. (torch's
+    FlopCounterMode follows modules too, and cannot follow `autograd.grad` inside of a forward.)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops, self.now, self.peak = 0, 0, 0
+        tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+        self.known = {t.untyped_storage()._cdata for t in tensors}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if formula := FORMULAS.get(func.overloadpacket):
+            self.flops += formula(*args, **(kwargs or {}), out_val=out)
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and (key := t.untyped_storage()._cdata) not in self.known:
+                self.known.add(key)
+                self.now += (size := t.untyped_storage().nbytes())
+                weakref.finalize(t.untyped_storage(), self.gone, key, size)
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def gone(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_without_memory_is_the_step(family, folder, tmp_path):
+    """The rehearsal has the operations and the peak of memory that torch counts in the step itself, with weights."""
+    plan = outline(make_recipe(tree(folder, family, mixed_precision="no")), device="cpu")
+    drafter, target = made(plan, folder, family)
+    trainer = Trainer(
+        plan.recipe.model_copy(
+            update={"training": plan.recipe.training.model_copy(update={"loss_chunk_size": plan.chunk_size})}
+        ),
+        target,
+        drafter,
+        rehearsal.packed_rows(plan, 2),
+        accelerator=Accelerator(cpu=True),
+        folder=tmp_path,
+    )
+    trainer.module.train()
+    if family == "draft_model":
+        drafter.runner  # noqa: B018 (its probes would be counted)
+    counted = rehearsal.step(plan, 2)
+    with Measured() as real:
+        features = replace(trainer.features.of(range(2)), seeds=trainer.step_rows.seeds(range(2)))
+    assert counted["features"].work.flops == real.flops
+    with Measured() as real:
+        trainer._micro_step(features, torch.ones_like(trainer.depth_weights))
+    assert (counted["drafter"].work + counted["loss"].work).flops == real.flops
+    peak = max(counted[name].peak for name in ("drafter", "loss")) - counted["features"].kept
+    assert peak == pytest.approx(real.peak, rel=0.1)
+
+
+def test_a_target_without_memory_is_the_target(any_architecture, tiny_model, tmp_path):
+    """Packed rows and rounds over a cache have the operations that the model itself has, whatever its masks are."""
+    tiny_model(any_architecture).save_pretrained(tmp_path)
+    whole = tree(tmp_path, "medusa", mixed_precision="no")
+    plan = outline(make_recipe(whole | {"data": whole["data"] | {"max_length": 24}}), counted=([], []), device="cpu")
+    target = FrozenTarget.from_pretrained(str(tmp_path))
+    ids, segments = torch.ones(2, 24, dtype=torch.long), torch.arange(24).expand(2, 24) // 12
+    plan.sources.append(TokenCount("", examples=4, rows=4, tokens=48, supervised=24))
+    with Measured() as real:
+        target.features(ids, segments * 0 + torch.arange(12).repeat(2), segments, segments >= 0)
+    assert rehearsal.step(plan, 2)["features"].work.flops == real.flops > 0
+    cache = RaggedCache(2, 2 * 21)
+    cache.lengths[:] = [20, 19]
+    with torch.no_grad(), Measured() as real:
+        mask, places = cache.mask(0, 2, 1), cache.position_ids(0, 2, 1)
+        target.logits(target(ids[:, :1], places, mask, cache.view(0, 2, 1))[1])
+    counted, held = rehearsal.decode(plan, 2, 20, target.dtype)
+    assert (counted.work.flops, held) == (real.flops, cache.bytes())
 
 
 def test_active_parameters_of_a_mixture(tmp_path):
-    """Qwen3-30B-A3B: 3.3 billion active with the input embedding, by its model card."""
+    """Qwen3-30B-A3B: 3.3 billion active with both embeddings, by its model card; a batch reads nearly all of them."""
     plan, _ = planned(RECIPES / "qwen3-30b-a3b" / "eagle3.yaml", tmp_path)
     t = plan.target
-    assert (t.active_parameters + t.vocab_size * t.hidden_size) / 1e9 == pytest.approx(3.35, abs=0.05)
-    assert t.products.touched(1e6) / 1e9 == pytest.approx(30.53 - 0.62, abs=0.1)
+    one = rehearsal.prefill(plan, 1, 1, t.dtype).work
+    embeddings = 2 * t.vocab_size * t.hidden_size
+    assert (one.flops / 2 + embeddings) / 1e9 == pytest.approx(3.35, abs=0.05)
+    many = rehearsal.prefill(plan, 8, 256, t.dtype).work
+    moved = lambda work: sum(p.moved * n for p, n in work.products.items()) / 2e9
+    assert moved(one) == pytest.approx(2.73, abs=0.1)
+    assert moved(many) > 30.53 - embeddings / 1e9
 
 
 # ------------------------------------------------------------------ bytes
@@ -152,10 +213,11 @@ def test_exact_bytes(family, optimizer, folder, tmp_path):
         for t in values.values()
         if torch.is_tensor(t)
     ]
-    assert optimizer_bytes(plan.head, plan.recipe.training) == sum(t.nbytes for t in states)
+    kept = rehearsal.update(plan)[1]
+    assert kept == sum(t.nbytes for t in states)
     checkpoint.save_best(tmp_path, drafter)
     assert state_bytes(plan.head) == tensor_bytes(tmp_path / "best" / "drafter.safetensors")
-    assert checkpoint_bytes(plan) == state_bytes(plan.head) + optimizer_bytes(plan.head, plan.recipe.training)
+    assert checkpoint_bytes(plan) == state_bytes(plan.head) + kept
     exported = export_drafter(drafter, tmp_path / "export", dtype=plan.target.dtype)
     written = sum(tensor_bytes(path) for path in exported.glob("*.safetensors"))
     assert disk(plan)["export"] == pytest.approx(written, rel=0.01)
@@ -166,29 +228,6 @@ def tensor_bytes(path: Path) -> int:
         return sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
 
 
-def test_activations_are_about_what_autograd_keeps(folder):
-    """Within a factor of two of the bytes of distinct tensors that an unroll saves."""
-    for family in ("eagle3", "medusa", "mtp"):
-        plan = outline(make_recipe(tree(folder, family, mixed_precision="no")), counted=([], []))
-        drafter, target = made(plan, folder, family)
-        T, kept = 256, {}
-        ids = torch.randint(5, 4000, (1, T))
-        features = target.features(ids, torch.arange(T)[None], torch.zeros_like(ids), torch.ones_like(ids) > 0)
-        weights = {p.untyped_storage().data_ptr() for p in (*drafter.parameters(), *target.parameters())}
-
-        def keep(t: torch.Tensor, kept: dict = kept, weights: set = weights) -> torch.Tensor:
-            if t.untyped_storage().data_ptr() not in weights:
-                kept[t.untyped_storage().data_ptr()] = t.untyped_storage()
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            list(drafter.unroll(features, plan.depths))
-        measured = sum(storage.nbytes() for storage in kept.values())
-        (stage,) = (each for each in memory(plan) if each.name == "train")
-        estimated = next(v for k, v in stage.passing["learn"].items() if k.startswith("activations")) / 2  # rows
-        assert 0.5 < estimated / measured < 2, (family, estimated, measured)
-
-
 # ------------------------------------------------------------------ time
 
 
@@ -197,12 +236,12 @@ def real(tmp_path_factory) -> Outline:
     """Qwen3-8B with an EAGLE-3 head on 20,000 conversations."""
     plan, _ = planned(RECIPES / "qwen3-8b" / "eagle3.yaml", tmp_path_factory.mktemp("real"))
     sources = [assumed(c, s, plan.recipe, 20_000, None) for c, s in zip(plan.sources, plan.recipe.data.train)]
-    return replace(plan, sources=sources)
+    return replace(plan, sources=sources, device=torch.device("cuda"), known={})
 
 
 def seconds(plan: Outline, device: str = "h100", count: int = 1) -> Range:
     steps = plan.steps(count)
-    found = phases(plan, steps=steps, processes=count, device="cuda", around=True, report=True)
+    found = phases(plan, steps=steps, processes=count, around=True, report=True)
     return Range(*(sum(each) for each in zip(*(p.whole.seconds(DEVICES[device]) for p in found))))
 
 
@@ -216,20 +255,17 @@ def with_length(plan: Outline, length: int) -> Outline:
     return replace(plan, recipe=plan.recipe.model_copy(update={"data": data}))
 
 
-def test_more_of_anything_takes_more(real):
-    """Memory and time of a step: rows, longer rows, a target of more parameters."""
+def test_more_of_anything_takes_more(real, tmp_path):
+    """Memory and time of a step: rows, longer rows, a target of more layers."""
 
     def cost(plan: Outline) -> tuple[float, float]:
-        step = sum(p.whole.seconds(DEVICES["h100"]).likely for p in phases(plan, steps=1, device="cuda"))
-        return step, max(m.total for m in memory(plan, device="cuda") if m.name == "train")
+        step = sum(p.whole.seconds(DEVICES["h100"]).likely for p in phases(plan, steps=1))
+        return step, training_memory(plan).total
 
-    t = real.target
-    larger = replace(
-        real,
-        target=replace(
-            t, num_parameters=2 * t.num_parameters, products=replace(t.products, weights=2 * t.products.weights)
-        ),
-    )
+    config = json.loads((Path(real.target.name_or_path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 72}))
+    deeper = real.recipe.model_copy(update={"target": real.recipe.target.model_copy(update={"model": str(tmp_path)})})
+    larger = outline(deeper, counted=(real.sources, real.validation), device="cuda")
     rows, length = real.recipe.training.batch_size, real.recipe.data.max_length
     for other in (with_training(real, batch_size=2 * rows), with_length(real, 2 * length), larger):
         assert all(more > less for more, less in zip(cost(other), cost(real), strict=True))
@@ -244,24 +280,21 @@ def test_more_devices_are_never_slower(real):
 
 
 def test_decoding_is_bound_by_weights_at_first_and_by_arithmetic_later(real):
-    t, fast = real.target, replace(DEVICES["h100"], call_seconds=0.0)
+    fast = replace(DEVICES["h100"], call_seconds=0.0)
 
     def round_seconds(rows: int) -> float:
-        size = (t.products, t.attention, t.hidden_size, t.vocab_size, t.dtype)
-        return work.decode(*size, rows=rows, context=0).seconds(fast).likely
+        return rehearsal.decode(real, rows, 2, torch.bfloat16)[0].work.seconds(fast).likely
 
     assert round_seconds(8) < 1.1 * round_seconds(1)
     assert round_seconds(4096) > 1.8 * round_seconds(2048)
 
 
 def test_work_scales_and_adds_up():
-    one = work.forward(Products(weights=1e9, values=1e5, dense=10**9, count=7), 64, torch.bfloat16)
-    device = DEVICES["l4"]
-    twice = (one + one).seconds(device)
-    assert twice == pytest.approx((one * 2).seconds(device)) and twice.likely == pytest.approx(
-        2 * one.seconds(device)[1]
-    )
-    assert products([("a", torch.empty(3, 4)), ("a.bias", torch.empty(3, 4)), ("n", torch.empty(3))]).weights == 12
+    one = Work({Product(1e12, 1e9, torch.bfloat16): 3, Product(1e6, 1e9, torch.float32): 2}, 1e9, 100, 1e6)
+    for device in (DEVICES["l4"], replace(DEVICES["l4"], kind="cpu")):
+        twice = (one + one).seconds(device)
+        assert twice == pytest.approx((one * 2).seconds(device))
+        assert twice.likely == pytest.approx(2 * one.seconds(device).likely)
 
 
 # ------------------------------------------------------------------ fitting, and what would fit

@@ -14,7 +14,7 @@ from speculators.errors import ConfigError
 from train.pipeline import run
 from train.planner import dry_run
 from train.planner.devices import find_device
-from train.planner.memory import memory
+from train.planner.memory import training_memory
 from train.planner.outline import Outline, outline
 from train.planner.plan import make_plan, require_memory_to_measure
 from train.recipe.load import load_recipe
@@ -209,11 +209,11 @@ def test_a_student_is_planned_from_its_config_alone(path: Path, tmp_path: Path, 
     student = load_recipe(path).drafter.init_from
     (tmp_path / "whole").mkdir()
     plan, _ = planned(path, tmp_path / "whole")
-    assert plan.trainable / 1e9 == pytest.approx(STUDENTS[student][0], abs=0.005) and plan.frozen == 0
+    assert plan.trainable / 1e9 == pytest.approx(STUDENTS[student][0], abs=0.005) and plan.parameters == plan.trainable
     lora = "drafter.peft={peft_type: LORA, r: 64, lora_alpha: 128, target_modules: all-linear}"
     adapted, _ = planned(path, tmp_path, lora)
-    assert adapted.frozen == plan.trainable and 0 < adapted.trainable < plan.trainable / 10
-    assert memory(adapted)[1].total < memory(plan)[1].total
+    assert adapted.parameters - adapted.trainable == plan.trainable and 0 < adapted.trainable < plan.trainable / 10
+    assert training_memory(adapted).total < training_memory(plan).total
     dry_run.describe(adapted.recipe, Console(width=300))
     printed = " ".join(capsys.readouterr().out.split())
     assert "no state of the target: tokens alone" in printed
