@@ -305,7 +305,7 @@ def assert_reuse_and_preemption_change_no_draft(model: Any, drafter: Drafter) ->
     assert pressed == expected and llm.get_metrics().num_preemptions > 0
 
 
-PROMPT, VOCAB, WRITTEN, SAMPLES = [1, 3, 2, 0], 4, 3, 4_500  # 64 texts: what 12,000 samples would say of 512
+PROMPT, VOCAB, WRITTEN, SAMPLES = [1, 3, 2, 0], 4, 3, 1_500  # of 64 texts
 
 
 def test_sampled_text_is_distributed_as_the_targets(case, make_drafter, tiny_model) -> None:
@@ -343,7 +343,7 @@ def assert_distributed_as_the_target(model: Any, drafter: Drafter) -> None:
     assert freedom > 8
     tail = torch.special.gammaincc(torch.tensor(freedom / 2).double(), torch.tensor(statistic / 2).double())
     assert float(tail) > 1e-5, (statistic, freedom)
-    assert llm.get_metrics().num_accepted_tokens > 200
+    assert llm.get_metrics().num_accepted_tokens > 70
 
 
 def test_expected_acceptance_is_the_measured_one(case, make_drafter, tiny_model) -> None:
