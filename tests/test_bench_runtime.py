@@ -98,8 +98,7 @@ def test_a_file_that_cannot_be_written_is_said_before_anything_is_loaded(tmp_pat
     assert isinstance(done.exception, ConfigError) and "--json" in str(done.exception)
 
 
-@pytest.mark.slow
-def test_compiled_beside_eager(folders, tmp_path):
+def test_compiled_beside_eager(folders, traced, tmp_path):
     target, _ = folders
     saved = tmp_path / "out.json"
     given = [f"--model={target}", "--method=ngram", "--prompts=en", "--num-prompts=1", "--max-tokens=6", "--repeats=1",

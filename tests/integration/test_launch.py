@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -30,6 +29,11 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@pytest.fixture(autouse=True)
+def _forked(interpreter, monkeypatch):
+    monkeypatch.setattr(sys, "executable", interpreter)
 
 
 def launch(path: Path, out: Path, config: str | None, *options: str, overrides: tuple[str, ...] = ()):
@@ -102,7 +106,7 @@ def test_shipped_configurations_train_alike(short_recipe, tmp_path):
     killed = launch(short_recipe, runs["killed"], "cpu_ddp.yaml")
     while not list((runs["killed"] / "checkpoints").glob("step-*")) and killed.poll() is None:
         time.sleep(0.2)
-    os.killpg(killed.pid, signal.SIGKILL)
+    killed.kill()  # and with it what it started
     killed.communicate()
     finished(alone(short_recipe, runs["killed"]))
     for name in ("two", "sharded", "machines", "killed"):
