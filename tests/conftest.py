@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import socket
 import sys
@@ -133,9 +134,26 @@ def traced(monkeypatch):
     monkeypatch.setattr(torch, "compile", eager)
 
 
+def pytest_collection_finish():
+    """What is imported stays: evaluation, which collects garbage between engines, need not look through it."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_sessionfinish():
     if "tests.forked" in sys.modules:
         sys.modules["tests.forked"].stop()
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """Pages and trackers with empty figures: drawing takes half the time of a tiny run (tests/inference/report)."""
+    from matplotlib.figure import Figure
+
+    from inference.report import charts
+
+    monkeypatch.setattr(charts, "_figure", lambda title, height, draw: Figure(figsize=(1, 1), label=title))
+    monkeypatch.setattr(charts, "svg", lambda figure: figure.get_label())
 
 
 @pytest.fixture

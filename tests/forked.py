@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import fcntl
+import gc
 import io
 import json
 import multiprocessing
@@ -99,6 +100,7 @@ def _with_pipes(arguments: list[str], env: dict[str, str], stdin, stdout) -> Non
 
 def _run(arguments: list[str], env: dict[str, str]) -> None:
     """`python *arguments` in this process, over the file descriptors 0, 1 and 2."""
+    gc.freeze()  # what was imported before
     os.environ.clear()
     os.environ.update(env)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115

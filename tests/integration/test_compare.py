@@ -13,6 +13,8 @@ from train.pipeline.compare import PICTURE, Comparison, compare, markdown
 
 from .test_pipeline import recipe, tiny_target  # noqa: F401 (fixtures)
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 
 @pytest.fixture
 def recipes(recipe, tmp_path) -> list[Path]:  # noqa: F811

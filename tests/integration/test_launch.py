@@ -84,7 +84,7 @@ def short_recipe(recipe: Path) -> Path:  # noqa: F811
         "training": {"steps": 6, "global_batch_size": 4, "batch_size": 2, "mixed_precision": "no", "save_every": 2}
     }
     tree |= {"trackers": [], "export": {"dtype": "float32"}}
-    tree["evaluation"] |= {"repeats": 0, "lossless_check": False, "baseline_transformers": False}
+    tree["evaluation"] |= {"repeats": 0, "lossless_check": False, "baseline_transformers": False, "temperatures": [0.0]}
     recipe.write_text(yaml.safe_dump(tree))
     return recipe
 
