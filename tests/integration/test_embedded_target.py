@@ -41,6 +41,7 @@ def test_the_template_marks_what_the_assistant_says(llm):
         assert llm.get_tokenizer().decode(said) == "".join(f"{answer}<|im_end|>" for answer in answers)
 
 
+@pytest.mark.slow
 def test_answers_are_right_end_and_are_the_same_with_drafts(llm):
     """Prompts that neither training nor the card has seen. The card's rates are of more prompts; this is a floor."""
     asked = list(prompts("test", 30, seed=77, workloads=CHECKABLE))

@@ -232,6 +232,8 @@ def test_a_hub_that_is_down(filled, monkeypatch):
 # ------------------------------------------------------------------------------------------------ a process of its own
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_pushed_and_loaded_by_another_process(filled, drafter_folder, tmp_path):  # noqa: F811
     """As on a user's machine: the address of the Hub and the token come from the environment."""
     environment = {

@@ -270,6 +270,7 @@ JOINT_CASES += [(f"eagle3 {variant}", {}) for variant in VARIANTS if variant]
 JOINT_CASES += [(kind, FILTERS) for kind in ("sampled", "eagle3", "sampled token", "eagle3 static", "eagle3 dynamic")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "options"), JOINT_CASES)
 def test_joint_of_the_first_four_tokens(kind, options, small, make_llm):
     params = SamplingParams(**{"temperature": 1.0, **options}, max_tokens=WRITTEN, n=SAMPLES)

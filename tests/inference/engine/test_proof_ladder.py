@@ -86,6 +86,7 @@ def double(model):  # noqa: F811
     return copy.deepcopy(model).double()
 
 
+@pytest.mark.slow
 def test_greedy_text_is_the_targets_and_no_text_depends_on_the_batch(combination, double, byte_tokenizer, texts):  # noqa: F811
     """Every other request is greedy, those of the next combination are the others."""
     prompts, params = mixed(seed=3)
@@ -101,6 +102,7 @@ def test_greedy_text_is_the_targets_and_no_text_depends_on_the_batch(combination
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.slow
 def test_joint_of_the_first_four_tokens(combination, small):  # noqa: F811
     """χ² with processors; in which batch the rows were does not matter, by the test above."""
     setting = JOINT[COMBINATIONS.index(combination) % len(JOINT)]

@@ -238,6 +238,7 @@ def test_the_reference_is_the_greedy_text(model, drafting_llm, texts, byte_token
     assert sum(a != b for a, b in zip(ids_of(plain), texts.values(), strict=True)) == len(MIXED) - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_greedy_text_is_the_same_whoever_drafts(kind, rows, model, drafting_llm, texts):
@@ -248,6 +249,7 @@ def test_greedy_text_is_the_same_whoever_drafts(kind, rows, model, drafting_llm,
         assert metrics.num_accepted_tokens > 0.6 * metrics.num_draft_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, "off"])
 def test_every_place_that_is_verified(kind, model, drafting_llm, texts, byte_tokenizer, monkeypatch):
     """Sampled, so that texts differ from those the stubs know; raw logits come from a forward without any cache."""
@@ -277,6 +279,7 @@ def test_every_place_that_is_verified(kind, model, drafting_llm, texts, byte_tok
     assert len(checked) > 8 * LENGTH - 9 and (max(checked) >= 3) == (kind != "off")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["off", "ngram", "sampled", "fake", "dynamic"])
 def test_a_row_does_not_depend_on_its_neighbours(kind, model, drafting_llm):
     prompts, params = mixed(seed=3)
@@ -297,6 +300,7 @@ JOINT_CASES = [("off", 0), ("ngram", 1), ("random", 2), ("static", 0), ("dynamic
 JOINT_CASES += [(kind, i) for kind in ("sampled", "fake") for i in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "setting"), JOINT_CASES)
 def test_joint_of_the_first_four_tokens(kind, setting, small, drafting_llm):  # noqa: F811
     samples = 600

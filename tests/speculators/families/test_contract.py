@@ -88,6 +88,7 @@ def all_logits(drafter: Drafter, features: TargetFeatures, depths: int = DEPTHS)
     return [drafter.head(step.hidden, step.depth) for step in drafter.unroll(features, depths)]
 
 
+@pytest.mark.slow
 def test_unroll_equals_draft(world: World) -> None:
     """On the same prefix training and drafting give the same q, at every slot, depth and document."""
     assert_unroll_equals_draft(world, packed([9, 6]))
@@ -170,6 +171,7 @@ def assert_ragged_rows_draft_as_alone(world: World, rows: list[torch.Tensor]) ->
         assert torch.equal(together[i], run([i])[0])
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("taken", [1, 2, DEPTHS])
 def test_steps_that_are_closed_leave_the_appended_slots_alone(world: World, taken: int) -> None:
@@ -258,6 +260,7 @@ def test_every_missing_and_foreign_tensor_is_named(world: World, tmp_path: Path)
 # ---------------------------------------------------------------------- the runtime
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 def test_greedy_text_is_the_targets(case, make_drafter, tiny_model, rows: int) -> None:
     model = tiny_model(case.architecture, max_position_embeddings=64)
@@ -266,7 +269,7 @@ def test_greedy_text_is_the_targets(case, make_drafter, tiny_model, rows: int) -
     prompts = [[3 + (i * i) % 90 for i in range(n)] for n in (9, 1, 30)]
     llm = make_llm(model, drafter=drafter.freeze(), num_speculative_tokens=DEPTHS, max_num_seqs=rows)
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = llm.generate(asked, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+    outputs = llm.generate(asked, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
     for prompt, output in zip(prompts, outputs, strict=True):
         assert_greedy(model, prompt, output.outputs[0].token_ids)
     assert llm.get_metrics().num_drafts > 0
@@ -274,11 +277,12 @@ def test_greedy_text_is_the_targets(case, make_drafter, tiny_model, rows: int) -
 
 @torch.no_grad()
 def assert_greedy(model: Any, prompt: list[int], written: list[int]) -> None:
-    """Each of 20 tokens is the target's choice after those before it."""
+    """Each of 12 tokens is the target's choice after those before it."""
     chosen = model(torch.tensor([[*prompt, *written]])).logits[0].argmax(-1).tolist()
-    assert len(written) == 20 and written == chosen[len(prompt) - 1 : -1]
+    assert len(written) == 12 and written == chosen[len(prompt) - 1 : -1]
 
 
+@pytest.mark.slow
 def test_reuse_and_preemption_change_no_draft(case, make_drafter, tiny_model, monkeypatch) -> None:
     model = tiny_model(case.architecture, max_position_embeddings=96)
     monkeypatch.setattr(kv_memory, "STEP", 2)
@@ -312,6 +316,7 @@ def assert_reuse_and_preemption_change_no_draft(model: Any, drafter: Drafter) ->
 PROMPT, VOCAB, WRITTEN, SAMPLES = [1, 3, 2, 0], 4, 3, 800  # of 64 texts
 
 
+@pytest.mark.slow
 def test_sampled_text_is_distributed_as_the_targets(case, make_drafter, tiny_model) -> None:
     """χ² of the joint of the first tokens under the token rule, against the target's exact probabilities."""
     few = {"draft_vocab_size": 3, "mask_token_id": 3, "selector_top_k": 2}
@@ -350,6 +355,7 @@ def assert_distributed_as_the_target(model: Any, drafter: Drafter) -> None:
     assert llm.get_metrics().num_accepted_tokens > 45
 
 
+@pytest.mark.slow
 def test_expected_acceptance_is_the_measured_one(case, make_drafter, tiny_model) -> None:
     """Replay of the drafted run's own greedy text counts exactly the rounds and the accepted drafts of the run."""
     model = tiny_model(case.architecture, max_position_embeddings=128)
@@ -400,6 +406,7 @@ def trainer(make, case, model: Any, folder: Path, steps: int = 4, **sections: An
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_moves_every_parameter(case, make_drafter, tiny_model, tmp_path: Path) -> None:
     run = trainer(make_drafter, case, tiny_model(case.architecture), tmp_path, steps=12)
     before = {name: p.detach().clone() for name, p in run.drafter.named_parameters() if p.requires_grad}
@@ -410,6 +417,7 @@ def test_training_lowers_the_loss_and_moves_every_parameter(case, make_drafter, 
     assert all(p.requires_grad is False for p in run.target.parameters())
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_ends_with_the_same_weights(case, make_drafter, tiny_model, tmp_path: Path) -> None:
     model = tiny_model(case.architecture)
     whole = trainer(make_drafter, case, model, tmp_path / "whole")

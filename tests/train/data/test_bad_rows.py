@@ -101,6 +101,8 @@ def test_every_kind_of_damage_is_used_or_reported(tokenizer, tmp_path):
     check_all(lines, tokenizer, tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_two_thousand_conversations_are_used_or_reported(tokenizer, tmp_path):
     check_all(list(damaged(2_000)), tokenizer, tmp_path)
 

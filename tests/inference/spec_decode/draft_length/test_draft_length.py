@@ -232,6 +232,7 @@ def joint_fits(draft_length, small, samples=500) -> LLM:  # noqa: F811
     return llm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "asks"), [("adaptive", True), ("adaptive", False), ("threshold", True)])
 def test_joint_of_the_first_tokens(length, asks, small, monkeypatch):  # noqa: F811
     monkeypatch.setattr(
@@ -267,6 +268,7 @@ def test_a_length_that_looks_at_the_draft_is_noticed(small, monkeypatch):  # noq
 # ---------------------------------------------------------------------- text at temperature 0, and what heads are fed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", ["cheap", "hopeless", "scheduled", "measured"])
 @pytest.mark.parametrize(
     ("kind", "asks"), [("ngram", False), ("right", False), ("fake", True), ("fake", False), ("eagle3", True)]
