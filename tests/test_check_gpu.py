@@ -41,6 +41,7 @@ def test_its_parts_run_once_and_a_part_that_fails_fails_it(interpreter, tmp_path
     assert "took longer" in json.loads(output.read_text())["cpu/tiny"]["versions"]["reason"]
 
 
+@pytest.mark.slow
 def test_eager_and_compiled_rounds_write_the_same_tokens(traced):
     done = check_gpu.one_part("decoding", "tiny", "cpu")
     assert done["state"] == "ok" and done["figures"]["ways_with_the_same_tokens"] == 2

@@ -87,6 +87,7 @@ def test_a_fitted_head_predicts_at_every_depth_before_it_is_trained(target, text
     assert fitted[0] > 0.3 and fitted[3] > 0.5 * fitted[0], fitted
 
 
+@pytest.mark.slow
 def test_the_last_group_of_heads_copies(target, features):
     """Without it, text that is mostly copied from the request is predicted worse."""
     again = told(conversations("train", 8, seed=9, workloads=["rewrite"]))
