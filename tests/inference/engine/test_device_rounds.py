@@ -166,7 +166,7 @@ def assert_few_waits(gpu: Any, way: Way, step: Callable[[], Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 5, 16])
+@pytest.mark.parametrize("rows", [1, 16])
 def test_waits_do_not_grow_with_the_rows(way, rows, claimed_gpu, tiny_model, byte_tokenizer):
     llm = llm_of(way, tiny_model("qwen3", vocab_size=VOCAB), byte_tokenizer, "cuda", rows)
     requests = submit(llm, way, rows, 60)
