@@ -3,7 +3,7 @@
 #   ARGS      more arguments for the command, such as ARGS="training.steps=50" or ARGS="-k mask"
 #   PYTHON    the interpreter that .venv is made with (default: the first of 3.11 or newer)
 #   THREADS   CPU threads of `make quickstart` (default: all)
-#   WORKERS   processes of `make test` and `make test-vllm`
+#   WORKERS   processes of `make test`, `make test-fast` and `make test-vllm`
 
 .DEFAULT_GOAL := help
 SHELL := bash
@@ -23,7 +23,7 @@ ARGS ?=
 LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no \
 	--dynamo_backend no --num_cpu_threads_per_process
 
-.PHONY: help venv quickstart test test-vllm lint format compare distill-table bench-losses bench-runtime check-gpu clean
+.PHONY: help venv quickstart test test-fast test-vllm lint format compare distill-table bench-losses bench-runtime check-gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 WANDB_
 
 test: $(VENV)/.installed  ## run the whole test suite
 	$(PYTEST) $(ARGS)
+
+test-fast: $(VENV)/.installed  ## run the quick tests in two minutes (ARGS=tests/inference/engine: those of one room)
+	$(PYTEST) -m "not slow and not integration" $(ARGS)
 
 test-vllm: $(VENV)/.installed  ## run the exports in real vLLM, on a CPU (makes .venv-vllm first: minutes, 4 GB)
 	$(BIN)/python scripts/setup_vllm.py $(VLLM_VENV)

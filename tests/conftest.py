@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
+import gc
+import os
 import socket
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of processes that import torch each
 
 _BASE = dict(
     vocab_size=101,
@@ -102,6 +108,52 @@ def _accelerate_afresh():
 
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
+
+
+@pytest.fixture(scope="session")
+def interpreter():
+    """The path of a program that does what sys.executable does, in a process that has torch imported already."""
+    from tests.forked import Interpreter
+
+    with tempfile.TemporaryDirectory() as folder:
+        made = Interpreter(Path(folder))
+        yield made.path
+        made.close()
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """torch.compile without its code generator, which takes most of the time and is tested once (test_compiled.py)."""
+    compile = torch.compile
+
+    def eager(function, backend, options, **others):
+        filters = {name: option for name, option in options.items() if name == "guard_filter_fn"}
+        return compile(function, backend="eager", options=filters, **others)
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", eager)
+
+
+def pytest_collection_finish():
+    """What is imported stays: evaluation, which collects garbage between engines, need not look through it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    if "tests.forked" in sys.modules:
+        sys.modules["tests.forked"].stop()
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """Pages and trackers with empty figures: drawing takes half the time of a tiny run (tests/inference/report)."""
+    from matplotlib.figure import Figure
+
+    from inference.report import charts
+
+    monkeypatch.setattr(charts, "_figure", lambda title, height, draw: Figure(figsize=(1, 1), label=title))
+    monkeypatch.setattr(charts, "svg", lambda figure: figure.get_label())
 
 
 @pytest.fixture

@@ -45,6 +45,7 @@ def folders(tiny_model, tmp_path_factory) -> tuple[str, str]:
     return str(root / "target"), str(root / "head")
 
 
+@pytest.mark.slow
 def test_everything_in_one_run(folders, tmp_path):
     target, head = folders
     saved = tmp_path / "out.json"
@@ -99,7 +100,7 @@ def test_a_file_that_cannot_be_written_is_said_before_anything_is_loaded(tmp_pat
 
 
 @pytest.mark.slow
-def test_compiled_beside_eager(folders, tmp_path):
+def test_compiled_beside_eager(folders, traced, tmp_path):
     target, _ = folders
     saved = tmp_path / "out.json"
     given = [f"--model={target}", "--method=ngram", "--prompts=en", "--num-prompts=1", "--max-tokens=6", "--repeats=1",

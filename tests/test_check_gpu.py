@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,30 +17,34 @@ from scripts import check_gpu
 from scripts.check_gpu import Skipped, make_trainer
 from train.planner.devices import DEVICES, recognised
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def check(output: Path, *options: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "scripts" / "check_gpu.py"), "--device", "cpu", "--output", str(output)]
-    return subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, env=None)
-
 
 @pytest.mark.slow
-def test_its_parts_run_once_and_a_part_that_fails_fails_it(tmp_path):
+def test_its_parts_run_once_and_a_part_that_fails_fails_it(interpreter, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", interpreter)
     output = tmp_path / "figures.json"
-    ran = check(output, "--parts", "versions,training,decoding,overlap,sharding")
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+    def check(parts: str, again: bool = False, limit: float = 300) -> int:
+        with pytest.raises(typer.Exit) as ended:
+            check_gpu.main(device="cpu", parts=parts, again=again, output=output, limit=limit)
+        return ended.value.exit_code
+
+    assert check("versions,training,overlap,sharding") == 0
     found = json.loads(output.read_text())["cpu/tiny"]
     assert {name: part["state"] for name, part in found.items()} == {
-        "versions": "ok", "training": "ok", "decoding": "ok", "overlap": "skipped", "sharding": "ok",
+        "versions": "ok", "training": "ok", "overlap": "skipped", "sharding": "ok",
     }  # fmt: skip
     training = found["training"]["figures"]
     assert training["tokens_per_second"] > 0 and training["planned_gb"] > 0
-    assert found["decoding"]["figures"]["ways_with_the_same_tokens"] == 2
-    assert check(output, "--parts", "versions,training").returncode == 0
+    assert check("versions,training") == 0
     assert json.loads(output.read_text())["cpu/tiny"] == found  # nothing was done again
-    ran = check(output, "--parts", "versions", "--again", "--limit", "0.01")
-    assert ran.returncode == 1 and "took longer" in ran.stdout
+    assert check("versions", again=True, limit=0.01) == 1
+    assert "took longer" in json.loads(output.read_text())["cpu/tiny"]["versions"]["reason"]
+
+
+@pytest.mark.slow
+def test_eager_and_compiled_rounds_write_the_same_tokens(traced):
+    done = check_gpu.one_part("decoding", "tiny", "cpu")
+    assert done["state"] == "ok" and done["figures"]["ways_with_the_same_tokens"] == 2
 
 
 def test_a_part_that_takes_too_long_ends_with_all_that_it_started(tmp_path, monkeypatch):

@@ -147,15 +147,15 @@ def fake_head():
 
 @pytest.fixture(scope="session")
 def tiny_eagle3():
-    """tiny_eagle3(model, tap_layers): a random head that proposes every other token of the vocabulary."""
+    """tiny_eagle3(model, tap_layers): a random head of every other token of the vocabulary, of three at least."""
 
     def make(model, tap_layers) -> Eagle3:
         target = FrozenTarget(model)
-        size = target.vocab_size // 2
+        size = max(target.vocab_size // 2, 3)
         with torch.random.fork_rng():
             torch.manual_seed(1)
             drafter = Eagle3(config_for_target(target, "eagle3", tap_layers=tap_layers, draft_vocab_size=size)).eval()
-        drafter.target_ids.copy_(torch.arange(0, 2 * size, 2))
+        drafter.target_ids.copy_(torch.arange(size) * target.vocab_size // size)
         return drafter
 
     return make

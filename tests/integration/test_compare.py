@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from speculators.errors import ConfigError
 from train.pipeline.compare import PICTURE, Comparison, compare, markdown
 
 from .test_pipeline import recipe, tiny_target  # noqa: F401 (fixtures)
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 @pytest.fixture
@@ -30,7 +33,8 @@ def recipes(recipe, tmp_path) -> list[Path]:  # noqa: F811
 
 
 @pytest.mark.integration
-def test_every_recipe_gets_its_time_and_its_row(recipes, tmp_path) -> None:
+def test_every_recipe_gets_its_time_and_its_row(recipes, tmp_path, interpreter, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "executable", interpreter)
     out = tmp_path / "compare"
     found = compare(recipes, 0.02, out)
     assert [(entry.name, entry.family) for entry in found.entries] == [("eagle3", "eagle3"), ("medusa-2", "medusa")]

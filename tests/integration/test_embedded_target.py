@@ -41,17 +41,18 @@ def test_the_template_marks_what_the_assistant_says(llm):
         assert llm.get_tokenizer().decode(said) == "".join(f"{answer}<|im_end|>" for answer in answers)
 
 
+@pytest.mark.slow
 def test_answers_are_right_end_and_are_the_same_with_drafts(llm):
     """Prompts that neither training nor the card has seen. The card's rates are of more prompts; this is a floor."""
-    asked = list(prompts("test", 60, seed=77, workloads=CHECKABLE))
+    asked = list(prompts("test", 30, seed=77, workloads=CHECKABLE))
     params = SamplingParams(temperature=0, max_tokens=320)
     chats = [messages for messages, _ in asked]
     drafted = llm.chat(chats, params, use_tqdm=False)
     plain = llm.chat(chats, params, use_tqdm=False, speculate=False)
     assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in plain]
-    assert sum(o.outputs[0].finish_reason == "stop" for o in plain) >= 58
+    assert sum(o.outputs[0].finish_reason == "stop" for o in plain) >= 29
     right = [is_right(c.workload, c.expected, o.outputs[0].text) for (_, c), o in zip(asked, plain)]
-    assert sum(right) >= 51  # 85 %
+    assert sum(right) >= 26  # 85 %
 
 
 def test_the_card_has_a_rate_for_every_workload():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -30,6 +29,11 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@pytest.fixture(autouse=True)
+def _forked(interpreter, monkeypatch):
+    monkeypatch.setattr(sys, "executable", interpreter)
 
 
 def launch(path: Path, out: Path, config: str | None, *options: str, overrides: tuple[str, ...] = ()):
@@ -80,7 +84,7 @@ def short_recipe(recipe: Path) -> Path:  # noqa: F811
         "training": {"steps": 6, "global_batch_size": 4, "batch_size": 2, "mixed_precision": "no", "save_every": 2}
     }
     tree |= {"trackers": [], "export": {"dtype": "float32"}}
-    tree["evaluation"] |= {"repeats": 0, "lossless_check": False, "baseline_transformers": False}
+    tree["evaluation"] |= {"repeats": 0, "lossless_check": False, "baseline_transformers": False, "temperatures": [0.0]}
     recipe.write_text(yaml.safe_dump(tree))
     return recipe
 
@@ -102,7 +106,7 @@ def test_shipped_configurations_train_alike(short_recipe, tmp_path):
     killed = launch(short_recipe, runs["killed"], "cpu_ddp.yaml")
     while not list((runs["killed"] / "checkpoints").glob("step-*")) and killed.poll() is None:
         time.sleep(0.2)
-    os.killpg(killed.pid, signal.SIGKILL)
+    killed.kill()  # and with it what it started
     killed.communicate()
     finished(alone(short_recipe, runs["killed"]))
     for name in ("two", "sharded", "machines", "killed"):

@@ -31,6 +31,7 @@ from train.trainer.optimizers import optimizer_state
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "recipes" / "quickstart" / "target"
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def call(*arguments: object) -> tuple[int, str]:

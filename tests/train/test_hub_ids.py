@@ -34,6 +34,7 @@ from train.pipeline.run import run
 
 TARGET, HEAD = "org/target", "org/head"
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 @pytest.fixture
@@ -231,21 +232,29 @@ def test_a_hub_that_is_down(filled, monkeypatch):
 # ------------------------------------------------------------------------------------------------ a process of its own
 
 
-def test_pushed_by_one_process_and_loaded_by_another(filled, drafter_folder, tmp_path):  # noqa: F811
+@pytest.mark.slow
+@pytest.mark.slow
+def test_pushed_and_loaded_by_another_process(filled, drafter_folder, tmp_path):  # noqa: F811
     """As on a user's machine: the address of the Hub and the token come from the environment."""
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith("HF_")},
         "HF_ENDPOINT": filled.endpoint, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT),
     }  # fmt: skip
-
-    def draftsmith(*arguments: object, **more: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "train.cli", *map(str, arguments)]
-        return subprocess.run(command, env=environment | more, cwd=tmp_path, capture_output=True, text=True)
-
-    done = draftsmith("push", drafter_folder, "org/fresh", HF_TOKEN=WRITER)
-    assert done.returncode == 0 and "org/fresh (private)" in done.stdout, done.stderr
+    code = """if True:
+        import json, sys
+        from typer.testing import CliRunner
+        from train.cli import app
+        for arguments, token in json.loads(sys.argv[1]):
+            done = CliRunner().invoke(app, arguments, env={"HF_TOKEN": token})
+            print(json.dumps([done.exit_code, done.output]))
+    """
+    inspect = ["inspect", "org/fresh"]
+    commands = [(["push", str(drafter_folder), "org/fresh"], WRITER), (inspect, None), (inspect, WRITER)]
+    program = [sys.executable, "-c", code, json.dumps(commands)]
+    done = subprocess.run(program, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pushed, hidden, inspected = map(json.loads, done.stdout.splitlines())
+    assert pushed[0] == 0 and "org/fresh (private)" in pushed[1], pushed
     assert WRITER not in done.stdout + done.stderr
-    done = draftsmith("inspect", "org/fresh")  # private, and no token
-    assert done.returncode == 2 and "no such repository, or it is private" in done.stderr
-    done = draftsmith("inspect", "org/fresh", HF_TOKEN=WRITER)
-    assert done.returncode == 0 and "every tensor is there" in done.stdout, done.stderr
+    assert hidden[0] == 2 and "no such repository, or it is private" in hidden[1]
+    assert inspected[0] == 0 and "every tensor is there" in inspected[1], inspected

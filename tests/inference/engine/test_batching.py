@@ -179,6 +179,7 @@ class Schedule:
         assert set(self.ended).isdisjoint(self.aborted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_schedule_changes_what_a_request_writes(kind, make_llm, alone):
     """Whoever its neighbours are and whenever they come and go, with prefixes taken over and rows preempted."""

@@ -165,7 +165,8 @@ def assert_few_waits(gpu: Any, way: Way, step: Callable[[], Any]) -> None:
     assert waits.total() <= way.waits, gpu.sites
 
 
-@pytest.mark.parametrize("rows", [1, 5, 16])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 16])
 def test_waits_do_not_grow_with_the_rows(way, rows, claimed_gpu, tiny_model, byte_tokenizer):
     llm = llm_of(way, tiny_model("qwen3", vocab_size=VOCAB), byte_tokenizer, "cuda", rows)
     requests = submit(llm, way, rows, 60)
@@ -175,6 +176,7 @@ def test_waits_do_not_grow_with_the_rows(way, rows, claimed_gpu, tiny_model, byt
     assert not any(request.finished for request in requests)
 
 
+@pytest.mark.slow
 def test_text_is_the_one_written_on_a_cpu(way, tiny_model, byte_tokenizer, request):
     def written(device: str) -> list[list[int]]:
         llm = llm_of(way, tiny_model("qwen3", vocab_size=VOCAB), byte_tokenizer, device, 5)

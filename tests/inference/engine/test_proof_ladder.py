@@ -4,21 +4,27 @@ in batches of one, two and five. What each case proves alone is in test_engine.p
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
 from inference import LLM, SamplingParams
 from inference.spec_decode.tree_shape import DynamicTree, StaticTree
-from tests.inference.engine.test_engine import SMALL_PROMPT, TRAINING_FREE, WRITTEN, ids_of
+from tests.inference.engine.test_engine import (  # noqa: F401 (a fixture among them)
+    SMALL_PROMPT,
+    TRAINING_FREE,
+    WRITTEN,
+    check_joint,
+    ids_of,
+    small,
+)
 from tests.inference.modules import make_llm
 from tests.inference.sampling.test_logits_processors import (  # noqa: F401 (fixtures among them)
     JOINT,
-    check_joint,
     mixed,
     model,
-    small,
+    processed_joint,
     texts,
 )
 from tests.speculators.families.conftest import Case, make
@@ -43,7 +49,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "sample_match, tree": {"rejection_sample_method": "sample_match", "draft_sample_method": "greedy", "tree": DYNAMIC},
 }
 OF_A_LIST = ("token", "block", "sample_match")  # what texts that were looked up can be judged by
-SAMPLES = 1200
+SAMPLES = 400
 
 
 @dataclass(frozen=True)
@@ -74,33 +80,34 @@ def combination(request) -> Combination:
     return request.param
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5])
-def test_greedy_text_is_the_targets(combination, rows, model, byte_tokenizer, texts):  # noqa: F811
-    llm = combination.llm(model, byte_tokenizer, max_num_seqs=rows)
-    assert ids_of(llm.generate(*mixed(temperature=0), False)) == list(texts.values())
-    assert llm.get_metrics().num_drafts > 0
-
-
 @pytest.fixture(scope="module")
 def double(model):  # noqa: F811
     """The model in float64: a float32 product of another width may round a draw across a token's edge."""
     return copy.deepcopy(model).double()
 
 
-def test_sampled_text_does_not_depend_on_the_batch(combination, double, byte_tokenizer):
+@pytest.mark.slow
+def test_greedy_text_is_the_targets_and_no_text_depends_on_the_batch(combination, double, byte_tokenizer, texts):  # noqa: F811
+    """Every other request is greedy, those of the next combination are the others."""
     prompts, params = mixed(seed=3)
-    found = [
-        ids_of(combination.llm(double, byte_tokenizer, max_num_seqs=rows).generate(prompts, params, False))
-        for rows in (1, 2, 5)
-    ]
+    greedy = range(COMBINATIONS.index(combination) % 2, len(params), 2)
+    for i in greedy:
+        params[i] = replace(params[i], temperature=0)
+    found = []
+    for rows in (1, 2, 5):
+        llm = combination.llm(double, byte_tokenizer, max_num_seqs=rows)
+        found.append(ids_of(llm.generate(prompts, params, False)))
+        assert llm.get_metrics().num_drafts > 0
+    assert [found[0][i] for i in greedy] == [list(texts.values())[i] for i in greedy]
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.slow
 def test_joint_of_the_first_four_tokens(combination, small):  # noqa: F811
     """χ² with processors; in which batch the rows were does not matter, by the test above."""
     setting = JOINT[COMBINATIONS.index(combination) % len(JOINT)]
     params = SamplingParams(**{"temperature": 1.0, **setting}, max_tokens=WRITTEN, n=SAMPLES)
     llm = combination.llm(small, None, seed=11, max_num_seqs=500, max_num_batched_tokens=8000)
     (output,) = llm.generate({"prompt_token_ids": SMALL_PROMPT}, params, False)
-    check_joint(output, small, params)
-    assert llm.get_metrics().num_accepted_tokens > 50
+    check_joint(output, processed_joint(small, params))
+    assert llm.get_metrics().num_accepted_tokens > 20

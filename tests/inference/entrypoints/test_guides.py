@@ -185,6 +185,7 @@ def test_a_guide_runs_as_it_is(name, folders, capsys):
     assert kinds == expected | ({DeprecationWarning} if "speculative_model" in options else set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GUIDES)
 def test_a_guide_writes_what_its_target_writes_alone(name, folders):
     target, options, _ = GUIDES[name]

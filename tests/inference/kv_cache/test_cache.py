@@ -32,6 +32,7 @@ def check(actual, expected):
     assert (actual - expected).abs().max() <= 1e-5 * max(1.0, expected.abs().max().item())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_chunks_raggedness_and_rollback_equal_a_fresh_forward(tiny_model, any_architecture, seed):
     """Random rounds: prefill in chunks, drafts kept in part, over random contiguous row ranges, growing on the way."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -11,15 +9,14 @@ from inference import SamplingParams
 from inference.requests.request import Request
 from inference.sampling.logits_processors import RequestProcessors, apply_processors, bad_word_ids
 from inference.sampling.penalties import TokenCounts, along_paths
-from inference.sampling.sampler import probabilities
 from inference.spec_decode.logits import cut_at_dead_ends, process_draft_logits, process_logits
 from inference.spec_decode.proposal import Kept, Proposal
 from inference.spec_decode.proposers import drafter as head
 from inference.spec_decode.verification.rejection_sampler import verify_and_sample
 from speculators.errors import ConfigError, DraftsmithError
-from tests.inference.engine.test_engine import SMALL_PROMPT, WRITTEN, check_counts_fit, ids_of
+from tests.inference.engine.test_engine import SMALL_PROMPT, WRITTEN, check_joint, exact_joint, ids_of, small  # noqa: F401
 
-V, LIMIT = 40, 64
+V, LIMIT, LENGTH = 40, 64, 14
 STOPS = (7, 11)
 PROMPT = [3, 4, 5, 3, 4, 9]
 SETTINGS = [
@@ -218,7 +215,7 @@ MIXED = [  # (prompt, parameters): prompts differ, since stubs know texts by the
 
 def mixed(**options):
     prompts = [{"prompt_token_ids": prompt} for prompt, _ in MIXED]
-    return prompts, [SamplingParams(max_tokens=24, **options, **each) for _, each in MIXED]
+    return prompts, [SamplingParams(max_tokens=LENGTH, **options, **each) for _, each in MIXED]
 
 
 @pytest.fixture(scope="module")
@@ -230,17 +227,18 @@ def texts(model, drafting_llm):
 def test_the_reference_is_the_greedy_text(model, drafting_llm, texts, byte_tokenizer):
     """The texts that drafting must reproduce, by the target's own forward and the plain reference."""
     for (prompt, settings), (_, text) in zip(MIXED, texts.items(), strict=True):
-        params, output = SamplingParams(temperature=0, max_tokens=24, **settings), []
+        params, output = SamplingParams(temperature=0, max_tokens=LENGTH, **settings), []
         bad = bad_word_ids(byte_tokenizer, params.bad_words)
         for _ in text:
             with torch.no_grad():
                 logits = model(torch.tensor([[*prompt, *output]])).logits[0, -1]
             output.append(int(reference(logits, params, prompt, output, bad).argmax()))
         assert output == text
-    plain = drafting_llm("off", model).generate(mixed()[0], SamplingParams(temperature=0, max_tokens=24), False)
+    plain = drafting_llm("off", model).generate(mixed()[0], SamplingParams(temperature=0, max_tokens=LENGTH), False)
     assert sum(a != b for a, b in zip(ids_of(plain), texts.values(), strict=True)) == len(MIXED) - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_greedy_text_is_the_same_whoever_drafts(kind, rows, model, drafting_llm, texts):
@@ -251,6 +249,7 @@ def test_greedy_text_is_the_same_whoever_drafts(kind, rows, model, drafting_llm,
         assert metrics.num_accepted_tokens > 0.6 * metrics.num_draft_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, "off"])
 def test_every_place_that_is_verified(kind, model, drafting_llm, texts, byte_tokenizer, monkeypatch):
     """Sampled, so that texts differ from those the stubs know; raw logits come from a forward without any cache."""
@@ -277,9 +276,10 @@ def test_every_place_that_is_verified(kind, model, drafting_llm, texts, byte_tok
 
     monkeypatch.setattr(llm.engine, "_decide", checking)
     llm.generate(*mixed(seed=5), False)
-    assert len(checked) > 100 and (max(checked) >= 3) == (kind != "off")
+    assert len(checked) > 8 * LENGTH - 9 and (max(checked) >= 3) == (kind != "off")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["off", "ngram", "sampled", "fake", "dynamic"])
 def test_a_row_does_not_depend_on_its_neighbours(kind, model, drafting_llm):
     prompts, params = mixed(seed=3)
@@ -289,17 +289,10 @@ def test_a_row_does_not_depend_on_its_neighbours(kind, model, drafting_llm):
         assert ids_of(drafting_llm(kind, model, max_num_seqs=rows).generate(prompts, params, False)) == expected
 
 
-@pytest.fixture(scope="module")
-def small(tiny_model):
-    model = tiny_model("qwen3", vocab_size=8, hidden_size=16, num_hidden_layers=2, initializer_range=0.5)
-    model.generation_config.eos_token_id = None
-    return model
-
-
 JOINT = [
-    {"repetition_penalty": 1.5, "frequency_penalty": 1.0, "presence_penalty": 2.0},
-    {"logit_bias": {2: 1.5, 5: -1.0}, "allowed_token_ids": [0, 1, 2, 3, 5, 6], "temperature": 0.8, "top_k": 4},
-    {"min_tokens": 4, "stop_token_ids": [1, 3], "frequency_penalty": 1.0, "top_p": 0.9},
+    {"repetition_penalty": 1.5, "frequency_penalty": 1.0, "presence_penalty": 2.0, "top_k": 3},
+    {"logit_bias": {0: -1.0, 3: 0.5}, "allowed_token_ids": [0, 2, 3], "temperature": 1.2},
+    {"min_tokens": 4, "stop_token_ids": [3], "frequency_penalty": 1.0, "top_p": 0.95},
 ]
 
 
@@ -307,18 +300,19 @@ JOINT_CASES = [("off", 0), ("ngram", 1), ("random", 2), ("static", 0), ("dynamic
 JOINT_CASES += [(kind, i) for kind in ("sampled", "fake") for i in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "setting"), JOINT_CASES)
-def test_joint_of_the_first_four_tokens(kind, setting, small, drafting_llm):
-    samples = 2000
+def test_joint_of_the_first_four_tokens(kind, setting, small, drafting_llm):  # noqa: F811
+    samples = 600
     params = SamplingParams(**{"temperature": 1.0, **JOINT[setting]}, max_tokens=WRITTEN, n=samples)
     rows = {"max_num_seqs": 500, "max_num_batched_tokens": 8000, "tokenizer": None}
     llm = drafting_llm(kind, small, seed=11, **rows)
     (output,) = llm.generate({"prompt_token_ids": SMALL_PROMPT}, params, False)
-    check_joint(output, small, params)
-    assert (llm.get_metrics().num_accepted_tokens > 100) == (kind != "off")
+    check_joint(output, processed_joint(small, params))
+    assert (llm.get_metrics().num_accepted_tokens > 40) == (kind != "off")
 
 
-def test_penalties_that_do_not_count_drafts_are_noticed(small, drafting_llm, monkeypatch):
+def test_penalties_that_do_not_count_drafts_are_noticed(small, drafting_llm, monkeypatch):  # noqa: F811
     """The power of the test above."""
 
     def blind(counts, paths, device):
@@ -329,26 +323,9 @@ def test_penalties_that_do_not_count_drafts_are_noticed(small, drafting_llm, mon
         test_joint_of_the_first_four_tokens("sampled", 0, small, drafting_llm)
 
 
-def check_joint(output, model, params) -> None:
-    """χ² of the responses of four tokens, and of their last two alone, against the target's own probabilities."""
-    codes = torch.tensor([each.token_ids for each in output.outputs]) @ torch.tensor([512, 64, 8, 1])
-    observed = torch.bincount(codes, minlength=8**WRITTEN).double()
-    expected = len(output.outputs) * exact_joint(model, params)
-    assert observed[expected == 0].sum() == 0
-    check_counts_fit(observed, expected)
-    check_counts_fit(observed.view(64, 64).sum(0), expected.view(64, 64).sum(0))
-
-
-def exact_joint(model, params) -> torch.Tensor:
-    """[8^4] float64: the target's own probability of every text of four tokens, with the plain reference."""
-    joint = torch.ones(1, dtype=torch.float64)
-    for length in range(WRITTEN):
-        tails = list(itertools.product(range(8), repeat=length))
-        with torch.no_grad():
-            logits = model(torch.tensor([[*SMALL_PROMPT, *tail] for tail in tails])).logits[:, -1]
-        processed = [reference(row, params, SMALL_PROMPT, tail) for row, tail in zip(logits, tails, strict=True)]
-        joint = (joint[:, None] * probabilities(torch.stack(processed), params).double()).flatten()
-    return joint
+def processed_joint(model, params) -> torch.Tensor:
+    """The target's own probability of every text of four tokens, with the plain reference."""
+    return exact_joint(model, params, lambda logits, text: reference(logits, params, SMALL_PROMPT, text))
 
 
 # ---------------------------------------------------------------------- what cannot be honoured

@@ -90,6 +90,7 @@ def greedy(model, drafting_llm):
     return ids_of(drafting_llm("off", model, max_num_seqs=1).generate(PROMPTS, params_of(temperature=0), False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_greedy_output_is_the_same_whoever_drafts(kind, rows, model, drafting_llm, greedy):
@@ -103,6 +104,7 @@ def test_greedy_output_is_the_same_whoever_drafts(kind, rows, model, drafting_ll
         assert llm.get_metrics().num_accepted_tokens > 0.6 * llm.get_metrics().num_draft_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["off", "ngram", "random", "sampled", "fake"])
 def test_sampled_output_fits_and_does_not_depend_on_neighbours(kind, model, drafting_llm):
     free = SamplingParams(seed=0, max_tokens=12, ignore_eos=True)

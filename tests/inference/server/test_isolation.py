@@ -79,6 +79,7 @@ def break_prefill(llm, victim):
     llm.engine._forward = broken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("breaks", [break_proposing, break_deciding, break_committing, break_prefill])
 @pytest.mark.parametrize("kind", ["fake", "ngram", "dynamic"])
 def test_only_the_one_that_fails_is_ended(drafting_llm, model, kind, breaks):

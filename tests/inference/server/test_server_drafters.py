@@ -58,6 +58,7 @@ def slowly(llm):
     return llm
 
 
+@pytest.mark.slow
 def test_requests_in_flight_go_on(serving, drafting_llm, model, heads):
     """Drafters come and go while eight clients are answered: every answer is the target's own, to its last token."""
     offline = drafting_llm("off", model)
@@ -192,6 +193,7 @@ def compare(url: str, *drafters: dict):
     return CLIENT.post(f"{url}/drafter", json={"drafters": list(drafters)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_drafters_side_by_side(temperature, serving, drafting_llm, model, heads):
     """Two heads that read different states, a matcher and no drafter share the traffic: each is counted by itself, as

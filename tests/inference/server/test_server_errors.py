@@ -161,6 +161,7 @@ CHECKS = [
 ]
 
 
+@pytest.mark.slow
 def test_the_document_is_true(serving, drafting_llm, model):
     """Generated requests, right and wrong: no 5xx, no hang, nothing that the document does not say."""
     url = serving(drafting_llm("ngram", model), **LIMITS | {"request_timeout_s": 20})

@@ -93,6 +93,7 @@ def idle(serving, url) -> bool:
     return not server.llm.engine.has_unfinished and server.engine.in_flight == 0 and not server.engine._active
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fake", "ngram"])
 def test_32_at_a_time(serving, drafting_llm, model, kind):
     """Greedy answers are those of the target alone, and seeds mean what they mean offline; ten hang up meanwhile."""

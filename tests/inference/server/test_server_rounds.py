@@ -30,6 +30,7 @@ def events(url: str, request: dict, path: str = "/v1/completions") -> list[dict]
 ASKED = {"prompt": "again and again and again", "max_tokens": 60, "temperature": 0, "return_token_ids": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["off", "ngram", "fake", "dynamic", "static"])
 @pytest.mark.parametrize("temperature", [0, 0.9])
 def test_rounds_are_what_was_written_and_counted(kind, temperature, serving, drafting_llm, model):

@@ -262,6 +262,7 @@ def test_a_narrowed_unroll_is_the_whole_one(all_cases, make_drafter, tiny_model)
         torch.testing.assert_close(a.hidden[order[0]], b.hidden[order[1]], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dspark", "eagle3"])
 @pytest.mark.parametrize(
     "sections",

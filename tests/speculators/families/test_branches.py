@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from speculators.drafter import Drafter
@@ -30,6 +31,7 @@ def rollout(seed: int, prompt: int, accepted: list[int], drafted: int) -> Rollou
     return Rollout(tuple(text[:prompt]), tuple(text[prompt:]), tuple(rounds))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_unroll_replays_what_was_drafted(case, world: World) -> None:
     """The q of a rejected round is the one the runtime drafts with when it takes the logged drafts, at every depth of

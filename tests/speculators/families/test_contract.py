@@ -88,6 +88,7 @@ def all_logits(drafter: Drafter, features: TargetFeatures, depths: int = DEPTHS)
     return [drafter.head(step.hidden, step.depth) for step in drafter.unroll(features, depths)]
 
 
+@pytest.mark.slow
 def test_unroll_equals_draft(world: World) -> None:
     """On the same prefix training and drafting give the same q, at every slot, depth and document."""
     assert_unroll_equals_draft(world, packed([9, 6]))
@@ -170,6 +171,7 @@ def assert_ragged_rows_draft_as_alone(world: World, rows: list[torch.Tensor]) ->
         assert torch.equal(together[i], run([i])[0])
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("taken", [1, 2, DEPTHS])
 def test_steps_that_are_closed_leave_the_appended_slots_alone(world: World, taken: int) -> None:
@@ -236,6 +238,7 @@ def test_every_missing_and_foreign_tensor_is_named(world: World, tmp_path: Path)
     target, drafter = world
     folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
     weights = load_file(folder / "model.safetensors")
+    whole = {name: tensor for name, tensor in weights.items() if name not in ("t2d", "d2t")}
 
     def refused(tensors: dict[str, torch.Tensor]) -> str:
         save_file(tensors, folder / "model.safetensors")
@@ -243,13 +246,13 @@ def test_every_missing_and_foreign_tensor_is_named(world: World, tmp_path: Path)
             load_drafter(folder, target)
         return str(error.value)
 
-    for name in weights:
-        if name != "t2d":
-            assert f"{name} is missing" in refused({n: t for n, t in weights.items() if n != name})
-    for name, tensor in weights.items():
-        if name not in ("t2d", "d2t"):
-            assert f"{name} has shape" in refused(weights | {name: torch.zeros(tensor.shape[0] + 1, *tensor.shape[1:])})
-            assert f"{name} holds values that are not finite" in refused(weights | {name: tensor * float("nan")})
+    for gone in (sorted(weights.keys() - {"t2d"})[third::3] for third in range(3)):
+        said = refused({name: tensor for name, tensor in weights.items() if name not in gone})
+        assert [name for name in gone if f"{name} is missing" not in said] == []
+    said = refused(weights | {name: torch.zeros(len(tensor) + 1, *tensor.shape[1:]) for name, tensor in whole.items()})
+    assert [name for name in whole if f"{name} has shape" not in said] == []
+    said = refused(weights | {name: tensor * float("nan") for name, tensor in whole.items()})
+    assert [name for name in whole if f"{name} holds values that are not finite" not in said] == []
     stray = next(iter(weights)).rsplit(".", 1)[0] + ".stray"
     assert f"{stray} is unexpected" in refused(weights | {stray: torch.zeros(3)})
 
@@ -257,6 +260,7 @@ def test_every_missing_and_foreign_tensor_is_named(world: World, tmp_path: Path)
 # ---------------------------------------------------------------------- the runtime
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 def test_greedy_text_is_the_targets(case, make_drafter, tiny_model, rows: int) -> None:
     model = tiny_model(case.architecture, max_position_embeddings=64)
@@ -265,16 +269,20 @@ def test_greedy_text_is_the_targets(case, make_drafter, tiny_model, rows: int) -
     prompts = [[3 + (i * i) % 90 for i in range(n)] for n in (9, 1, 30)]
     llm = make_llm(model, drafter=drafter.freeze(), num_speculative_tokens=DEPTHS, max_num_seqs=rows)
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = llm.generate(asked, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+    outputs = llm.generate(asked, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
     for prompt, output in zip(prompts, outputs, strict=True):
-        ids = list(prompt)
-        for _ in range(20):
-            with torch.no_grad():
-                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-        assert output.outputs[0].token_ids == ids[len(prompt) :]
+        assert_greedy(model, prompt, output.outputs[0].token_ids)
     assert llm.get_metrics().num_drafts > 0
 
 
+@torch.no_grad()
+def assert_greedy(model: Any, prompt: list[int], written: list[int]) -> None:
+    """Each of 12 tokens is the target's choice after those before it."""
+    chosen = model(torch.tensor([[*prompt, *written]])).logits[0].argmax(-1).tolist()
+    assert len(written) == 12 and written == chosen[len(prompt) - 1 : -1]
+
+
+@pytest.mark.slow
 def test_reuse_and_preemption_change_no_draft(case, make_drafter, tiny_model, monkeypatch) -> None:
     model = tiny_model(case.architecture, max_position_embeddings=96)
     monkeypatch.setattr(kv_memory, "STEP", 2)
@@ -288,8 +296,8 @@ def assert_reuse_and_preemption_change_no_draft(model: Any, drafter: Drafter) ->
 
     def written(**options: Any) -> tuple[list[Any], LLM]:
         llm = make_llm(model, drafter=drafter, num_speculative_tokens=DEPTHS, max_num_seqs=4, **options)
-        params, found = SamplingParams(temperature=1, n=2, seed=3, max_tokens=14), []
-        histories = [[3 + (i * i + first) % 90 for i in range(20)] for first in (0, 40)]
+        params, found = SamplingParams(temperature=1, n=2, seed=3, max_tokens=8), []
+        histories = [[3 + (i * i + first) % 90 for i in range(12)] for first in (0, 40)]
         for _ in range(2):
             outputs = llm.generate([{"prompt_token_ids": list(history)} for history in histories], params, False)
             for history, output in zip(histories, outputs, strict=True):
@@ -299,15 +307,16 @@ def assert_reuse_and_preemption_change_no_draft(model: Any, drafter: Drafter) ->
 
     expected, whole = written(enable_prefix_caching=False, kv_cache_memory_bytes=1 << 30)
     reused, llm = written()
-    assert reused == expected and llm.get_metrics().prefix_cache_hits > 2 * 18 + 2 * (18 + 28)
+    assert reused == expected and llm.get_metrics().prefix_cache_hits > 2 * 9 + 2 * (9 + 13)
     assert whole.engine.rows.memory_limit is not None
-    pressed, llm = written(kv_cache_memory_bytes=whole.engine.rows.memory_limit.bytes(2, 45))
+    pressed, llm = written(kv_cache_memory_bytes=whole.engine.rows.memory_limit.bytes(2, 27))
     assert pressed == expected and llm.get_metrics().num_preemptions > 0
 
 
-PROMPT, VOCAB, WRITTEN, SAMPLES = [1, 3, 2, 0], 4, 3, 4_500  # 64 texts: what 12,000 samples would say of 512
+PROMPT, VOCAB, WRITTEN, SAMPLES = [1, 3, 2, 0], 4, 3, 800  # of 64 texts
 
 
+@pytest.mark.slow
 def test_sampled_text_is_distributed_as_the_targets(case, make_drafter, tiny_model) -> None:
     """χ² of the joint of the first tokens under the token rule, against the target's exact probabilities."""
     few = {"draft_vocab_size": 3, "mask_token_id": 3, "selector_top_k": 2}
@@ -321,7 +330,7 @@ def test_sampled_text_is_distributed_as_the_targets(case, make_drafter, tiny_mod
 def assert_distributed_as_the_target(model: Any, drafter: Drafter) -> None:
     """`model` has VOCAB tokens."""
     model.generation_config.eos_token_id = None
-    params = SamplingParams(temperature=1.0, max_tokens=WRITTEN, n=SAMPLES)
+    params = SamplingParams(temperature=1.5, max_tokens=WRITTEN, n=SAMPLES)  # so that no text is rare
     llm = make_llm(
         model, drafter=drafter.freeze(), num_speculative_tokens=2, seed=11, max_num_seqs=500,
         max_num_batched_tokens=8000,
@@ -343,9 +352,10 @@ def assert_distributed_as_the_target(model: Any, drafter: Drafter) -> None:
     assert freedom > 8
     tail = torch.special.gammaincc(torch.tensor(freedom / 2).double(), torch.tensor(statistic / 2).double())
     assert float(tail) > 1e-5, (statistic, freedom)
-    assert llm.get_metrics().num_accepted_tokens > 200
+    assert llm.get_metrics().num_accepted_tokens > 45
 
 
+@pytest.mark.slow
 def test_expected_acceptance_is_the_measured_one(case, make_drafter, tiny_model) -> None:
     """Replay of the drafted run's own greedy text counts exactly the rounds and the accepted drafts of the run."""
     model = tiny_model(case.architecture, max_position_embeddings=128)
@@ -353,7 +363,7 @@ def test_expected_acceptance_is_the_measured_one(case, make_drafter, tiny_model)
     target, drafter = make_drafter(case, model)
     llm = make_llm(model, drafter=drafter.freeze(), num_speculative_tokens=DEPTHS, max_num_seqs=2)
     asked = [{"prompt_token_ids": [3 + (i * i) % 90 for i in range(n)]} for n in (9, 4)]
-    outputs = llm.generate(asked, SamplingParams(temperature=0, max_tokens=60), use_tqdm=False)
+    outputs = llm.generate(asked, SamplingParams(temperature=0, max_tokens=30), use_tqdm=False)
     texts = [(output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs]
     replayed = sum(expected_acceptance(target, drafter, texts, 0.0, DEPTHS), ReplayResult())
     metrics = llm.get_metrics()
@@ -374,7 +384,7 @@ def rows(count: int = 16, vocab: int = 100) -> list[Any]:
     return pack(found, 48)
 
 
-def trainer(make, case, model: Any, folder: Path, steps: int = 6, **sections: Any) -> Trainer:
+def trainer(make, case, model: Any, folder: Path, steps: int = 4, **sections: Any) -> Trainer:
     target, drafter = make(case, model, noise=0.0)
     recipe = recipe_class(case.family).model_validate(
         {
@@ -396,8 +406,9 @@ def trainer(make, case, model: Any, folder: Path, steps: int = 6, **sections: An
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_moves_every_parameter(case, make_drafter, tiny_model, tmp_path: Path) -> None:
-    run = trainer(make_drafter, case, tiny_model(case.architecture), tmp_path, steps=25)
+    run = trainer(make_drafter, case, tiny_model(case.architecture), tmp_path, steps=12)
     before = {name: p.detach().clone() for name, p in run.drafter.named_parameters() if p.requires_grad}
     history = run.run().history
     assert np.mean([r["loss"] for r in history[-3:]]) < np.mean([r["loss"] for r in history[:3]])
@@ -406,6 +417,7 @@ def test_training_lowers_the_loss_and_moves_every_parameter(case, make_drafter, 
     assert all(p.requires_grad is False for p in run.target.parameters())
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_ends_with_the_same_weights(case, make_drafter, tiny_model, tmp_path: Path) -> None:
     model = tiny_model(case.architecture)
     whole = trainer(make_drafter, case, model, tmp_path / "whole")

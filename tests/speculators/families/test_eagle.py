@@ -207,6 +207,7 @@ def conversations() -> tuple[FrozenTarget, RowFeatures]:
     return target, RowFeatures(target, pack(rows, 256), keep_bytes=2**30)
 
 
+@pytest.mark.slow
 def test_the_fitted_start_accepts_what_an_unlearned_one_does_not(conversations):
     """On rows that it was not fitted to, at every depth. Passing the state on hardly helps: it says
     what stands in its slot already."""

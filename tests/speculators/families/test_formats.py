@@ -49,6 +49,7 @@ def assert_same(target: FrozenTarget, folder: Path, drafter: Drafter) -> None:
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format_", FORMATS)
 def test_every_format_reads_back_to_the_same_drafter(case, make_drafter, tiny_model, tmp_path, format_) -> None:
     """Written, read strictly, written again in vLLM's own format from that folder alone, and read again."""

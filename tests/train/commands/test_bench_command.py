@@ -110,7 +110,8 @@ def test_no_server_is_said_and_failures_have_an_exit_code():
     assert result.exit_code == 1 and "3 failed" in result.output
 
 
-def test_a_server_that_does_not_start_says_why(tmp_path):
+def test_a_server_that_does_not_start_says_why(interpreter, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", interpreter)
     log = tmp_path / "logs" / "server.log"
     with pytest.raises(DraftsmithError, match="no such") as caught, started("no such", None, [], log, 60):
         pass
@@ -120,8 +121,9 @@ def test_a_server_that_does_not_start_says_why(tmp_path):
 
 
 @pytest.mark.slow
-def test_one_server_then_off_and_on(target, tmp_path):
+def test_one_server_then_off_and_on(target, interpreter, tmp_path, monkeypatch):
     """Through the command: two servers of a folder, started and stopped; then one measurement, saved."""
+    monkeypatch.setattr(sys, "executable", interpreter)
     flags = [*CHATS.split(), "--num-prompts", "4", "--output-len", "40", "--disable-tqdm"]
     compare = ["--compare", "--model", str(target), "--speculative-config", NGRAM, "--concurrencies", "1,2"]
     run = CliRunner().invoke(

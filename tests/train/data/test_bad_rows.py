@@ -102,8 +102,9 @@ def test_every_kind_of_damage_is_used_or_reported(tokenizer, tmp_path):
 
 
 @pytest.mark.slow
-def test_ten_thousand_conversations_are_used_or_reported(tokenizer, tmp_path):
-    check_all(list(damaged(10_000)), tokenizer, tmp_path)
+@pytest.mark.slow
+def test_two_thousand_conversations_are_used_or_reported(tokenizer, tmp_path):
+    check_all(list(damaged(2_000)), tokenizer, tmp_path)
 
 
 def test_with_regeneration_a_row_without_an_answer_is_a_prompt(tokenizer, tmp_path):

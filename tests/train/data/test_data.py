@@ -429,6 +429,7 @@ def test_bad_rows_stop_the_run_or_are_counted(tokenizer):
     assert json.dumps(statistics.to_dict())
 
 
+@pytest.mark.slow
 def test_processes_give_the_same_rows(tokenizer):
     converter = ConversationTokenizer(tokenizer, chat_template=CHATML_MARKED)
     examples = [chat("hello", f"answer {i}") for i in range(5)]

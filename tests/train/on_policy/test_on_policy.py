@@ -64,6 +64,7 @@ def make_trainer(make_model, folder: Path, recipe, accelerator: Accelerator | No
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_after", [1, 2, 4, 5, 7])
 def test_killed_anywhere_ends_with_the_same_weights(tiny_model, tmp_path, stop_after) -> None:
     """Also where texts were written after the last checkpoint: those are written again."""

@@ -82,6 +82,7 @@ def world(tiny_model, tmp_path_factory):
     return root, recipe
 
 
+@pytest.mark.slow
 def test_a_run_is_measured_reported_and_gated(world) -> None:
     root, recipe = world
     console = Console(file=io.StringIO(), width=100)

@@ -95,6 +95,7 @@ def whole(path: Path, seconds: float = 60) -> list:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_wandb_offline(run):
     pytest.importorskip("wandb")
     run("wandb", 4)

@@ -193,6 +193,7 @@ def test_active_parameters_of_a_mixture(tmp_path):
 # ------------------------------------------------------------------ bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_exact_bytes(family, optimizer, folder, tmp_path):
@@ -329,6 +330,7 @@ def test_a_run_that_fits(monkeypatch, recipe_file):
     assert told["seconds"]["likely"] == pytest.approx(sum(p["likely"] for p in told["phases"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.35])
 def test_advice_holds(monkeypatch, recipe_file, share):
     """A run that does not fit is refused with exit code 1, and fits with every advice that is given."""

@@ -179,6 +179,7 @@ def local_recipe(path: Path, folder: Path, *overrides: str) -> Recipe:
     return load_recipe(path, [*local, *overrides])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", REAL, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_a_real_recipe_can_be_planned(path: Path, tmp_path: Path) -> None:
     plan, billions = planned(path, tmp_path)
@@ -203,6 +204,7 @@ def test_a_real_recipe_fits_the_devices_that_it_names(path: Path, tmp_path: Path
     assert plan.fits and {"train", "measure", "measure in float32"} <= names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [p for p in REAL if p.stem == "draft_model"], ids=lambda path: path.parent.name)
 def test_a_student_is_planned_from_its_config_alone(path: Path, tmp_path: Path, capsys) -> None:
     """Trained whole, or by the adapter that a comment of the recipes offers."""

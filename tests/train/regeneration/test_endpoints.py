@@ -101,6 +101,7 @@ def kept(folder: Path) -> tuple[list[str], dict]:
 # ------------------------------------------------------------------ the same responses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turns", ["last", "all"])
 def test_a_server_writes_what_this_process_writes(write, server, tmp_path, turns):
     """Greedy and sampled, one turn and many; and what one wrote the other finds."""

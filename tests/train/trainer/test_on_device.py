@@ -95,6 +95,7 @@ def make_trainer(folder: Path, family: str, drafter: dict[str, Any], training: d
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_family_trains_evaluates_and_saves(claimed_gpu, tmp_path, name):
     state = make_trainer(tmp_path, *CASES[name]).run()

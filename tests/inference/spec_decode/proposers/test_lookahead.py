@@ -114,6 +114,7 @@ def begin(model, proposer, *prompts, length=LIMIT) -> list[Request]:
     return requests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("columns", "ngram_size"), SIZES)
 @pytest.mark.parametrize("from_prompt", [False, True])
 def test_text_is_the_target_s_own(columns, ngram_size, from_prompt, model):

@@ -183,11 +183,13 @@ def groups_of(p: Tensor) -> Tensor:
 # (b) χ²
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab,dense,rule", CASES)
 def test_text_is_distributed_as_the_targets(vocab, dense, rule):
     assert_written_by_target(Path(make_world(vocab), dense, rule), rows=8_000 if vocab == 16 else 2_000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab,dense,rule", TREES)
 def test_text_of_tree_drafts_is_distributed_as_the_targets(vocab, dense, rule):
     assert_written_by_target(TreePath(make_world(vocab), dense, rule), rows=3_000 if vocab == 16 else 1_000)
@@ -246,6 +248,7 @@ class LengthAfterLooking(Path):
         return proposal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("bug", [SharedNoise, RawTarget, RawDrafter, NotScattered, LengthAfterLooking])
 def test_the_check_fails_for(bug, rule):
@@ -274,6 +277,7 @@ class PrunedAfterLooking(TreePath):
         return proposal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["recursive", "traversal"])
 @pytest.mark.parametrize("bug", [SecondIsTheBest, PrunedAfterLooking])
 def test_the_check_fails_for_trees(bug, rule):

@@ -171,6 +171,7 @@ def test_matching_is_lossless_for_any_tree(shape):
         assert_lossless(models, "sample_match", tokens=tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("shape", ["chain", "pairs", "uneven"])
 def test_traversal_keeps_no_less_than_recursive(shape, seed):

@@ -66,6 +66,7 @@ def same_text(llm: LLM, tokens: int = 21, prompts: Any = PROMPTS) -> LLM:
 # ---------------------------------------------------------------------- cut from the target
 
 
+@pytest.mark.slow
 def test_a_student_of_all_layers_is_the_target(tiny_model, any_architecture: str) -> None:
     """It drafts everything right, at either temperature."""
     model = tiny_model(any_architecture)
@@ -239,6 +240,7 @@ def target_folder(tiny_model, tokenizer, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_plain_folder_drafts(tiny_model, tokenizer, target_folder: Path, tmp_path: Path, name: str) -> None:
     """As transformers saves it, without a word of ours; also once it went through our export."""

@@ -223,6 +223,7 @@ def test_an_adapter_needs_a_model_that_others_have() -> None:
         recipe({"init_from": "x", "peft_export": "adapter"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lora, all linear", "lora, a module trained whole", "dora", "ia3", "oft"])
 def test_an_incomplete_adapter_is_refused(target, base, name: str, tmp_path: Path) -> None:
     drafter = trained(target, base, PEFT[name], tmp_path / "run", peft_export="adapter")
