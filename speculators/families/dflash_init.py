@@ -11,7 +11,7 @@ again once training begins.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,17 +23,30 @@ from speculators.layers.block_attention import block_attention
 from speculators.layers.decoder import Attention, DecoderLayer
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
-if TYPE_CHECKING:
-    from speculators.families.dflash import DFlash
-
 BACK = (1, 0, 2, 4, 3, 6, 5, 8)  # positions that the groups of attention heads look back
 SHARPNESS = 1.2  # weight of the norms of queries and keys; the logit of a match is its square times sqrt(head_dim)
 NOISE = 0.2  # share of the random projections that stays, as heads must differ
 
 
+class BlockHead(Protocol):
+    """The parts of a block head (`families.dflash`) that a start is fitted to."""
+
+    config: Any
+    layers: Any
+    fc: Any
+    norm: Any
+    positions: Any
+
+    def blocks_of(self, features: TargetFeatures, steps: int) -> Any: ...
+
+    def attend_blocks(self, context: tuple[Tensor, Tensor], blocks: Any) -> Any: ...
+
+    def run_layer(self, layer: Any, state: Tensor, rotary: Any, attend: Any, slots: int) -> Tensor: ...
+
+
 @torch.no_grad()
 def start_from_least_squares(
-    head: DFlash, target: FrozenTarget, features: Sequence[TargetFeatures]
+    head: BlockHead, target: FrozenTarget, features: Sequence[TargetFeatures]
 ) -> tuple[Tensor, Tensor]:
     """Writes patterns and fitted values into every layer, and scales the final norm to the size of the fitted states.
 
@@ -63,7 +76,7 @@ def start_from_least_squares(
 class _Slots:
     """The blocks of one batch on their way through the layers."""
 
-    def __init__(self, head: DFlash, target: FrozenTarget, features: TargetFeatures) -> None:
+    def __init__(self, head: BlockHead, target: FrozenTarget, features: TargetFeatures) -> None:
         self.head, depths = head, head.config.max_depth
         self.batch = head.blocks_of(features, depths)
         self.state = self.batch.embeds.to(head.fc.weight.dtype)
@@ -105,7 +118,7 @@ class _Slots:
         self.state = self.head.run_layer(layer, self.state, self.batch.rotary, attend, self.batch.slots_per_block)
 
 
-def _look_back(head: DFlash, attention: Attention, inputs: Tensor) -> None:
+def _look_back(head: BlockHead, attention: Attention, inputs: Tensor) -> None:
     """Keys that are nearly the same for all inputs [N, H], and queries that match them some positions back."""
     D, h, g = attention.head_dim, attention.heads, attention.kv_heads
     constant = ridge(inputs, inputs.new_ones(len(inputs), 1))[:, 0]  # inputs @ constant is about 1
