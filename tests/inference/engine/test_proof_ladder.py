@@ -1,5 +1,5 @@
 """Ladder d and f as one product: every drafter, under every lossless rule that it can be judged by, with processors on,
-in batches of one, two and five. What each case proves alone is in test_engine.py and test_logits_processors.py."""
+in batches of one and of five. What each case proves alone is in test_engine.py and test_logits_processors.py."""
 
 from __future__ import annotations
 
@@ -94,12 +94,12 @@ def test_greedy_text_is_the_targets_and_no_text_depends_on_the_batch(combination
     for i in greedy:
         params[i] = replace(params[i], temperature=0)
     found = []
-    for rows in (1, 2, 5):
+    for rows in (1, 5):
         llm = combination.llm(double, byte_tokenizer, max_num_seqs=rows)
         found.append(ids_of(llm.generate(prompts, params, False)))
         assert llm.get_metrics().num_drafts > 0
     assert [found[0][i] for i in greedy] == [list(texts.values())[i] for i in greedy]
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow
