@@ -18,6 +18,7 @@ from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.proposers import drafter as head
 from tests.inference.engine.test_engine import (  # noqa: F401 (fixtures among them)
     SMALL_PROMPT,
+    SMALL_VOCAB,
     WRITTEN,
     K,
     check_counts,
@@ -53,13 +54,13 @@ FAMILIES = {
     "dspark": Case("dspark", MARKOV, taps=(1, 2)),
     "dspark, no confidence": Case("dspark", {**MARKOV, "enable_confidence_head": False}, taps=(1, 2)),
     "dflash": Case("dflash", BLOCK, taps=(1, 2)),
-    "dflash2": Case("dflash2", {**BLOCK, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 6}, taps=(1, 2)),
+    "dflash2": Case("dflash2", {**BLOCK, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 3}, taps=(1, 2)),
 }
 
 
 def block_llm(family: str, model, **options) -> LLM:  # noqa: F811
     target, drafter = make(FAMILIES[family], model)
-    if model.config.vocab_size == 8:
+    if model.config.vocab_size == SMALL_VOCAB:
         follow_the_prompt(drafter, model)
     return make_llm(target, drafter=drafter.freeze(), num_speculative_tokens=K, **options)
 
@@ -69,15 +70,16 @@ def follow_the_prompt(drafter, model) -> None:  # noqa: F811
     """Drafts much as the target goes on after SMALL_PROMPT and the token before; with a Markov head only after tokens
     of even ids, and the confidence head knows after which."""
     drafter.norm.weight.fill_(0.1)  # what is left of the block itself
-    after = model(torch.tensor([[*SMALL_PROMPT, token] for token in range(8)])).logits[:, -1]  # [8, 8]
+    after = model(torch.tensor([[*SMALL_PROMPT, token] for token in range(SMALL_VOCAB)])).logits[:, -1]  # [V, V]
     if (markov := getattr(drafter, "markov_head", None)) is None:
         return
-    markov.markov_w1.weight.copy_(torch.eye(8))
-    good = (torch.arange(8) % 2 == 0).float()
-    markov.markov_w2.weight.copy_((0.9 * after * (2 * good[:, None] - 1)).T)
+    rank = MARKOV["markov_rank"]
+    markov.markov_w1.weight.copy_(torch.eye(SMALL_VOCAB, rank))
+    good = (torch.arange(SMALL_VOCAB) % 2 == 0).float()
+    markov.markov_w2.weight[:, :SMALL_VOCAB] = (0.9 * after * (2 * good[:, None] - 1)).T
     if drafter.config.enable_confidence_head:
         drafter.confidence_head.proj.weight.zero_()
-        drafter.confidence_head.proj.weight[0, -8:] = 3 * good - 1.5
+        drafter.confidence_head.proj.weight[0, -rank:][:SMALL_VOCAB] = 3 * good - 1.5
 
 
 def after_drafting(monkeypatch) -> None:
@@ -189,11 +191,11 @@ def joint_fits(family, draft_length, small, samples=500, rows=1) -> LLM:  # noqa
     params = SamplingParams(temperature=1.0, max_tokens=WRITTEN, n=samples)
     llm = block_llm(family, small, seed=5, max_num_seqs=rows, max_num_batched_tokens=8000, draft_length=draft_length)
     (output,) = llm.generate({"prompt_token_ids": SMALL_PROMPT}, params, False)
-    codes = torch.tensor([o.token_ids for o in output.outputs]) @ torch.tensor([512, 64, 8, 1])
-    observed = torch.bincount(codes, minlength=8**WRITTEN).double()
+    codes = torch.tensor([o.token_ids for o in output.outputs]) @ SMALL_VOCAB ** torch.arange(WRITTEN - 1, -1, -1)
+    observed = torch.bincount(codes, minlength=SMALL_VOCAB**WRITTEN).double()
     expected = exact_joint(small, params) * samples
     for others in ((2, 3), (0, 3), (0, 1)):
-        pairs = [counts.view(8, 8, 8, 8).sum(others).flatten() for counts in (observed, expected)]
+        pairs = [counts.view([SMALL_VOCAB] * WRITTEN).sum(others).flatten() for counts in (observed, expected)]
         check_counts_fit(*pairs)
     return llm
 
@@ -205,7 +207,7 @@ def joint_fits(family, draft_length, small, samples=500, rows=1) -> LLM:  # noqa
 def test_joint_of_the_first_tokens(family, rows, asks, small, monkeypatch):  # noqa: F811
     if not asks:
         after_drafting(monkeypatch)
-    step = 1.5 if family == "dspark" else 0.7
+    step = {"dspark": 1.5, "dflash": 2.2, "dflash2": 0.85}[family]
     length = adaptive({"verify": [10 + step * k for k in range(K + 1)], "draft": [0.3] * K})
     learn, cut = length.learn, []
 

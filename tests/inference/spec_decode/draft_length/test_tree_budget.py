@@ -24,6 +24,7 @@ from inference.spec_decode.verification.tree_rules import TREE_RULES, trees_of
 from speculators.errors import ConfigError
 from tests.inference.engine.test_engine import (  # noqa: F401 (fixtures among them)
     SMALL_PROMPT,
+    SMALL_VOCAB,
     WRITTEN,
     check_counts,
     check_counts_fit,
@@ -192,7 +193,7 @@ def test_the_enumeration_notices_a_tree_that_is_pruned_after_drawing(monkeypatch
 
 def tree_llm(family: str, model, length, **options):  # noqa: F811
     target, drafter = make(CASES[family], model)
-    if model.config.vocab_size == 8 and family in FAMILIES:
+    if model.config.vocab_size == SMALL_VOCAB and family in FAMILIES:
         follow_the_prompt(drafter, model)
     return make_llm(target, drafter=drafter.freeze(), tree=SHAPE, draft_length=length, **options)
 
@@ -203,11 +204,12 @@ def test_joint_of_the_first_tokens(family, small):  # noqa: F811
     samples, params = 1500, SamplingParams(temperature=1.0, max_tokens=WRITTEN, n=1500)
     llm = tree_llm(family, small, budget(linear(1.0)), seed=5, max_num_seqs=5)
     (output,) = llm.generate({"prompt_token_ids": SMALL_PROMPT}, params, False)
-    codes = torch.tensor([o.token_ids for o in output.outputs]) @ torch.tensor([512, 64, 8, 1])
-    observed = torch.bincount(codes, minlength=8**WRITTEN).double()
+    codes = torch.tensor([o.token_ids for o in output.outputs]) @ SMALL_VOCAB ** torch.arange(WRITTEN - 1, -1, -1)
+    observed = torch.bincount(codes, minlength=SMALL_VOCAB**WRITTEN).double()
     expected = exact_joint(small, params) * samples
     for others in ((2, 3), (0, 3), (0, 1)):
-        check_counts_fit(*[counts.view(8, 8, 8, 8).sum(others).flatten() for counts in (observed, expected)])
+        pairs = [counts.view([SMALL_VOCAB] * WRITTEN).sum(others).flatten() for counts in (observed, expected)]
+        check_counts_fit(*pairs)
     counters = llm.get_metrics()
     assert counters.num_accepted_tokens > 100
     assert 1 < counters.num_draft_tokens / counters.num_drafts < SHAPE.budget
