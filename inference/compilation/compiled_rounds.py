@@ -97,8 +97,8 @@ class Compiled:
                 ) from error
             cause = getattr(cause, "inner_exception", None) or cause.__cause__
         lines = [line.strip() for line in str(error).strip().split("\n")]
-        told = [lines[0], *(line for line in lines[1:] if line.startswith("Explanation:"))]
-        self.failure = " ".join(told)
+        lines_of_cause = [lines[0], *(line for line in lines[1:] if line.startswith("Explanation:"))]
+        self.failure = " ".join(lines_of_cause)
         warnings.warn(
             f"LLM: {self.what} cannot be compiled and runs eager; outputs are the same. "
             f"{type(error).__name__}: {self.failure}",
@@ -192,7 +192,7 @@ class CompiledRounds:
         self.drafter = CompiledDrafter(compilation)
         if isinstance(proposer, HeadProposer) and compilation.drafter:
             proposer.run_drafter(self.drafter)
-        self._told = False
+        self._warned = False
 
     def warm_up(self) -> None:
         """Compiles every shape that a round can have. Before any request, and after one round with drafting and one
@@ -216,9 +216,9 @@ class CompiledRounds:
         if start or token_ids.shape[1] > self.target.buckets.widths[-1]:
             return None
         if proposal is not None and proposal.parents is not None:
-            if not self._told:
+            if not self._warned:
                 logger.warning("trees of drafts are not compiled: rounds that verify one run eager")
-            self._told = True
+            self._warned = True
             return None
         return self.target(rows, token_ids)
 

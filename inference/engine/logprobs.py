@@ -66,9 +66,9 @@ def _logprobs(logits: Tensor, token_ids: Sequence[int], count: int | None) -> li
     ranks = (logprobs >= chosen).sum(-1, keepdim=True)
     best = logprobs.topk(logprobs.shape[-1] if count == -1 else count or 0, dim=-1)
     # one copy from the device: float64 holds all of it exactly
-    told = torch.cat([ranks.double(), best.indices.double(), chosen.double(), best.values.double()], dim=-1).tolist()
+    packed = torch.cat([ranks.double(), best.indices.double(), chosen.double(), best.values.double()], dim=-1).tolist()
     more = best.indices.shape[-1]
     return [
         TokenLogprobs([token, *map(int, row[1 : 1 + more])], row[1 + more :], int(row[0]))
-        for token, row in zip(token_ids, told, strict=True)
+        for token, row in zip(token_ids, packed, strict=True)
     ]

@@ -20,20 +20,20 @@ class RoundTracer:
     def __init__(self, engine: Engine) -> None:
         self._before = engine.on_round
         self._rounds: dict[Request, dict[int, JudgedRound]] = {}  # by the length of the text they followed
-        self._told: dict[Request, int] = {}  # the length of the text they were told of
+        self._reported: dict[Request, int] = {}  # the length of the text that was reported
         engine.on_round = self._listen
 
     def watch(self, requests: Sequence[Request]) -> None:
         """From their first token on."""
         for request in requests:
             self._rounds[request] = {}
-            self._told[request] = request.num_prompt_tokens
+            self._reported[request] = request.num_prompt_tokens
 
     def forget(self, requests: Sequence[Request]) -> None:
         """They have ended."""
         for request in requests:
             self._rounds.pop(request, None)
-            self._told.pop(request, None)
+            self._reported.pop(request, None)
 
     @property
     def watched(self) -> int:
@@ -45,13 +45,13 @@ class RoundTracer:
         rounds = self._rounds.get(request)
         if rounds is None:
             return None
-        done, length, taken = self._told[request], len(request.token_ids), []
+        done, length, taken = self._reported[request], len(request.token_ids), []
         while done < length:
             judged = rounds.pop(done, None) or JudgedRound([(request.token_ids[done], None)])
             del judged.tokens[length - done :]  # what follows the end of the response
             taken.append(judged)
             done += len(judged.tokens)
-        self._told[request] = done
+        self._reported[request] = done
         return taken
 
     def _listen(self, rows: Sequence[Request], proposal: Proposal, new_tokens: Sequence[Sequence[int]]) -> None:

@@ -31,9 +31,9 @@ def process_logits(logits: Tensor, proposal: Proposal, requests: Sequence[Reques
     keep = any(request.params.logprobs is not None for request in requests)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=keep)
     paths = {row: proposal.paths(row) for row in active}
-    asking = [requests[row] for row in active]
-    texts = [request.token_ids for request in asking]
-    apply_processors(logits, active, [request.processors for request in asking], texts, list(paths.values()))
+    chosen = [requests[row] for row in active]
+    texts = [request.token_ids for request in chosen]
+    apply_processors(logits, active, [request.processors for request in chosen], texts, list(paths.values()))
     forbidding = [row for row in active if requests[row].processors.forbids]
     if forbidding:  # the device is waited for once, for all of them
         nothing_left = torch.stack([logits[row].amax(-1) == FORBIDDEN for row in forbidding]).tolist()
@@ -95,9 +95,9 @@ def process_draft_logits(
         # forbidden tokens are those of the target's vocabulary; the values of other tokens are not read
         own = on_device(active, logits.device)
         places = scatter_to_target(processed[own], draft_to_target, vocab_size)
-        asking = [requests[row] for row in active]
-        texts, wanted = [request.token_ids for request in asking], [paths[row] for row in active]
-        apply_processors(places, range(len(active)), [request.processors for request in asking], texts, wanted)
+        chosen = [requests[row] for row in active]
+        texts, wanted = [request.token_ids for request in chosen], [paths[row] for row in active]
+        apply_processors(places, range(len(active)), [request.processors for request in chosen], texts, wanted)
         if draft_to_target is not None:
             places = places[..., draft_to_target]
         empty = places.amax(-1, keepdim=True) == FORBIDDEN

@@ -306,14 +306,14 @@ class _Grown:
 
     @classmethod
     def all_of(cls, levels: list[_Level]) -> list[_Grown]:
-        """Of every row, in one copy from the device: float64 holds all of it exactly."""
+        """The trees of all rows, in one copy from the device; float64 holds every value exactly."""
         names = ("tokens", "source", "parent", "score", "alive")
         every = torch.stack([torch.cat([getattr(level, name).double() for level in levels], 1) for name in names], 1)
         ends = np.cumsum([level.tokens.shape[1] for level in levels])[:-1]
         types = (np.int64, np.int64, np.int64, np.float64, np.bool_)
         rows = []
-        for told in every.cpu().numpy():  # [5, nodes of all levels]
-            fields = zip(told, types, strict=True)
+        for row in every.cpu().numpy():  # [5, nodes of all levels]
+            fields = zip(row, types, strict=True)
             grown = cls(*([part.tolist() for part in np.split(field.astype(kind), ends)] for field, kind in fields), {})
             for d, i in grown.nodes():
                 grown.children.setdefault((d - 1, grown.parent[d][i] if d else 0), []).append((d, i))

@@ -27,7 +27,7 @@ WORTH_NARROWING = 0.8  # share of the slots still in use below which an unroll d
 class ChainDrafter(Drafter):
     """A family gives its first state, its embedding, its layers, and how it rotates."""
 
-    asks = True  # whether `run` can leave out the queries that nobody asks for
+    selects_queries = True  # whether `run` can leave out the queries that nobody asks for
 
     # -------------------------------------------------------------- the family's part
 
@@ -50,7 +50,12 @@ class ChainDrafter(Drafter):
         raise NotImplementedError
 
     def run(
-        self, embeds: Tensor, state: Tensor, rotary: Rotary, attends: Sequence[Attend], asking: Tensor | None = None
+        self,
+        embeds: Tensor,
+        state: Tensor,
+        rotary: Rotary,
+        attends: Sequence[Attend],
+        query_slots: Tensor | None = None,
     ) -> Tensor:
         """All layers: embeds, state [B, T, H] -> what `head` reads and the next depth gets [B, T, H], or [B, M, H]."""
         raise NotImplementedError
@@ -84,26 +89,26 @@ class ChainDrafter(Drafter):
         valid, paths = self.terms(features, steps)  # K x [B, T]
         slots = torch.arange(T, device=ids.device).expand(B, T)
         rows = T * torch.arange(B, device=ids.device)[:, None]
-        chosen = slots_in_use(torch.stack(valid).any(0)) if self.asks else slots  # [B, M]
+        chosen = slots_in_use(torch.stack(valid).any(0)) if self.selects_queries else slots  # [B, M]
         state = self.first_state(features.taps, features.last_hidden)
         layers = self.attention_layers
         causal: list[tuple[Tensor, Tensor]] = []  # per layer: keys and values of depth 0
         own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(layers)]  # per layer: those of each later depth
         for depth in range(steps):
-            if depth and self.asks and self.samples_terms:  # counting slots waits for the device
+            if depth and self.selects_queries and self.samples_terms:  # counting slots waits for the device
                 fewer = slots_in_use(torch.stack(valid[depth:]).any(0))
                 if fewer.shape[1] <= WORTH_NARROWING * chosen.shape[1]:
                     state, own = _narrowed(chosen, fewer, T, state, own)
                     slots = chosen = fewer
             tokens = self.tokens_read(ids.gather(1, paths[depth].gather(1, slots)), depth)  # x_{t+1+depth}
-            asking = chosen if depth == 0 and self.asks else None
+            query_slots = chosen if depth == 0 and self.selects_queries else None
             attends = [
                 self._unrolled(i, depth, causal, own[i], slots if i < layers - 1 else chosen, segments)
                 for i in range(layers)
             ]
             places = positions.gather(1, slots) + depth
             state = self.feed_back(state) if depth else state
-            state = kept_or_recomputed(self.recomputes, self._depth, tokens, places, state, attends, asking)
+            state = kept_or_recomputed(self.recomputes, self._depth, tokens, places, state, attends, query_slots)
             slots = chosen
             terms = valid[depth].gather(1, slots).flatten().nonzero().flatten()  # [N] of the flat [B·M]
             anchors = (slots + rows).flatten()[terms]
@@ -133,15 +138,15 @@ class ChainDrafter(Drafter):
         return attend
 
     def _depth(
-        self, tokens: Tensor, places: Tensor, state: Tensor, attends: Sequence[Attend], asking: Tensor | None
+        self, tokens: Tensor, places: Tensor, state: Tensor, attends: Sequence[Attend], query_slots: Tensor | None
     ) -> Tensor:
-        return self.run(self.embed(tokens, places), state, self.rotary(places, state), attends, asking)
+        return self.run(self.embed(tokens, places), state, self.rotary(places, state), attends, query_slots)
 
     # -------------------------------------------------------------- inference
 
     def append(self, inputs: DraftInput) -> None:
         """See `Drafter.append`: keys and values are all that is wanted."""
-        self._append(inputs, inputs.token_ids[:, :0] if self.asks else None)
+        self._append(inputs, inputs.token_ids[:, :0] if self.selects_queries else None)
 
     def draft_steps(self, inputs: DraftInput, k: int) -> DraftSteps:
         """See `Drafter.draft_steps`: one forward per depth."""
@@ -177,10 +182,10 @@ class ChainDrafter(Drafter):
         for row, length in enumerate(base, start):
             cache.truncate(row, length)
 
-    def _append(self, inputs: DraftInput, asking: Tensor | None = None) -> Tensor:
-        """Appends the slots of each row; the state of its newest one [b, 1, H], unless `asking` is empty."""
+    def _append(self, inputs: DraftInput, query_slots: Tensor | None = None) -> Tensor:
+        """Appends the slots of each row; the state of its newest one [b, 1, H], unless `query_slots` is empty."""
         state = self.first_state(inputs.taps, inputs.last_hidden)
-        states = self._extend(inputs.cache, inputs.start, inputs.stop, inputs.token_ids, state, asking)
+        states = self._extend(inputs.cache, inputs.start, inputs.stop, inputs.token_ids, state, query_slots)
         for row, count in enumerate(inputs.counts, inputs.start):
             inputs.cache.advance(row, count)
         if states.shape[1] <= 1:
@@ -195,16 +200,16 @@ class ChainDrafter(Drafter):
         stop: int,
         token_ids: Tensor,
         state: Tensor,
-        asking: Tensor | None = None,
+        query_slots: Tensor | None = None,
         placed: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """One pass over M new slots per row, written at each row's own length: states [b, M, H], or of the asking.
+        """One pass over M new slots per row, written at each row's own length: states [b, M, H], or of the query_slots.
         `placed`: their positions [b, M] and what they see, bool [b, 1, M, S], where they are no text."""
         M = token_ids.shape[1]
         position_ids, mask = placed or (cache.position_ids(start, stop, M), cache.mask(start, stop, M))
         attends = cached_attends(cache.view(start, stop, M), mask, M, self.attention_layers)
         rotary = self.rotary(position_ids, state, cache.capacity)
-        return self.run(self.embed(token_ids, position_ids), state, rotary, attends, asking)
+        return self.run(self.embed(token_ids, position_ids), state, rotary, attends, query_slots)
 
 
 class DecoderChain(ChainDrafter):

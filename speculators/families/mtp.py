@@ -150,7 +150,7 @@ class Mtp(ChainDrafter):
             self.positions = RotaryTable(config)
             norms = [RMSNorm(width, eps=config.rms_norm_eps) for _ in range(3)]
         else:
-            self.layer, self.asks = BorrowedLayer(config.target_fields), False
+            self.layer, self.selects_queries = BorrowedLayer(config.target_fields), False
             self.positions = RotaryTable(config, self.layer.rotary_embedding())
             norms = [self.layer.norm() for _ in range(3)]
         self.embed_norm, self.hidden_norm, self.final_norm = norms
@@ -243,12 +243,17 @@ class Mtp(ChainDrafter):
         return self.positions.lookup(position_ids, length, like)
 
     def run(
-        self, embeds: Tensor, state: Tensor, rotary: Rotary, attends: Sequence[Attend], asking: Tensor | None = None
+        self,
+        embeds: Tensor,
+        state: Tensor,
+        rotary: Rotary,
+        attends: Sequence[Attend],
+        query_slots: Tensor | None = None,
     ) -> Tensor:
         """The normed state, which is fed back and read by the target's head."""
         parts = [self.embed_norm(embeds.to(state.dtype)), self.hidden_norm(state)]
         joined = torch.cat(parts[::-1] if self.wiring.hidden_first else parts, dim=-1)
-        return self.final_norm(self.layer(self.input_proj(joined), rotary, attends[0], asking))
+        return self.final_norm(self.layer(self.input_proj(joined), rotary, attends[0], query_slots))
 
     def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
         """[N, H] states -> [N, V], the target's own logits of them."""

@@ -122,9 +122,9 @@ def assumed(count: TokenCount, source: Source, recipe: Recipe, examples: int | N
     if recipe.regenerate.enabled:
         asked = min(asked, recipe.regenerate.max_new_tokens)
         each = min(each - each * share + asked, recipe.data.max_length)
-    told = [f"{known:,} examples of {each:.0f} tokens"]
+    facts = [f"{known:,} examples of {each:.0f} tokens"]
     if not count.tokens:
-        told.append(f"{share:.0%} of the tokens supervised")
-    note = "; ".join(filter(None, [count.note, f"assumed: {', '.join(told)}"]))
+        facts.append(f"{share:.0%} of the tokens supervised")
+    note = "; ".join(filter(None, [count.note, f"assumed: {', '.join(facts)}"]))
     tokens_there, supervised = round(known * each), round(known * asked)
     return replace(count, examples=known, rows=known, tokens=tokens_there, supervised=supervised, note=note)

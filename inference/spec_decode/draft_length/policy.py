@@ -94,12 +94,12 @@ class AdaptiveDraftLength(DraftLength):
         if plan is None or plan.num_depths_seen or not proposal.width or proposal.parents is not None:
             return proposal
         plan.limit_rows(proposal.counts)
-        told = None if proposal.confidence is None else proposal.confidence.T.tolist()  # [width][B]
-        if told is not None and proposal.foreseen:
-            if not plan.decide_all(told):
+        confidences = None if proposal.confidence is None else proposal.confidence.T.tolist()  # [width][B]
+        if confidences is not None and proposal.foreseen:
+            if not plan.decide_all(confidences):
                 self._probe(plan)
             return proposal.shortened(plan.committed_length)
-        for confidence in told or [None] * proposal.width:
+        for confidence in confidences or [None] * proposal.width:
             if not self._decide_next(plan, confidence, drafted=True):
                 break
         return proposal.shortened(plan.committed_length)

@@ -237,9 +237,9 @@ def match_together(p: Tensor, proposal: Proposal, numbers: Tensor) -> list[tuple
             if p.device.type == "cpu" and bool((at > width).all()):  # elsewhere asking costs more than going on
                 break
     walks = []
-    for told in torch.stack([*tokens, *stations], 1).tolist():
-        path = [station - 1 for station in told[len(tokens) :] if station <= width]
-        walks.append((path, told[len(path)]))
+    for values in torch.stack([*tokens, *stations], 1).tolist():
+        path = [station - 1 for station in values[len(tokens) :] if station <= width]
+        walks.append((path, values[len(path)]))
     return walks
 
 
@@ -264,8 +264,8 @@ def _left(refused: Sequence[Refused]) -> list[Left]:
     ids = on_device([[each.token, each.following] for each in refused], p.device)  # [n, 2]
     p, mass = _left_over(p, q, rates)
     q = _without(q, ids[:, :1])
-    told = torch.cat([mass, p.gather(1, ids[:, 1:]), q.gather(1, ids[:, 1:])], dim=1).tolist()
-    return [Left(p[i], q[i], total, (above, below)) for i, (total, above, below) in enumerate(told)]
+    values = torch.cat([mass, p.gather(1, ids[:, 1:]), q.gather(1, ids[:, 1:])], dim=1).tolist()
+    return [Left(p[i], q[i], total, (above, below)) for i, (total, above, below) in enumerate(values)]
 
 
 def _left_over(p: Tensor, q: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
