@@ -97,8 +97,8 @@ class Compiled:
                 ) from error
             cause = getattr(cause, "inner_exception", None) or cause.__cause__
         lines = [line.strip() for line in str(error).strip().split("\n")]
-        lines_of_cause = [lines[0], *(line for line in lines[1:] if line.startswith("Explanation:"))]
-        self.failure = " ".join(lines_of_cause)
+        parts = [lines[0], *(line for line in lines[1:] if line.startswith("Explanation:"))]
+        self.failure = " ".join(parts)
         warnings.warn(
             f"LLM: {self.what} cannot be compiled and runs eager; outputs are the same. "
             f"{type(error).__name__}: {self.failure}",

@@ -50,12 +50,7 @@ class ChainDrafter(Drafter):
         raise NotImplementedError
 
     def run(
-        self,
-        embeds: Tensor,
-        state: Tensor,
-        rotary: Rotary,
-        attends: Sequence[Attend],
-        query_slots: Tensor | None = None,
+        self, embeds: Tensor, state: Tensor, rotary: Rotary, attends: Sequence[Attend], queries: Tensor | None = None
     ) -> Tensor:
         """All layers: embeds, state [B, T, H] -> what `head` reads and the next depth gets [B, T, H], or [B, M, H]."""
         raise NotImplementedError
@@ -101,14 +96,14 @@ class ChainDrafter(Drafter):
                     state, own = _narrowed(chosen, fewer, T, state, own)
                     slots = chosen = fewer
             tokens = self.tokens_read(ids.gather(1, paths[depth].gather(1, slots)), depth)  # x_{t+1+depth}
-            query_slots = chosen if depth == 0 and self.selects_queries else None
+            queries = chosen if depth == 0 and self.selects_queries else None
             attends = [
                 self._unrolled(i, depth, causal, own[i], slots if i < layers - 1 else chosen, segments)
                 for i in range(layers)
             ]
             places = positions.gather(1, slots) + depth
             state = self.feed_back(state) if depth else state
-            state = kept_or_recomputed(self.recomputes, self._depth, tokens, places, state, attends, query_slots)
+            state = kept_or_recomputed(self.recomputes, self._depth, tokens, places, state, attends, queries)
             slots = chosen
             terms = valid[depth].gather(1, slots).flatten().nonzero().flatten()  # [N] of the flat [B·M]
             anchors = (slots + rows).flatten()[terms]
@@ -138,9 +133,9 @@ class ChainDrafter(Drafter):
         return attend
 
     def _depth(
-        self, tokens: Tensor, places: Tensor, state: Tensor, attends: Sequence[Attend], query_slots: Tensor | None
+        self, tokens: Tensor, places: Tensor, state: Tensor, attends: Sequence[Attend], queries: Tensor | None
     ) -> Tensor:
-        return self.run(self.embed(tokens, places), state, self.rotary(places, state), attends, query_slots)
+        return self.run(self.embed(tokens, places), state, self.rotary(places, state), attends, queries)
 
     # -------------------------------------------------------------- inference
 
@@ -182,10 +177,10 @@ class ChainDrafter(Drafter):
         for row, length in enumerate(base, start):
             cache.truncate(row, length)
 
-    def _append(self, inputs: DraftInput, query_slots: Tensor | None = None) -> Tensor:
-        """Appends the slots of each row; the state of its newest one [b, 1, H], unless `query_slots` is empty."""
+    def _append(self, inputs: DraftInput, queries: Tensor | None = None) -> Tensor:
+        """Appends the slots of each row; the state of its newest one [b, 1, H], unless `queries` is empty."""
         state = self.first_state(inputs.taps, inputs.last_hidden)
-        states = self._extend(inputs.cache, inputs.start, inputs.stop, inputs.token_ids, state, query_slots)
+        states = self._extend(inputs.cache, inputs.start, inputs.stop, inputs.token_ids, state, queries)
         for row, count in enumerate(inputs.counts, inputs.start):
             inputs.cache.advance(row, count)
         if states.shape[1] <= 1:
@@ -200,16 +195,16 @@ class ChainDrafter(Drafter):
         stop: int,
         token_ids: Tensor,
         state: Tensor,
-        query_slots: Tensor | None = None,
+        queries: Tensor | None = None,
         placed: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """One pass over M new slots per row, written at each row's own length: states [b, M, H], or of the query_slots.
+        """One pass over M new slots per row, written at each row's own length: states [b, M, H], or of the queries.
         `placed`: their positions [b, M] and what they see, bool [b, 1, M, S], where they are no text."""
         M = token_ids.shape[1]
         position_ids, mask = placed or (cache.position_ids(start, stop, M), cache.mask(start, stop, M))
         attends = cached_attends(cache.view(start, stop, M), mask, M, self.attention_layers)
         rotary = self.rotary(position_ids, state, cache.capacity)
-        return self.run(self.embed(token_ids, position_ids), state, rotary, attends, query_slots)
+        return self.run(self.embed(token_ids, position_ids), state, rotary, attends, queries)
 
 
 class DecoderChain(ChainDrafter):

@@ -185,18 +185,13 @@ class Eagle(DecoderChain):
         return last_hidden.to(self.fc.weight.dtype)
 
     def run(
-        self,
-        embeds: Tensor,
-        state: Tensor,
-        rotary: Rotary,
-        attends: Sequence[Attend],
-        query_slots: Tensor | None = None,
+        self, embeds: Tensor, state: Tensor, rotary: Rotary, attends: Sequence[Attend], queries: Tensor | None = None
     ) -> Tensor:
         """The guess of the target's next state."""
         state = self.fc(torch.cat([embeds.to(state.dtype), state], dim=-1))
         last = len(self.layers) - 1
         for i, layer in enumerate(self.layers):
-            state = layer(state, rotary, attends[i], query_slots if i == last else None)
+            state = layer(state, rotary, attends[i], queries if i == last else None)
         return state
 
     def head(self, hidden: Tensor, depth: int = 0) -> Tensor:

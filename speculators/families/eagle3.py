@@ -96,12 +96,12 @@ class FirstLayer(DecoderLayer):
         self.norm_before_residual = config.norm_before_residual
 
     def read(
-        self, embeds: Tensor, state: Tensor, rotary: Rotary, attend: Attend, query_slots: Tensor | None = None
+        self, embeds: Tensor, state: Tensor, rotary: Rotary, attend: Attend, queries: Tensor | None = None
     ) -> Tensor:
-        """embeds, state [B, T, H] -> [B, T, H], or of `query_slots`."""
+        """embeds, state [B, T, H] -> [B, T, H], or of `queries`."""
         normed = self.hidden_norm(state)
         x = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
-        return self.finish(x, normed if self.norm_before_residual else state, rotary, attend, query_slots)
+        return self.finish(x, normed if self.norm_before_residual else state, rotary, attend, queries)
 
 
 class Eagle3(DecoderChain):
@@ -179,20 +179,13 @@ class Eagle3(DecoderChain):
         return taps
 
     def run(
-        self,
-        embeds: Tensor,
-        state: Tensor,
-        rotary: Rotary,
-        attends: Sequence[Attend],
-        query_slots: Tensor | None = None,
+        self, embeds: Tensor, state: Tensor, rotary: Rotary, attends: Sequence[Attend], queries: Tensor | None = None
     ) -> Tensor:
         """The state that is fed back and, after `norm` unless it is already normed, read by the head."""
         last = len(self.layers) - 1
-        state = self.layers[0].read(
-            embeds.to(state.dtype), state, rotary, attends[0], query_slots if last == 0 else None
-        )
+        state = self.layers[0].read(embeds.to(state.dtype), state, rotary, attends[0], queries if last == 0 else None)
         for i in range(1, last + 1):
-            state = self.layers[i](state, rotary, attends[i], query_slots if i == last else None)
+            state = self.layers[i](state, rotary, attends[i], queries if i == last else None)
         return self.norm(state) if self.config.norm_output else state
 
     def head(self, hidden: Tensor, depth: int = 0) -> Tensor:

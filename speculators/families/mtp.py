@@ -243,17 +243,12 @@ class Mtp(ChainDrafter):
         return self.positions.lookup(position_ids, length, like)
 
     def run(
-        self,
-        embeds: Tensor,
-        state: Tensor,
-        rotary: Rotary,
-        attends: Sequence[Attend],
-        query_slots: Tensor | None = None,
+        self, embeds: Tensor, state: Tensor, rotary: Rotary, attends: Sequence[Attend], queries: Tensor | None = None
     ) -> Tensor:
         """The normed state, which is fed back and read by the target's head."""
         parts = [self.embed_norm(embeds.to(state.dtype)), self.hidden_norm(state)]
         joined = torch.cat(parts[::-1] if self.wiring.hidden_first else parts, dim=-1)
-        return self.final_norm(self.layer(self.input_proj(joined), rotary, attends[0], query_slots))
+        return self.final_norm(self.layer(self.input_proj(joined), rotary, attends[0], queries))
 
     def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
         """[N, H] states -> [N, V], the target's own logits of them."""

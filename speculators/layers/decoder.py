@@ -86,15 +86,15 @@ class Attention(nn.Module):
         self.qk_weight: Tensor | None = None  # of both norms [h + g, d], while frozen
 
     def project(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], query_slots: Tensor | None = None
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], queries: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, inputs] -> query [B, h, T, d], key and value [B, g, T, d], rotated.
 
-        `query_slots` [B, M]: the slots that have a query, which is then [B, h, M, d].
+        `queries` [B, M]: the slots that have a query, which is then [B, h, M, d].
         """
         B, T, _ = x.shape
-        if query_slots is not None:
-            return self._project_some(x, rotary, query_slots)
+        if queries is not None:
+            return self._project_some(x, rotary, queries)
         if self.fused is None:
             q, k, v = (part(x).view(B, T, -1, self.head_dim) for part in (self.q_proj, self.k_proj, self.v_proj))
             if self.qk_norm:
@@ -120,18 +120,16 @@ class Attention(nn.Module):
         k = self.k_norm(k) if self.qk_norm else k
         return _rotated(k.transpose(1, 2), rotary).to(v.dtype), v.transpose(1, 2)
 
-    def _project_some(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], query_slots: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _project_some(self, x: Tensor, rotary: tuple[Tensor, Tensor], queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         B, T, _ = x.shape
-        q = self.q_proj(at_slots(x, query_slots)).view(B, query_slots.shape[1], self.heads, self.head_dim)
+        q = self.q_proj(at_slots(x, queries)).view(B, queries.shape[1], self.heads, self.head_dim)
         k, v = (part(x).view(B, T, -1, self.head_dim) for part in (self.k_proj, self.v_proj))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         cos, sin = rotary
         q = _rotated(
             q.transpose(1, 2),
-            (at_slots(cos.expand(B, -1, -1), query_slots), at_slots(sin.expand(B, -1, -1), query_slots)),
+            (at_slots(cos.expand(B, -1, -1), queries), at_slots(sin.expand(B, -1, -1), queries)),
         )
         k, v = _rotated(k.transpose(1, 2), rotary), v.transpose(1, 2)
         return q.to(v.dtype), k.to(v.dtype), v
@@ -173,22 +171,22 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(width, eps=eps)
         self.mlp = GatedMLP(config)
 
-    def forward(self, state: Tensor, rotary: Rotary, attend: Attend, query_slots: Tensor | None = None) -> Tensor:
+    def forward(self, state: Tensor, rotary: Rotary, attend: Attend, queries: Tensor | None = None) -> Tensor:
         """state [B, T, H] -> the layer's output before any final norm [B, T, H].
 
-        `query_slots` [B, M]: the slots whose output is wanted, [B, M, H]; the others give keys and values only.
+        `queries` [B, M]: the slots whose output is wanted, [B, M, H]; the others give keys and values only.
         """
         x = state if self.input_layernorm is None else self.input_layernorm(state)
-        return self.finish(x, state, rotary, attend, query_slots)
+        return self.finish(x, state, rotary, attend, queries)
 
     def finish(
-        self, x: Tensor, residual: Tensor, rotary: Rotary, attend: Attend, query_slots: Tensor | None = None
+        self, x: Tensor, residual: Tensor, rotary: Rotary, attend: Attend, queries: Tensor | None = None
     ) -> Tensor:
         """x [B, T, inputs], what the projections read; residual [B, T, H]."""
-        attended = attend(*self.self_attn.project(x, rotary, query_slots), self.self_attn.scale)  # [B, h, T or M, d]
-        if query_slots is not None:
-            residual = at_slots(residual, query_slots)
-            if not query_slots.shape[1]:
+        attended = attend(*self.self_attn.project(x, rotary, queries), self.self_attn.scale)  # [B, h, T or M, d]
+        if queries is not None:
+            residual = at_slots(residual, queries)
+            if not queries.shape[1]:
                 return residual
         x = residual + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(self.post_attention_layernorm(x))

@@ -77,7 +77,7 @@ class BorrowedLayer(ExactBuffers):
     def rotary_embedding(self) -> nn.Module:
         return self._rotary(self._config)
 
-    def forward(self, state: Tensor, rotary: Rotary, attend: Attend, query_slots: Tensor | None = None) -> Tensor:
+    def forward(self, state: Tensor, rotary: Rotary, attend: Attend, queries: Tensor | None = None) -> Tensor:
         """state [B, T, H] -> the layer's output before any final norm [B, T, H]. Every slot asks."""
         self.block.self_attn.attend = attend
         try:

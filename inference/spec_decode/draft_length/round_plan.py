@@ -23,9 +23,7 @@ from collections.abc import Sequence
 from inference.spec_decode.draft_length.acceptance_estimator import AcceptanceEstimator, RequestHistory
 
 EARLY_STOP_GAIN = 0.3  # share of the gain of the best fixed length; decisions are alike from 0.2 to 0.7
-FREE_DRAFTING = (
-    0.01  # drafting all K tokens, or the rest of them, takes no more than this share of a plain decoding step
-)
+FREE_DRAFTING = 0.01  # share of a plain decoding step that drafting the rest of the K tokens takes at most
 
 
 class RoundPlan:

@@ -117,17 +117,23 @@ def greedy_cases(texts, tokenizer) -> list[tuple[str, SamplingParams, list[int],
     return [(name, SamplingParams(temperature=0, **options), *rest) for name, options, *rest in cases]
 
 
+def check_greedy(outputs, cases) -> None:
+    """The responses, and why they ended, are those of `greedy_cases`."""
+    for output, (name, params, tokens, reason, stop_reason) in zip(outputs, cases, strict=True):
+        found = output.outputs[0]
+        ended = (found.token_ids, found.finish_reason, found.stop_reason)
+        assert ended == (tokens, reason, stop_reason), (name, params)
+        check_counts(output, len(tokens))
+
+
 @pytest.mark.parametrize("kind", PROPOSERS)
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_greedy_equals_the_target_alone(kind, rows, make_llm, texts, byte_tokenizer):
     cases = greedy_cases(texts, byte_tokenizer)
     llm = make_llm(kind, max_num_seqs=rows)
     outputs = llm.generate(token_prompts(*(case[0] for case in cases)), [case[1] for case in cases], use_tqdm=False)
-    for output, (name, params, tokens, reason, stop_reason) in zip(outputs, cases, strict=True):
-        found = output.outputs[0]
-        ended = (found.token_ids, found.finish_reason, found.stop_reason)
-        assert ended == (tokens, reason, stop_reason), (name, params)
-        check_counts(output, len(tokens))
+    check_greedy(outputs, cases)
+    for output, (_, _, tokens, _, _) in zip(outputs, cases, strict=True):
         if kind == "right":  # every round but the last is full: tokens after the end do not count
             assert output.metrics.accepted_per_round[:-1] == [K] * (len(output.metrics.accepted_per_round) - 1)
             assert sum(output.metrics.accepted_per_round) >= (len(tokens) - 1) * K // (K + 1)
@@ -253,6 +259,14 @@ def count_texts(output) -> torch.Tensor:
     ids = torch.tensor([completion.token_ids for completion in output.outputs])
     codes = ids @ SMALL_VOCAB ** torch.arange(WRITTEN - 1, -1, -1)
     return torch.bincount(codes, minlength=SMALL_VOCAB**WRITTEN).double().view([SMALL_VOCAB] * WRITTEN)
+
+
+def check_joint_pairs(output, joint: torch.Tensor) -> None:
+    """χ² of pairs of the four tokens: the first two, those in the middle, the last two. Enough for few responses."""
+    observed = count_texts(output)
+    expected = joint.view_as(observed) * observed.sum()
+    for others in ((2, 3), (0, 3), (0, 1)):
+        check_counts_fit(observed.sum(others).flatten(), expected.sum(others).flatten())
 
 
 def check_joint(output, joint: torch.Tensor) -> None:

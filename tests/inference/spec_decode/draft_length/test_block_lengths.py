@@ -21,8 +21,8 @@ from tests.inference.engine.test_engine import (  # noqa: F401 (fixtures among t
     SMALL_VOCAB,
     WRITTEN,
     K,
-    check_counts,
-    check_counts_fit,
+    check_greedy,
+    check_joint_pairs,
     exact_joint,
     greedy_cases,
     model,
@@ -191,12 +191,7 @@ def joint_fits(family, draft_length, small, samples=500, rows=1) -> LLM:  # noqa
     params = SamplingParams(temperature=1.0, max_tokens=WRITTEN, n=samples)
     llm = block_llm(family, small, seed=5, max_num_seqs=rows, max_num_batched_tokens=8000, draft_length=draft_length)
     (output,) = llm.generate({"prompt_token_ids": SMALL_PROMPT}, params, False)
-    codes = torch.tensor([o.token_ids for o in output.outputs]) @ SMALL_VOCAB ** torch.arange(WRITTEN - 1, -1, -1)
-    observed = torch.bincount(codes, minlength=SMALL_VOCAB**WRITTEN).double()
-    expected = exact_joint(small, params) * samples
-    for others in ((2, 3), (0, 3), (0, 1)):
-        pairs = [counts.view([SMALL_VOCAB] * WRITTEN).sum(others).flatten() for counts in (observed, expected)]
-        check_counts_fit(*pairs)
+    check_joint_pairs(output, exact_joint(small, params))
     return llm
 
 
@@ -257,13 +252,7 @@ def test_greedy_equals_the_target_alone(length, family, asks, model, texts, byte
         family, model, draft_length=draft_length, tokenizer=byte_tokenizer, max_num_seqs=3, max_num_batched_tokens=16
     )
     outputs = llm.generate(token_prompts(*(case[0] for case in cases)), [case[1] for case in cases], use_tqdm=False)
-    for output, (name, params, tokens, reason, stop_reason) in zip(outputs, cases, strict=True):
-        found = output.outputs[0]
-        assert (found.token_ids, found.finish_reason, found.stop_reason) == (tokens, reason, stop_reason), (
-            name,
-            params,
-        )
-        check_counts(output, len(tokens))
+    check_greedy(outputs, cases)
 
 
 # ---------------------------------------------------------------------- what is chosen

@@ -29,9 +29,8 @@ from tests.inference.engine.test_engine import (  # noqa: F401 (fixtures among t
     SMALL_VOCAB,
     WRITTEN,
     K,
-    check_counts,
-    check_counts_fit,
-    count_texts,
+    check_greedy,
+    check_joint_pairs,
     exact_joint,
     greedy_cases,
     ids_of,
@@ -224,11 +223,7 @@ def joint_fits(draft_length, small, samples=500) -> LLM:  # noqa: F811
     drafting = {"drafter": Bigrams(small), "num_speculative_tokens": K, "draft_length": draft_length}
     llm = llm_of(small, seed=5, max_num_seqs=1, **drafting)
     (output,) = llm.generate({"prompt_token_ids": SMALL_PROMPT}, params, False)
-    observed = count_texts(output)
-    expected = exact_joint(small, params).view_as(observed) * samples
-    for others in ((2, 3), (0, 3), (0, 1)):  # the first two tokens, those in the middle, the last two
-        pairs = [counts.sum(others).flatten() for counts in (observed, expected)]
-        check_counts_fit(*pairs)
+    check_joint_pairs(output, exact_joint(small, params))
     return llm
 
 
@@ -289,13 +284,7 @@ def test_greedy_equals_the_target_alone(length, kind, asks, make_llm, texts, byt
         llm.engine.draft_length = lengths[length]()
         llm.engine.draft_length.attach(llm.engine.proposer, llm.engine._rehearse)
     outputs = llm.generate(token_prompts(*(case[0] for case in cases)), [case[1] for case in cases], use_tqdm=False)
-    for output, (name, params, tokens, reason, stop_reason) in zip(outputs, cases, strict=True):
-        found = output.outputs[0]
-        assert (found.token_ids, found.finish_reason, found.stop_reason) == (tokens, reason, stop_reason), (
-            name,
-            params,
-        )
-        check_counts(output, len(tokens))
+    check_greedy(outputs, cases)
 
 
 class Irregular(DraftLength):

@@ -26,8 +26,8 @@ from tests.inference.engine.test_engine import (  # noqa: F401 (fixtures among t
     SMALL_PROMPT,
     SMALL_VOCAB,
     WRITTEN,
-    check_counts,
-    check_counts_fit,
+    check_greedy,
+    check_joint_pairs,
     exact_joint,
     greedy_cases,
     ids_of,
@@ -201,15 +201,10 @@ def tree_llm(family: str, model, length, **options):  # noqa: F811
 @pytest.mark.parametrize("family", ["dspark", "dflash", "peagle"])
 def test_joint_of_the_first_tokens(family, small):  # noqa: F811
     """χ² of four tokens at T = 1, five rows at a time."""
-    samples, params = 1500, SamplingParams(temperature=1.0, max_tokens=WRITTEN, n=1500)
+    params = SamplingParams(temperature=1.0, max_tokens=WRITTEN, n=1500)
     llm = tree_llm(family, small, budget(linear(1.0)), seed=5, max_num_seqs=5)
     (output,) = llm.generate({"prompt_token_ids": SMALL_PROMPT}, params, False)
-    codes = torch.tensor([o.token_ids for o in output.outputs]) @ SMALL_VOCAB ** torch.arange(WRITTEN - 1, -1, -1)
-    observed = torch.bincount(codes, minlength=SMALL_VOCAB**WRITTEN).double()
-    expected = exact_joint(small, params) * samples
-    for others in ((2, 3), (0, 3), (0, 1)):
-        pairs = [counts.view([SMALL_VOCAB] * WRITTEN).sum(others).flatten() for counts in (observed, expected)]
-        check_counts_fit(*pairs)
+    check_joint_pairs(output, exact_joint(small, params))
     counters = llm.get_metrics()
     assert counters.num_accepted_tokens > 100
     assert 1 < counters.num_draft_tokens / counters.num_drafts < SHAPE.budget
@@ -227,10 +222,7 @@ def test_greedy_equals_the_target_alone(costs, family, model, texts, byte_tokeni
     options = {"tokenizer": byte_tokenizer, "max_num_seqs": 3, "max_num_batched_tokens": 16}
     llm = tree_llm(family, model, made, **options)
     outputs = llm.generate(token_prompts(*(case[0] for case in cases)), [case[1] for case in cases], use_tqdm=False)
-    for output, (name, _, tokens, reason, stop_reason) in zip(outputs, cases, strict=True):
-        found = output.outputs[0]
-        assert (found.token_ids, found.finish_reason, found.stop_reason) == (tokens, reason, stop_reason), name
-        check_counts(output, len(tokens))
+    check_greedy(outputs, cases)
     counters = llm.get_metrics()
     mean = counters.num_draft_tokens / counters.num_drafts
     if costs != "measured":
