@@ -148,13 +148,16 @@ def load_tokenizer(model: Any, tokenizer: Any, *, trust_remote_code: bool = Fals
     if source is None:
         return None
     name, revision = split_revision(str(source), None if tokenizer else revision)
+    advice = "pass LLM(tokenizer=folder, repository id or object)"
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, revision=revision)
+        found = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, revision=revision)
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"tokenizer {source}: could not be loaded: {hub_trouble(error) or error}; pass LLM(tokenizer=folder, "
-            "repository id or object)"
+            f"tokenizer {source}: could not be loaded: {hub_trouble(error) or error}; {advice}"
         ) from error
+    if len(found) <= len(found.added_tokens_decoder):  # transformers makes an empty one where there are no files
+        raise CheckpointError(f"tokenizer {source}: there is no vocabulary beside config.json; {advice}")
+    return found
 
 
 def end_of_sequence_ids(target: FrozenTarget, tokenizer: Any) -> frozenset[int]:

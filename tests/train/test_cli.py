@@ -327,6 +327,9 @@ def test_inspect_holds_a_mask_token_to_the_targets_tokenizer(target_folder, tmp_
     assert call("inspect", folder)[0] == 0  # no tokenizer to ask
     code, output = call("inspect", folder, "--model", target_folder)
     assert code == 1 and "mask_token_in_text" in output and "SGLang does not notice" in output
+    target.model.save_pretrained(bare := tmp_path / "bare")
+    code, output = call("inspect", folder, "--model", bare)
+    assert code == 0 and "mask_token_unchecked" in output
 
 
 def test_inspect_of_methods_without_a_folder(recipe_file):
