@@ -23,7 +23,7 @@ ARGS ?=
 LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no \
 	--dynamo_backend no --num_cpu_threads_per_process
 
-.PHONY: help venv quickstart test test-fast test-vllm lint format compare distill-table bench-losses bench-runtime check-gpu clean
+.PHONY: docs help venv quickstart test test-fast test-vllm lint format compare distill-table bench-losses bench-runtime check-gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -78,6 +78,9 @@ bench-losses: $(VENV)/.installed  ## memory and time of the chunked objective ag
 
 check-gpu: $(VENV)/.installed  ## what this machine's GPU does, part by part (ten minutes; ARGS="--device cpu" elsewhere)
 	$(BIN)/python scripts/check_gpu.py $(ARGS)
+
+docs: $(VENV)/.installed  ## build the documentation as a site, build/docs/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 clean:  ## remove caches and build outputs; runs/, .venv and .venv-vllm stay
 	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info

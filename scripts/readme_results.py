@@ -1,6 +1,6 @@
-"""Writes the figures of an acceptance report, and of a comparison, into the README's tables of results.
+"""Writes the figures of an acceptance report, and of a comparison, into the tables of README.md and docs/results.md.
 
-    python scripts/readme_results.py                    # runs/quickstart/eagle3/acceptance.json -> README.md
+    python scripts/readme_results.py                    # from runs/quickstart/eagle3/acceptance.json
 
 Rows whose last cell is a key of `summary` are filled; `t<T>` stands for the temperature of the column. The table of
 runs/compare/comparison.json, if it exists, goes between the `comparison` marks. Everything else stays unchanged.
@@ -22,6 +22,7 @@ from scripts.measuring import put_between
 from train.pipeline.compare import Comparison, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "README.md", ROOT / "docs/results.md")
 ROW = re.compile(r"^\| (?P<name>[^|]+) \|[^|]*\|[^|]*\| `(?P<key>[a-z_<>T.]+)` \|$", re.MULTILINE)
 
 
@@ -45,14 +46,15 @@ def main(
     / "runs/quickstart/eagle3/acceptance.json",
     comparison: Annotated[Path, typer.Option(help="comparison.json of `draftsmith compare`.")] = ROOT
     / "runs/compare/comparison.json",
-    readme: Annotated[Path, typer.Option(help="The file to write into.")] = ROOT / "README.md",
 ) -> None:
     """Fill the tables of results."""
-    text = fill(readme.read_text(encoding="utf-8"), load_report(report).summary)
-    if comparison.exists():
-        made = markdown(Comparison.model_validate_json(comparison.read_text(encoding="utf-8")))
-        text = put_between(text, "comparison", made)
-    readme.write_text(text, encoding="utf-8")
+    summary = load_report(report).summary
+    for page in PAGES:
+        text = fill(page.read_text(encoding="utf-8"), summary)
+        if comparison.exists():
+            made = markdown(Comparison.model_validate_json(comparison.read_text(encoding="utf-8")))
+            text = put_between(text, "comparison", made)
+        page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
