@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from inference.report.measurement import ALL_WORKLOADS, PHASES
 from inference.report.schema import AcceptanceReport
@@ -137,8 +137,10 @@ def lines(
     curves: Mapping[str, tuple[Sequence[float], Sequence[float]]],
     x_label: str,
     limits: tuple[float | None, float | None],
+    doublings: bool = False,
 ) -> Figure:
-    """Curves by name, (x, y) of each; markers tell them apart without colour, and `all` is drawn in ink."""
+    """Curves by name, (x, y) of each; markers tell them apart without colour, and `all` is drawn in ink. `doublings`:
+    x is logarithmic."""
 
     def draw(axes: Axes) -> None:
         for index, (name, (x, y)) in enumerate(curves.items()):
@@ -147,7 +149,11 @@ def lines(
             colour = INK if bold else PALETTE[index % len(PALETTE)]
             axes.plot(x, y, label=name, color=colour, marker=marker, markersize=4, linewidth=2.4 if bold else 1.4)
         axes.set_ylim(*limits)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if doublings:
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(EngFormatter(places=0))
+        else:
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel(x_label)
 
     return _figure(title, 3.0, draw)

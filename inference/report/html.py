@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from inference.report import charts
 from inference.report.measurement import ALL_WORKLOADS
-from inference.report.schema import AcceptanceReport
+from inference.report.schema import AcceptanceReport, TrainingProgress
 from speculators.export.serving_commands import draftsmith_snippet, vllm_command
 
 FIGURES = {  # of each temperature, by their names in the template
@@ -78,7 +78,8 @@ def render_html(report: AcceptanceReport, history: Sequence[TrainingPoint | Mapp
         pooled=pooled,
         acceptance_bars=charts.acceptance_bars(report) if report.results else None,
         figures={name: [(t, made) for t in drawn if (made := draw(report, t))] for name, draw in FIGURES.items()},
-        training=training_charts(points),
+        training=training_charts(points, report.training),
+        progress=report.training,
         other_methods=rivals if len(report.methods()) + len(report.engines()) > 2 else [],
         lossless=[(cell.temperature, check) for cell in pooled for check in cell.lossless],
         serving=serving_snippets(report),
@@ -93,14 +94,20 @@ def _percent(value: float | None, digits: int = 0) -> str:
     return "—" if value is None else f"{100 * value:.{digits}f} %"
 
 
-def training_charts(points: Sequence[TrainingPoint]) -> list[tuple[str, Any]]:
-    """(title, figure) of the loss, the expected acceptance length and the acceptance rate of each depth."""
+def training_charts(points: Sequence[TrainingPoint], progress: TrainingProgress | None) -> list[tuple[str, Any]]:
+    """(title, figure) of the loss, the acceptance rate of each depth and the expected acceptance length; the last
+    over the tokens seen, where they are known."""
     loss, tau, rates = {}, {}, defaultdict(dict)
     for point in points:
         loss[point.step], tau[point.step] = point.loss, point.expected_acceptance_length
         for depth, rate in enumerate(point.acceptance_rate or (), 1):
             rates[f"depth {depth}"][point.step] = rate
-    figures = []
+    figures, held_out = [], progress.held_out if progress else []
+    if len(held_out) > 1:
+        curve = [p.supervised_tokens for p in held_out], [p.acceptance_length for p in held_out]
+        title, tau = "Expected acceptance length, held out", {}
+        made = charts.lines(f"{title}, by tokens seen", {"expected": curve}, "tokens with a loss", (1, None), True)
+        figures.append((title, made))
     for title, curves, limits in (
         ("Loss", {"loss": loss}, (0, None)),
         ("Expected acceptance length, held out", {"expected": tau}, (1, None)),

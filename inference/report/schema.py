@@ -125,6 +125,30 @@ class Provenance(Record):
     seeds: list[int] = Field(description="Seeds of the sampled runs.")
 
 
+class HeldOutPoint(Record):
+    """A held-out evaluation in training."""
+
+    step: int = Field(description="Optimizer steps before it, of all stages.")
+    supervised_tokens: int = Field(description="Tokens with a loss seen before it, repeats counted.")
+    acceptance_length: float = Field(description="Expected τ by replay, mean over the temperatures.")
+    standard_error: float | None = Field(description="Its standard error over prompts; null if not known.")
+
+
+class TrainingProgress(Record):
+    """How far the drafter is trained: the held-out acceptance against the tokens seen, and its trend."""
+
+    steps: int = Field(description="Optimizer steps, of all stages.")
+    supervised_tokens: int = Field(description="Tokens with a loss, repeats counted.")
+    held_out: list[HeldOutPoint] = Field(description="Every held-out evaluation, in their order.")
+    gain_per_doubling: float | None = Field(
+        description="Change of the expected τ with each doubling of the tokens: the slope of a straight line in "
+        "log2(tokens), least squares over the evaluations in the last two doublings; null with fewer than three."
+    )
+    gain_standard_error: float | None = Field(
+        description="Standard error of the slope, from the residuals of the line; null as above."
+    )
+
+
 class AcceptanceReport(Record):
     """The whole of `acceptance.json`."""
 
@@ -137,6 +161,10 @@ class AcceptanceReport(Record):
     gates: list[Gate] = Field(default=[], description="The recipe's bounds and whether they are met.")
     results: list[Cell] = Field(
         description="One cell per workload, temperature, method and engine, and `all`, the workloads together."
+    )
+    training: TrainingProgress | None = Field(
+        default=None,
+        description="Held-out acceptance during training; null if the drafter was not trained in this run.",
     )
 
     @property

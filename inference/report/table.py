@@ -19,6 +19,12 @@ def print_report(report: AcceptanceReport, console: Console | None = None) -> No
     console.print(acceptance_table(report))
     if report.gates:
         console.print(gates_table(report))
+    if (training := report.training) and training.gain_per_doubling is not None:
+        console.print(
+            f"held-out τ over the last two doublings of the tokens seen ({training.supervised_tokens:,}): "
+            f"{training.gain_per_doubling:+.3f} ± {training.gain_standard_error:.3f} per doubling",
+            highlight=False,
+        )
 
 
 def acceptance_table(report: AcceptanceReport) -> Table:

@@ -18,6 +18,7 @@ from inference.evaluation.evaluate import EngineMaker, EvaluationSettings, Progr
 from inference.report.build import check_gates
 from inference.report.html import write_html
 from inference.report.merge_engines import lay_beside, measured_before
+from inference.report.progress import training_progress
 from inference.report.schema import AcceptanceReport, Bound, save_report
 from inference.report.table import print_report
 from inference.vllm_bridge.engine import VLLM, VllmOptions, vllm_python
@@ -126,7 +127,8 @@ def accept(
             recipe, settings or settings_of(recipe), lambda share, note: advance(round(100 * share, 1), note), engines
         )
     save_report(report, folder / REPORT)  # what was measured is kept even if a gate turns out to name nothing
-    report = report.model_copy(update={"gates": check_gates(report.summary, gate_bounds(recipe))})
+    gates = check_gates(report.summary, gate_bounds(recipe))
+    report = report.model_copy(update={"gates": gates, "training": training_progress(history)})
     save_report(report, folder / REPORT)
     write_html(report, folder / PAGE, history)
     if stages.enabled:

@@ -88,6 +88,7 @@ class Telemetry:
     def finish(self, total: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """The step's figures. `total` sums a tensor over processes.
 
+        supervised_tokens             of all processes, those with a loss
         step_seconds                  wall time of this process
         tokens_per_second             of all processes, padding among them: what was computed on
         valid_tokens_per_second       without padding
@@ -109,6 +110,7 @@ class Telemetry:
         counts = total(self._counts).tolist()
         shares = {f"time/{name}": self._spent[name] / seconds for name in PHASES}
         figures = {
+            "supervised_tokens": counts[-1],
             "step_seconds": seconds,
             **dict(zip((f"{kind}tokens_per_second" for kind in ("", "valid_", "supervised_")),
                        (count / seconds for count in counts))),

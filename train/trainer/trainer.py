@@ -444,6 +444,7 @@ class Trainer:
 
     def _after_step(self, record: dict[str, Any]) -> None:
         t, costs = self.recipe.training, self.telemetry.finish(self._sum)
+        record["supervised_tokens"] = int(costs.pop("supervised_tokens"))
         evaluated = self.evaluate is not None and self._due(t.eval_every)
         if evaluated:
             with self.replica.whole() as drafter:

@@ -19,6 +19,7 @@ from inference.report.cell import Cell, Spread
 from inference.report.html import render_html, write_html
 from inference.report.measurement import CellMeasurement, Costs, LosslessCheck, RequestRounds, TimedRun, TokenDifference
 from inference.report.merge_engines import lay_beside
+from inference.report.progress import training_progress
 from inference.report.schema import SUMMARY_KEYS, AcceptanceReport, Bound, Provenance, load_report, save_report
 from inference.report.table import print_report
 from inference.spec_decode.replay import ReplayResult
@@ -354,3 +355,20 @@ def test_the_table_fits_a_terminal(report: AcceptanceReport) -> None:
 
 def test_every_field_is_documented() -> None:
     assert all(field.description for field in [*Cell.model_fields.values(), *Provenance.model_fields.values()])
+
+
+def test_progress_is_the_slope_per_doubling_of_the_tokens_seen(report: AcceptanceReport) -> None:
+    records: list[dict] = [{"step": step, "supervised_tokens": 100} for step in range(1, 65)]
+    for step in (4, 16, 23, 32, 45, 64):  # before the last two doublings it was steep
+        tau = 2.0 + 0.25 * math.log2(100 * step) - (0.9 if step == 4 else 0.0)
+        records[step - 1] |= {"expected_acceptance_length": tau, "expected_standard_error": 0.1}
+    made = training_progress(records)
+    assert (made.steps, made.supervised_tokens, len(made.held_out)) == (64, 6400, 6)
+    assert made.gain_per_doubling == pytest.approx(0.25) and made.gain_standard_error == pytest.approx(0, abs=1e-6)
+    records[31]["expected_acceptance_length"] += 0.3
+    assert training_progress(records).gain_standard_error > 0.05
+    assert training_progress(records[:3]).gain_per_doubling is None
+    assert training_progress([]) is None and training_progress([{"step": 1}]) is None
+    whole = report.model_copy(update={"training": made})
+    assert "changed the held-out τ by +0.250 ± 0.000" in render_html(whole, history())
+    assert "+0.250 ± 0.000 per doubling" in " ".join(printed(whole).split())
