@@ -89,8 +89,11 @@ def replace_folder(fresh: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def resolve(path_or_id: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
-    """The local folder, or the JSON and safetensors of `org/name` or `org/name@revision`, downloaded from the Hub."""
+def resolve(
+    path_or_id: str | Path, revision: str | None = None, *, weights: bool = True, what: str = "drafter"
+) -> Path:
+    """The local folder, or the JSON and safetensors of `org/name` or `org/name@revision`, downloaded from the Hub.
+    `what`: the first word of its CheckpointError."""
     if Path(path_or_id).is_dir():
         return Path(path_or_id)
     from huggingface_hub import snapshot_download
@@ -101,7 +104,7 @@ def resolve(path_or_id: str | Path, revision: str | None = None, *, weights: boo
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (ValueError, OSError) as error:  # an id that is none; the Hub's errors, and those of files
         raise CheckpointError(
-            f"drafter {path_or_id}: no such folder, and the Hub did not give it: {hub_trouble(error) or error}; "
+            f"{what} {path_or_id}: no such folder, and the Hub did not give it: {hub_trouble(error) or error}; "
             "give the folder that an export wrote, or a repository id"
         ) from error
 

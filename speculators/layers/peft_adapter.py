@@ -92,8 +92,9 @@ class Adapter:
         self.peft.save_pretrained(folder)
 
 
-def merge_saved_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """Merges the adapter in `folder` into the model's weights. CheckpointError if it does not fit exactly."""
+def merge_saved_adapter(model: PreTrainedModel, folder: Path, what: str = "drafter") -> PreTrainedModel:
+    """Merges the adapter in `folder` into the model's weights. CheckpointError if it does not fit exactly; `what`: its
+    first words."""
     from peft import PeftModel
     from peft.utils import get_peft_model_state_dict, load_peft_weights
 
@@ -102,13 +103,13 @@ def merge_saved_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel
             warnings.filterwarnings("ignore", "Found missing adapter keys")  # refused below
             adapted = PeftModel.from_pretrained(model, str(folder))
     except (RuntimeError, ValueError, OSError, KeyError) as error:
-        raise CheckpointError(f"drafter {folder}: the adapter does not fit its base model: {error}") from error
+        raise CheckpointError(f"{what} {folder}: the adapter does not fit its base model: {error}") from error
     wanted, found = (
         set(state) for state in (get_peft_model_state_dict(adapted), load_peft_weights(str(folder), "cpu"))
     )
     if wanted != found:
         raise CheckpointError(
-            f"drafter {folder}: the adapter's tensors are not those of its configuration: "
+            f"{what} {folder}: the adapter's tensors are not those of its configuration: "
             f"{', '.join(sorted(wanted ^ found)[:3])}"
         )
     return adapted.merge_and_unload()

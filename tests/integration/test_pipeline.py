@@ -10,8 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from inference.report.schema import load_report
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export import read_drafter_config
 from speculators.target.frozen_target import FrozenTarget
@@ -267,3 +270,49 @@ def test_medusa_2_exports_the_target_it_trained(recipe, tiny_target, tmp_path, e
     assert cross_entropy(adapted, texts) != pytest.approx(
         cross_entropy(FrozenTarget.from_pretrained(str(tiny_target)), texts)
     )
+
+
+@pytest.mark.integration
+def test_an_adapted_target_continues_the_head_of_its_base(recipe, tiny_target, tmp_path):
+    """The base's head is trained, a LoRA trained on the target, and the head continued for both merged: texts, features
+    and report are those of the merged target, whose folder is written once."""
+    assert run(recipe, SHORT) == 0
+    base = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+    adapted = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
+    optimizer = torch.optim.Adam([p for p in adapted.parameters() if p.requires_grad], lr=0.05)
+    ids = torch.arange(40, 104).view(2, 32)
+    losses = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss = adapted(input_ids=ids, labels=ids).loss
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < losses[0] - 0.5
+    adapted.save_pretrained(tmp_path / "lora")
+
+    out = tmp_path / "adapted"
+    changes = [
+        *SHORT[1:],
+        f"output_dir={out}",
+        f"target.adapter={tmp_path / 'lora'}",
+        f"drafter.init_from={tmp_path / 'run' / 'export'}",
+        "evaluation.temperatures=[0.0]",
+    ]
+    assert run(recipe, changes) == 0
+    merged = AutoModelForCausalLM.from_pretrained(out / "target", dtype=torch.float32)
+    with torch.no_grad():
+        gap = merged(ids).logits - adapted(ids).logits
+    assert gap.abs().max() < 1e-3
+    report = load_report(out / "acceptance.json")
+    assert report.provenance.target_name == str(out / "target") and report.summary["lossless_mismatches"] == 0
+    assert json.loads((out / "export" / "config.json").read_text())["draftsmith"]["target"]["name_or_path"] == str(
+        out / "target"
+    )
+    written = (out / "target" / "model.safetensors").stat().st_mtime_ns
+    assert run(recipe, changes) == 0  # nothing is left to do
+    assert (out / "target" / "model.safetensors").stat().st_mtime_ns == written
+    fields = json.loads((tmp_path / "lora" / "adapter_config.json").read_text()) | {"target_modules": ["q_proj"]}
+    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match=r"target\.adapter .*lora: the adapter's tensors are not those"):
+        run(recipe, changes)

@@ -21,6 +21,7 @@ def cache_features(
     part: Part = "1/1",
 ) -> None:
     """Write the target's features of a recipe's training rows to disk, for runs with features.mode: cache."""
+    from train.pipeline.adapted_target import with_adapted_target
     from train.pipeline.data_stage import DataStage, TrainingData
     from train.pipeline.features_stage import Writer, fill, open_cache
     from train.pipeline.progress import Stages
@@ -31,6 +32,7 @@ def cache_features(
     checked = load_recipe(recipe, [*(overrides or ()), "features.mode=cache"])
     writer = Writer(parse_part(part))
     accelerator = make_accelerator(checked.model_copy(update={"trackers": []}))
+    checked = with_adapted_target(checked, accelerator)
     taps = drafter_config(checked, checked.target.sketch(accelerator.device)).tap_layers
     target, tokenizer = load_target(checked, accelerator, taps), checked.target.load_tokenizer()
     stages = Stages(2 * len(checked.training_stages()), enabled=accelerator.is_main_process)

@@ -32,6 +32,7 @@ def regenerate(
     from accelerate import Accelerator
 
     from inference.entrypoints.loading import load_tokenizer
+    from train.pipeline.adapted_target import with_adapted_target
     from train.pipeline.data_stage import DataStage
     from train.pipeline.progress import Stages
     from train.pipeline.run import load_target
@@ -43,6 +44,7 @@ def regenerate(
     if not parts and not held_out:
         raise ConfigError(f"{recipe}: regenerate.enabled is false and there is no data.validation; nothing is written")
     stages, accelerator = Stages(len(parts) + len(checked.training_stages()) * held_out), Accelerator()
+    checked = with_adapted_target(checked, accelerator)
     t = checked.target
     tokenizer = load_tokenizer(t.model, None, revision=t.revision, trust_remote_code=t.trust_remote_code)
     target = None

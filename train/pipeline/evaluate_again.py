@@ -18,6 +18,7 @@ from inference.report.schema import save_report
 from inference.report.table import print_report
 from speculators.errors import CheckpointError, ConfigError
 from train.pipeline.acceptance_stage import Engines, accept, evaluate_in, settings_of, workloads
+from train.pipeline.adapted_target import with_adapted_target
 from train.pipeline.progress import Stages
 from train.pipeline.run import checkpoints
 from train.recipe.recipe import Recipe, make_recipe
@@ -36,7 +37,7 @@ def evaluate_run(recipe: Recipe, engines: Engines | None = None) -> int:
         raise CheckpointError(f"{folder / EXPORT}: no export to evaluate; run the recipe first, or draftsmith export")
     newest = checkpoint.latest(checkpoints(recipe))
     history = json.loads((newest / "state.json").read_text())["history"] if newest is not None else ()
-    return accept(recipe, history=history, engines=engines)
+    return accept(with_adapted_target(recipe), history=history, engines=engines)
 
 
 def evaluate_folders(

@@ -20,6 +20,7 @@ from speculators.export import describe_target, export_drafter
 from speculators.precision import as_dtype
 from speculators.registry import family_class
 from train.data.packing import conversation_tokenizer
+from train.pipeline.adapted_target import named_adapted_target
 from train.recipe.drafter_config import drafter_config
 from train.recipe.load import load_recipe
 from train.recipe.recipe import Recipe
@@ -73,6 +74,7 @@ def reexport(run_dir: Path, out: Path, *, dtype: str = "auto", format: str = "vl
     if not (run_dir / RECIPE).is_file():
         raise CheckpointError(f"{run_dir}: holds no {RECIPE}, so it is not a run's folder; give runs/<name>")
     recipe = load_recipe(run_dir / RECIPE, [f"output_dir={run_dir}"])  # the folder may have been moved
+    recipe = named_adapted_target(recipe)
     root = checkpoints(recipe)
     newest = checkpoint.latest(root)
     if newest is None:

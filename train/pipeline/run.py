@@ -26,6 +26,7 @@ from speculators.target.frozen_target import FrozenTarget
 from train.on_policy.refresh import OnPolicy
 from train.pipeline import trackers
 from train.pipeline.acceptance_stage import require_engines
+from train.pipeline.adapted_target import with_adapted_target
 from train.pipeline.data_stage import prepare_data, waits_on_host
 from train.pipeline.drafter_stage import make_drafter, meet_tokenizers
 from train.pipeline.export_stage import Trained, export
@@ -75,6 +76,7 @@ def run(
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / RECIPE).write_text(recipe.resolved_yaml())
+    recipe = with_adapted_target(recipe, accelerator)
     fits = getattr(recipe.drafter, "init", None) == "least_squares" and recipe.drafter.init_from is None
     cached = recipe.features.mode == "cache"
     count = (len(STAGES) + cached) * len(recipe.training_stages()) + len(LAST_STAGES) + fits

@@ -151,6 +151,8 @@ class Recipe(Section):
                     f"gates.{name}: nothing is measured at temperature {temperature:g}; "
                     f"evaluation.temperatures is {self.evaluation.temperatures}"
                 )
+        if self.joint is not None and self.target.adapter is not None:
+            raise ValueError("target.adapter: joint trains a LoRA of its own; merge the adapter into the model first")
         if self.joint is not None and self.training.keep_features_gb:
             raise ValueError("training.keep_features_gb: a trained target's features change at every step")
         if self.joint is not None and self.features.mode == "cache":

@@ -26,6 +26,11 @@ class TargetSection(Section):
     """The frozen model whose distribution is preserved."""
 
     model: Text = Field(description="folder or Hugging Face id of the target; org/name@revision gives the revision too")
+    adapter: Text | None = Field(
+        None,
+        description="folder or Hugging Face id of a peft adapter of the target (a LoRA); merged into the target, which "
+        "is written to <output_dir>/target and is the target of this run",
+    )
     dtype: Dtype = Field(
         "auto", description="auto: as its config says, but float32 for bfloat16 on a CPU without instructions for it"
     )

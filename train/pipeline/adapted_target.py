@@ -1,0 +1,78 @@
+"""The target with an adapter merged into its weights, as a folder that every later stage and engine loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM
+
+from inference.provenance import weights_sha256
+from speculators.errors import CheckpointError
+from speculators.export import replace_folder, resolve
+from speculators.hub import split_revision
+from speculators.layers.peft_adapter import CONFIG, merge_saved_adapter
+from speculators.target.frozen_target import refuse_incomplete
+from train.recipe.recipe import Recipe
+from train.recipe.run_folder import TARGET
+
+MERGED = "merged_adapter.json"  # what it was merged from
+
+
+def with_adapted_target(recipe: Recipe, accelerator: Accelerator | None = None) -> Recipe:
+    """The recipe with the folder of the merged target as its target, if it has a `target.adapter`; unchanged otherwise.
+
+    The main process merges; the folder is kept as long as neither the weights nor the adapter change. CheckpointError
+    for an adapter that does not fit exactly.
+    """
+    if recipe.target.adapter is not None and (accelerator is None or accelerator.is_main_process):
+        merge_target(recipe, Path(recipe.output_dir) / TARGET)
+    if accelerator is not None:
+        accelerator.wait_for_everyone()
+    return named_adapted_target(recipe)
+
+
+def named_adapted_target(recipe: Recipe) -> Recipe:
+    """The same recipe, without writing the folder."""
+    if recipe.target.adapter is None:
+        return recipe
+    folder = str(Path(recipe.output_dir) / TARGET)
+    target = recipe.target.model_copy(update={"model": folder, "revision": None, "adapter": None})
+    return recipe.model_copy(update={"target": target})
+
+
+def merge_target(recipe: Recipe, folder: Path) -> Path:
+    """Writes the recipe's target with its adapter merged, in the precision of the checkpoint, whole or not at all."""
+    t = recipe.target
+    base = resolve(t.model, t.revision, what="target")
+    adapter = resolve(*split_revision(str(t.adapter)), what="target.adapter")
+    if not (adapter / CONFIG).is_file():
+        raise CheckpointError(
+            f"target.adapter {adapter}: no {CONFIG}; give the folder that peft's save_pretrained wrote"
+        )
+    source = {
+        "target": weights_sha256(base),
+        "adapter": weights_sha256(adapter),
+        "config": (adapter / CONFIG).read_text(encoding="utf-8"),
+    }
+    if (folder / MERGED).is_file() and json.loads((folder / MERGED).read_text()) == source:
+        return folder
+    model, info = AutoModelForCausalLM.from_pretrained(
+        base, dtype="auto", trust_remote_code=t.trust_remote_code, use_safetensors=True, output_loading_info=True
+    )
+    refuse_incomplete(info, str(base))
+    model = merge_saved_adapter(model, adapter, "target.adapter")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        model.save_pretrained(fresh)
+        t.load_tokenizer().save_pretrained(fresh)
+        (fresh / MERGED).write_text(json.dumps(source))
+        fresh.chmod(0o755)
+        replace_folder(fresh, folder)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return folder
