@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from speculators.layers.decoder import Attend
-from speculators.layers.fused_attention import KERNELS, Kernel, PackedQueries, statistics_dtype
+from speculators.layers.fused_attention import KERNELS, Kernel, PackedQueries, over_group, statistics_dtype
 from speculators.layers.grouped_attention import MOST_QUERIES, attend_grouped, repeat_mask
 
 SCORES = {"cpu": 1 << 24, "cuda": 1 << 26}  # attention scores that a chunk of queries may have, by kind of device
@@ -90,7 +90,7 @@ class _Merged(torch.autograd.Function):
                 weight = weight.unflatten(1, grouped)[..., None]
                 score = ((grad * value).sum(-1, keepdim=True) - delta).mul_(weight).mul_(ctx.scale)
                 total.addcmul_(score, key)
-                found += [(score * q).sum(2).to(k.dtype), (weight * grad).sum(2).to(v.dtype)]
+                found += [over_group(score * q, 2).to(k.dtype), over_group(weight * grad, 2).to(v.dtype)]
             dq = total.flatten(1, 2).to(dq.dtype)
         return None, None, None, dq, dk, dv, *found
 

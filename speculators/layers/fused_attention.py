@@ -97,6 +97,11 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def over_group(gradient: Tensor, dim: int) -> Tensor:
+    """The gradient of what the query heads of a group share: its sum over `dim`, the heads. A sum over one is a copy."""
+    return gradient.squeeze(dim) if gradient.shape[dim] == 1 else gradient.sum(dim)
+
+
 # ------------------------------------------------------------------ CPU
 
 
@@ -124,8 +129,8 @@ def _cpu_backward(
             g, *tensors, o, l, 0.0, run.causal, attn_mask=mask, scale=scale
         )
         dq[run.row, :, run.queries] = a.flatten(0, 1)
-        dk[run.row, :, run.keys] += b.sum(1, dtype=dtype)
-        dv[run.row, :, run.keys] += c.sum(1, dtype=dtype)
+        dk[run.row, :, run.keys] += over_group(b.to(dtype), 1)
+        dv[run.row, :, run.keys] += over_group(c.to(dtype), 1)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
