@@ -35,14 +35,12 @@ def unrolled_attention(
     diagonals: (key, value) [B, g, M, ·] of the same slots at depths 1..i. Returns [B, h, M, v]. Its gradient cannot be
     differentiated again.
     """
-    kernel = KERNELS.get(query.device.type)
-    if kernel is None or not kernel.takes(query, queries):
-        return explicit_attention(query, key, value, diagonals, queries, scale)
-    d, v = query.shape[-1], value.shape[-1]
-    width = max(d, v)  # a kernel has one
-    own = [(_widened(k, width), _widened(x, width)) for k, x in diagonals]
-    tensors = [_widened(x, width) for x in (query.to(value.dtype), key.to(value.dtype), value)]
-    return _Merged.apply(kernel, queries, scale, *tensors, *(x for pair in own for x in pair))[..., :v]
+    kernel, tensors = KERNELS.get(query.device.type), (query.to(value.dtype), key.to(value.dtype), value)
+    if kernel is None or not kernel.takes(tensors[0], queries):
+        return explicit_attention(*tensors, diagonals, queries, scale)
+    width = -8 * (-max(query.shape[-1], value.shape[-1]) // 8)  # kernels have one for all, a multiple of eight
+    widened = [_widened(x, width) for pair in (tensors, *diagonals) for x in pair]
+    return _Merged.apply(kernel, queries, scale, *widened)[..., : value.shape[-1]]
 
 
 def _widened(x: Tensor, width: int) -> Tensor:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from speculators.layers import fused_attention
 from speculators.layers.attention import explicit_attention, unrolled_attention
-from speculators.layers.fused_attention import PackedQueries
+from speculators.layers.fused_attention import KERNELS, PackedQueries
 
 DOCUMENTS = {
     "one": [[(0, 24)], [(4, 24)]],
@@ -106,3 +108,69 @@ def test_a_document_in_one_piece_has_no_mask():
     assert [(run.causal, run.keys.stop - run.keys.start) for run in queries.runs if run.row == 0] == [
         (True, 7), (True, 1), (True, 11), (False, 4), (False, 1),
     ]  # fmt: skip
+
+
+class Flash:
+    """FlashAttention's calls, as `aten` knows them, by one softmax for each document."""
+
+    def __init__(self, library: torch.library.Library) -> None:
+        library.impl("_flash_attention_forward", self.forward, "CPU")
+        library.impl("_flash_attention_backward", self.backward, "CPU")
+        self.calls = 0
+
+    def probabilities(self, q, k, offsets, scale, lse=None):
+        for a, b in pairwise(offsets.tolist()):
+            own, keys = q[a:b], k[a:b].repeat_interleave(q.shape[1] // k.shape[1], 1)
+            scores = torch.einsum("qhd,khd->hqk", own, keys) * scale
+            scores.masked_fill_(torch.ones(b - a, b - a, dtype=torch.bool).triu(1), float("-inf"))
+            norm = scores.logsumexp(-1) if lse is None else lse[:, a:b]
+            yield slice(a, b), own, keys, norm, (scores - norm[..., None]).exp()
+
+    def forward(self, q, k, v, offsets, same, longest, _, dropout, causal, debug, *, scale, **rest):
+        assert causal and not dropout and offsets is same and longest == offsets.diff().max()
+        self.calls += 1
+        out, lse, repeat = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0]), q.shape[1] // k.shape[1]
+        for part, _, _, norm, p in self.probabilities(q, k, offsets, scale):
+            out[part] = torch.einsum("hqk,khd->qhd", p, v[part].repeat_interleave(repeat, 1))
+            lse[:, part] = norm
+        return out, lse, torch.zeros(2, dtype=torch.uint64), torch.zeros(0), torch.zeros(0)
+
+    def backward(self, grad, q, k, v, out, lse, offsets, same, longest, _, dropout, causal, seed, unused, *, scale, **rest):
+        dq, dk, dv, repeat = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), q.shape[1] // k.shape[1]
+        for part, own, keys, _, p in self.probabilities(q, k, offsets, scale, lse):
+            dp = torch.einsum("qhd,khd->hqk", grad[part], v[part].repeat_interleave(repeat, 1))
+            ds = p * (dp - (grad[part] * out[part]).sum(-1).t()[..., None]) * scale
+            dq[part] = torch.einsum("hqk,khd->qhd", ds, keys)
+            dk[part] = torch.einsum("hqk,qhd->khd", ds, own).unflatten(1, (-1, repeat)).sum(2)
+            dv[part] = torch.einsum("hqk,qhd->khd", p, grad[part]).unflatten(1, (-1, repeat)).sum(2)
+        return dq, dk, dv
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """The kernel of CUDA devices on CPU tensors of any precision."""
+    real = KERNELS["cuda"]
+
+    def takes(query, queries):
+        return real.takes(query.to(torch.bfloat16), queries)
+
+    monkeypatch.setitem(KERNELS, "cpu", real._replace(takes=takes))
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        yield Flash(library)
+
+
+@pytest.mark.parametrize("depths", [0, 2])
+@pytest.mark.parametrize("chosen", ["all", "some", "filled up"])
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_one_call_for_all_documents_of_a_cuda_device(flash, documents, chosen, depths):
+    queries = packed(documents, chosen)
+    compare(tensors(queries, depths), queries, atol=1e-12, rtol=1e-12)
+    assert flash.calls == (documents != "interrupted")
+
+
+def test_what_a_cuda_device_leaves_to_scores():
+    takes, queries = KERNELS["cuda"].takes, packed("ragged", "all")
+    assert takes(torch.empty(2, 4, 24, 128, dtype=torch.bfloat16), queries)
+    assert not takes(torch.empty(2, 4, 24, 128), queries)
+    assert not takes(torch.empty(2, 4, 24, 264, dtype=torch.bfloat16), queries)
+    assert not takes(torch.empty(2, 4, 24, 128, dtype=torch.bfloat16), packed("interrupted", "all"))
