@@ -18,6 +18,7 @@ from speculators.drafter import Drafter, DraftInput, DraftLogits, DraftStep, Dra
 from speculators.layers.attention import cached_attends, unrolled_attention
 from speculators.layers.checkpointing import kept_or_recomputed
 from speculators.layers.decoder import Attend, Rotary, RotaryTable
+from speculators.layers.fused_attention import PackedQueries
 from speculators.precision import on_device
 from speculators.target.frozen_target import TargetFeatures
 
@@ -82,9 +83,11 @@ class ChainDrafter(Drafter):
         ids, segments, positions = features.input_ids, features.segment_ids, features.position_ids
         B, T = ids.shape
         valid, paths = self.terms(features, steps)  # K x [B, T]
-        slots = torch.arange(T, device=ids.device).expand(B, T)
+        present = PackedQueries(segments)  # the slots that a depth runs over
         rows = T * torch.arange(B, device=ids.device)[:, None]
-        chosen = slots_in_use(torch.stack(valid).any(0)) if self.selects_queries else slots  # [B, M]
+        asking = present  # those whose states are wanted
+        if self.selects_queries:
+            asking = PackedQueries(segments, slots_in_use(torch.stack(valid).any(0)))
         state = self.first_state(features.taps, features.last_hidden)
         layers = self.attention_layers
         causal: list[tuple[Tensor, Tensor]] = []  # per layer: keys and values of depth 0
@@ -92,19 +95,18 @@ class ChainDrafter(Drafter):
         for depth in range(steps):
             if depth and self.selects_queries and self.samples_terms:  # counting slots waits for the device
                 fewer = slots_in_use(torch.stack(valid[depth:]).any(0))
-                if fewer.shape[1] <= WORTH_NARROWING * chosen.shape[1]:
-                    state, own = _narrowed(chosen, fewer, T, state, own)
-                    slots = chosen = fewer
-            tokens = self.tokens_read(ids.gather(1, paths[depth].gather(1, slots)), depth)  # x_{t+1+depth}
-            queries = chosen if depth == 0 and self.selects_queries else None
+                if fewer.shape[1] <= WORTH_NARROWING * asking.slots.shape[1]:
+                    state, own = _narrowed(asking.slots, fewer, T, state, own)
+                    present = asking = PackedQueries(segments, fewer)
+            tokens = self.tokens_read(ids.gather(1, paths[depth].gather(1, present.slots)), depth)  # x_{t+1+depth}
+            queries = asking.slots if depth == 0 and self.selects_queries else None
             attends = [
-                self._unrolled(i, depth, causal, own[i], slots if i < layers - 1 else chosen, segments)
-                for i in range(layers)
+                self._unrolled(i, depth, causal, own[i], present if i < layers - 1 else asking) for i in range(layers)
             ]
-            places = positions.gather(1, slots) + depth
+            places = positions.gather(1, present.slots) + depth
             state = self.feed_back(state) if depth else state
             state = kept_or_recomputed(self.recomputes, self._depth, tokens, places, state, attends, queries)
-            slots = chosen
+            present, slots = asking, asking.slots  # [B, M]
             terms = valid[depth].gather(1, slots).flatten().nonzero().flatten()  # [N] of the flat [B·M]
             anchors = (slots + rows).flatten()[terms]
             yield DraftStep(
@@ -115,9 +117,7 @@ class ChainDrafter(Drafter):
                 weight=torch.ones(len(anchors), device=state.device),
             )
 
-    def _unrolled(
-        self, layer: int, depth: int, causal: list, own: list, slots: Tensor, segment_ids: Tensor
-    ) -> Callable:
+    def _unrolled(self, layer: int, depth: int, causal: list, own: list, queries: PackedQueries) -> Callable:
         before = tuple(own)  # of the depths 1..depth - 1
 
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -125,10 +125,10 @@ class ChainDrafter(Drafter):
             if depth == 0:
                 if len(causal) == layer:
                     causal.append((k, v))
-                return unrolled_attention(q, k, v, (), slots, segment_ids, scale)
+                return unrolled_attention(q, k, v, (), queries, scale)
             if len(own) < depth:
                 own.append((k, v))
-            return unrolled_attention(q, *causal[layer], [*before, (k, v)], slots, segment_ids, scale)
+            return unrolled_attention(q, *causal[layer], [*before, (k, v)], queries, scale)
 
         return attend
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from speculators.layers import attention
+from speculators.layers.fused_attention import PackedQueries
 from speculators.target import frozen_target as target_module
 from speculators.target import packed_attention
 from speculators.target.frozen_target import FrozenTarget
@@ -105,9 +106,9 @@ def test_no_more_scores_wait_for_the_backward_pass_than_may(monkeypatch, rows, q
     monkeypatch.setattr(attention, "KEPT_SCORES", 4 * 64 * 64)
     (h, T, d), kept = (4, 64, 8), []
     tensors = [torch.randn(rows, h, n, d, requires_grad=True) for n in (queries, T, T)]
-    slots, segments = torch.arange(queries).expand(rows, -1), torch.zeros(rows, T, dtype=torch.long)
+    asking = PackedQueries(torch.zeros(rows, T, dtype=torch.long), torch.arange(queries).expand(rows, -1))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
-        attention.unrolled_attention(*tensors, (), slots, segments, 1.0).sum().backward()
+        attention.explicit_attention(*tensors, (), asking, 1.0).sum().backward()
     scores = rows * h * queries * T
     assert attention.recomputes_scores(rows, h, queries, T) == (scores > 4 * 64 * 64)
     assert (max(kept) >= scores) == (scores <= 4 * 64 * 64)
