@@ -1,5 +1,7 @@
 """The chunked objective: logits, loss, metrics and gradients of one chunk of rows at a time.
 
+A chunk's rows go through the heads together: it is as large as moving the heads' weights and their gradients asks for.
+Its logits are scored, and overwritten by their gradient, a block of rows at a time: what is float32 is one block.
 Callers use `train.losses.objective`. Recipes, families, target architectures and optimizers do not belong here.
 """
 
@@ -11,14 +13,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from train.losses.divergences import Mix, has_closed_form, value_and_gradient
+from train.losses.divergences import Mix, dot, has_closed_form, value_and_gradient
+from train.losses.products import Products, precise
 
 Head = Callable[[Tensor], Tensor]
 
-# Bytes of one chunk's float32 logits: on a CPU they stay in its cache.
-CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
-# Rows: in smaller chunks, reading the head's weights and adding their gradient takes most of the time.
-SMALLEST_CHUNK = {"cpu": 128, "cuda": 256}
+# Rows of a chunk: fewer, and reading the head's weights and adding up their gradient is no longer small beside the
+# products, which do more operations per byte on a GPU.
+CHUNK_ROWS = {"cpu": 512, "cuda": 2048}
+CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 5 << 28}  # of its logits in float32, at most ...
+SMALLEST_CHUNK = {"cpu": 128, "cuda": 512}  # ... unless it has no more rows than these
+# Bytes of one block's float32 logits: on a CPU, for each thread, they stay in its cache.
+BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}
 
 
 @dataclass(frozen=True)
@@ -35,33 +41,102 @@ class Task:
     draft_to_target: Tensor | None  # [Vd]
     temperature: float
     chunk_size: int = 0
+    block_size: int = 0
 
-    def chunks(self) -> Iterator[tuple[Tensor | slice, Tensor | slice, Tensor | None]]:
-        """(rows of this chunk, their distinct target positions, for each row which of those positions)."""
-        count = self.weight.shape[0]
-        if self.target_index is None:
-            for start in range(0, count, self.chunk_size):
-                rows = slice(start, min(start + self.chunk_size, count))
-                yield rows, rows, None
-            return
-        order = torch.argsort(self.target_index, stable=True)  # rows that share a target become neighbours
-        for rows in order.split(self.chunk_size):
-            positions, inverse = torch.unique_consecutive(self.target_index[rows], return_inverse=True)
-            yield rows, positions, inverse
+
+@dataclass(frozen=True)
+class Group:
+    """Rows first, first + 1, ... of a walk: `count` times `shared` rows with the same target."""
+
+    first: int
+    count: int
+    shared: int
+
+    @property
+    def stop(self) -> int:
+        return self.first + self.count * self.shared
+
+    def targets(self) -> slice:
+        """A row of each target."""
+        return slice(self.first, self.stop, self.shared)
+
+    def split(self, rows: int) -> Iterator[Group]:
+        """Groups of at most `rows` rows, but of one target at least."""
+        step = max(1, rows // self.shared)
+        for start in range(0, self.count, step):
+            yield Group(self.first + start * self.shared, min(step, self.count - start), self.shared)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The target's distributions of `count` positions, over the draft vocabulary where it is reduced."""
+
+    p: Tensor  # [count, 1, Vd]
+    p_log_p: Tensor  # [count, 1] sum p log p
+    mass: Tensor  # [count, 1] sum p
+    best: Tensor  # [count, 1] argmax over the full vocabulary
 
 
 def default_chunk_size(vocabulary: int, device: torch.device) -> int:
-    """Rows per chunk, from the size of one chunk's float32 logits."""
-    kind = device.type if device.type in CHUNK_BYTES else "cuda"
-    return max(SMALLEST_CHUNK[kind], CHUNK_BYTES[kind] // (4 * vocabulary))
+    """Rows per chunk."""
+    kind = device.type if device.type in CHUNK_ROWS else "cuda"
+    fitting = max(SMALLEST_CHUNK[kind], CHUNK_BYTES[kind] // (4 * vocabulary))
+    return max(min(CHUNK_ROWS[kind], fitting), default_block_size(vocabulary, device))
+
+
+def default_block_size(vocabulary: int, device: torch.device) -> int:
+    """Rows per block."""
+    size = BLOCK_BYTES.get(device.type, BLOCK_BYTES["cuda"])
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    return max(1, threads * size // (4 * vocabulary))
+
+
+def walk_order(target_index: Tensor, most: int) -> tuple[Tensor, list[Group]]:
+    """(the order of the walk [N], its groups): rows that share a target become neighbours, of which `most` at most form
+    one group's. The host waits for the device once, to know the sizes."""
+    count, device = len(target_index), target_index.device
+    places, ones = torch.arange(count, device=device), torch.ones_like(target_index)
+    ordered, order = torch.sort(target_index, stable=True)
+    fresh = torch.ones(count, dtype=torch.bool, device=device)
+    fresh[1:] = ordered[1:] != ordered[:-1]
+    rank = places - torch.where(fresh, places, 0).cummax(0).values  # among the rows with this target
+    run = (rank % most == 0).cumsum(0) - 1  # [N]
+    shared = torch.zeros_like(places).scatter_add_(0, run, ones)[run]  # [N] rows of each row's run
+    order = order[torch.sort(shared, stable=True).indices]
+    rows_of = torch.zeros(most + 1, dtype=torch.long, device=device).scatter_add_(0, shared, ones).tolist()
+    groups, first = [], 0
+    for size, rows in enumerate(rows_of):
+        if rows:
+            groups.append(Group(first, rows // size, size))
+            first += rows
+    return order, groups
+
+
+def in_chunks(groups: Sequence[Group], rows: int) -> Iterator[list[Group]]:
+    """The groups cut into chunks of at most `rows` rows, none of which is much smaller but the last."""
+    chunk: list[Group] = []
+    room = rows
+    for group in groups:
+        rest: Group | None = group
+        while rest is not None:
+            if chunk and room < rest.shared:
+                yield chunk
+                chunk, room = [], rows
+            piece = next(rest.split(room))
+            chunk.append(piece)
+            room -= piece.stop - piece.first
+            left = rest.count - piece.count
+            rest = Group(piece.stop, left, rest.shared) if left else None
+    if chunk:
+        yield chunk
 
 
 class Chunked(torch.autograd.Function):
     """Computes the gradients in forward, chunk by chunk; backward scales them by the gradient of the sum."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, task: Task, *parameters: Tensor):
-        rows, ctx.grad_hidden, ctx.grad_parameters = walk(task, hidden, parameters, hidden.requires_grad)
+    def forward(ctx, hidden: Tensor, task: Task, products: Products, *parameters: Tensor):
+        rows, ctx.grad_hidden, ctx.grad_parameters = walk(task, products, hidden, parameters, hidden.requires_grad)
         ctx.dtypes = [parameter.dtype for parameter in parameters]
         ctx.mark_non_differentiable(*rows)
         return rows[0].sum(), *rows
@@ -74,82 +149,118 @@ class Chunked(torch.autograd.Function):
         pairs = zip(ctx.grad_parameters, ctx.dtypes, strict=True)
         grad_parameters = [buffer.mul_(grad).to(dtype) for buffer, dtype in pairs]
         ctx.grad_hidden = ctx.grad_parameters = None  # autograd owns them now, and need not copy them
-        return grad_hidden, None, *grad_parameters
+        return grad_hidden, None, None, *grad_parameters
 
 
 def walk(
-    task: Task, hidden: Tensor, parameters: Sequence[Tensor], needs_hidden: bool
+    task: Task, products: Products, hidden: Tensor, parameters: Sequence[Tensor], needs_hidden: bool
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, list[Tensor]]:
     """((loss, alpha, agreement) [N], gradient of hidden [N, D] or None, float32 gradients of parameters)."""
-    count, exact = hidden.shape[0], precise(hidden.dtype)
-    loss, alpha = (torch.empty(count, dtype=exact, device=hidden.device) for _ in range(2))
-    agreement = torch.empty(count, dtype=torch.bool, device=hidden.device)
+    count, exact, index = hidden.shape[0], precise(hidden.dtype), task.target_index
+    order: Tensor | slice = slice(None)
+    groups = [Group(0, count, 1)]
+    if index is not None:
+        order, groups = walk_order(index, task.chunk_size)
+        index = index[order]
+    weight, labels = task.weight[order], task.labels[order]
+    measured = [torch.empty(count, dtype=dtype, device=hidden.device) for dtype in (exact, exact, torch.bool)]
     grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-    grad_parameters = [torch.zeros_like(weight, dtype=precise(weight.dtype)) for weight in parameters]
+    others: dict[int, Tensor] = {}  # gradients that autograd gives, by parameter
     want = needs_hidden or bool(parameters)
-    for rows, positions, inverse in task.chunks():
-        with torch.no_grad():
-            target = target_rows(task, positions, inverse)
+    inputs = list(parameters)
+    for chunk in in_chunks(groups, task.chunk_size):
+        first, stop = chunk[0].first, chunk[-1].stop
+        rows = order[first:stop] if isinstance(order, Tensor) else slice(first, stop)
+        positions = [group.targets() if index is None else index[group.targets()] for group in chunk]
+        read = task.target_hidden[positions[0] if index is None else torch.cat(positions)]
         states = hidden[rows].detach().requires_grad_(needs_hidden)
-        with torch.set_grad_enabled(want):
+        with torch.no_grad(), products:
+            target_logits = task.target_logits(read)  # [u, V]
+        with torch.set_grad_enabled(want), products:
             logits = task.head(states)  # [n, Vd]
+        values = logits.detach()
+        grad = values if products.made(logits) or not want else torch.empty_like(values)
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-            *measured, grad = score(task, rows, logits.detach(), *target, want)
-        loss[rows], alpha[rows], agreement[rows] = measured
-        del target
+            past = 0
+            for group in chunk:
+                for block in group.split(task.block_size):
+                    here, its = slice(block.first, block.stop), slice(block.first - first, block.stop - first)
+                    target = target_of(task, target_logits[past : past + block.count])
+                    past += block.count
+                    shape = block.count, block.shared
+                    given = (values[its].unflatten(0, shape), weight[here].view(shape), labels[here].view(shape))
+                    results = score(task, *given, target, grad[its].unflatten(0, shape) if want else None)
+                    for whole, part in zip(measured, results, strict=True):
+                        whole[here] = part.flatten()
+        del target_logits
         if not want:
             continue
-        inputs = [states, *parameters] if needs_hidden else list(parameters)
-        grads = list(torch.autograd.grad(logits, inputs, grad))
-        del logits, grad
+        grads = list(torch.autograd.grad(logits, [states, *inputs] if needs_hidden else inputs, grad, allow_unused=True))
+        del logits, values, grad
         if grad_hidden is not None:
             grad_hidden[rows] = grads.pop(0)
-        for buffer in reversed(grad_parameters):
-            buffer.add_(grads.pop())  # popped: freed as soon as it is added
-    return (loss, alpha, agreement), grad_hidden, grad_parameters
+        for parameter in reversed(inputs):
+            if (found := grads.pop()) is not None:  # popped: freed as soon as it is added
+                if id(parameter) not in others:
+                    others[id(parameter)] = torch.zeros_like(parameter, dtype=precise(parameter.dtype))
+                others[id(parameter)].add_(found)
+    if isinstance(order, Tensor):
+        measured = [torch.empty_like(each).index_copy_(0, order, each) for each in measured]
+    loss, alpha, agreement = measured
+    return (loss, alpha, agreement), grad_hidden, [_gradient(p, products.gradients, others) for p in parameters]
+
+
+def _gradient(parameter: Tensor, *found: dict[int, Tensor]) -> Tensor:
+    """The sum of what was found for a parameter."""
+    parts = [each.pop(id(parameter)) for each in found if id(parameter) in each]
+    if not parts:
+        return torch.zeros_like(parameter, dtype=precise(parameter.dtype))
+    return parts[0] if len(parts) == 1 else parts[0].add_(parts[1])
 
 
 def score(
-    task: Task, rows: Tensor | slice, logits: Tensor, p: Tensor, p_log_p: Tensor, best: Tensor, want: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(weight * D [n], alpha [n], agreement [n], and if `want` d sum(weight * D) / d logits [n, Vd])."""
-    weight, labels = task.weight[rows], task.labels[rows]
+    task: Task, logits: Tensor, weight: Tensor, labels: Tensor, target: Target, grad: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(weight * D, alpha, agreement), each [g, m], of m rows for each of g targets; into `grad`, which may be `logits`:
+    d sum(weight * D) / d logits [g, m, Vd]. weight, labels [g, m]."""
     z = scaled(logits, task.temperature)
-    agreement = to_target(argmax(z), task.draft_to_target) == best
+    best = argmax(z)[..., None]  # [g, m, 1]
+    agreement = to_target(best[..., 0], task.draft_to_target) == target.best
     if has_closed_form(task.mix):
         q = torch.softmax(z, dim=-1)
-        alpha = torch.minimum(p, q).sum(-1)
-        found = value_and_gradient(task.mix, z, q, p, p_log_p, alpha, labels, weight / task.temperature)
+        least = torch.minimum(target.p, q)
+        alpha = least.sum(-1)
+        log_z = (z.gather(-1, best) - q.gather(-1, best).log())[..., 0]  # at the largest logit q never underflows
+        given = (target.p, target.p_log_p, target.mass, log_z, alpha, labels, weight / task.temperature)
+        found = value_and_gradient(task.mix, z, q, *given, least if grad is not None else None)
         if found is not None:
-            value, grad = found
-            return weight * value, alpha, agreement, grad.to(logits.dtype) if want else None
-    with torch.set_grad_enabled(want):
-        log_q = torch.log_softmax(z.requires_grad_(want), dim=-1)
-        value = weight * task.mix(log_q, p, labels)
-    alpha = torch.minimum(p, log_q.detach().exp()).sum(-1)
-    if not want:
-        return value, alpha, agreement, None
-    grad = torch.autograd.grad(value, z, torch.ones_like(value))[0].div_(task.temperature)
-    return value.detach(), alpha, agreement, grad.to(logits.dtype)
+            value, gradient = found
+            if grad is not None and gradient is not None:
+                grad.copy_(gradient)
+            return weight * value, alpha, agreement
+    rows = z.shape[0] * z.shape[1]
+    with torch.set_grad_enabled(grad is not None):
+        z = z.detach().requires_grad_(grad is not None)
+        log_q = torch.log_softmax(z, dim=-1)
+        p = target.p.expand_as(z).reshape(rows, -1)
+        value = weight * task.mix(log_q.flatten(0, 1), p, labels.flatten()).view_as(weight)
+    alpha = torch.minimum(target.p, log_q.detach().exp()).sum(-1)
+    if grad is not None:
+        grad.copy_(torch.autograd.grad(value, z, torch.ones_like(value))[0].div_(task.temperature))
+    return value.detach(), alpha, agreement
 
 
-def target_rows(task: Task, positions: Tensor | slice, inverse: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """(p [n, Vd] over the draft vocabulary, sum p log p [n], argmax over the full vocabulary [n]).
-
-    Call it under no_grad. positions [u] index target_hidden; inverse [n] spreads them over the rows.
-    """
-    logits = task.target_logits(task.target_hidden[positions])  # [u, V]
+def target_of(task: Task, logits: Tensor) -> Target:
+    """The target's distributions from its logits [u, V]. Call it under no_grad."""
     with torch.autocast(logits.device.type, enabled=False):
         z = scaled(logits, task.temperature).clamp_min(-1e30)  # of a token masked with -inf, 0 * -inf is nan
-        del logits
-        p, best = torch.softmax(z, dim=-1), argmax(z)
-        log_z = z.amax(-1) - p.amax(-1).log()  # [u], logsumexp(z)
+        best = argmax(z)[:, None]
+        p = torch.softmax(z, dim=-1)
+        log_z = z.gather(-1, best) - p.gather(-1, best).log()  # [u, 1], logsumexp(z)
         if task.draft_to_target is not None:
             p, z = p.index_select(-1, task.draft_to_target), z.index_select(-1, task.draft_to_target)
-        p_log_p = torch.linalg.vecdot(p, z) - p.sum(-1) * log_z
-    if inverse is None:
-        return p, p_log_p, best
-    return p.index_select(0, inverse), p_log_p[inverse], best[inverse]
+        p, mass = p[:, None], p.sum(-1, keepdim=True)
+        return Target(p, dot(p, z[:, None]) - mass * log_z, mass, best)
 
 
 def probe(head: Head, hidden: Tensor) -> tuple[list[Tensor], int]:
@@ -175,16 +286,13 @@ def to_target(draft_ids: Tensor, draft_to_target: Tensor | None) -> Tensor:
 
 
 def argmax(z: Tensor, block: int = 64) -> Tensor:
-    """z.argmax(-1), the first of equals [n]; on a CPU by way of block maxima, which are vectorised."""
+    """z.argmax(-1), the first of equals [...]; on a CPU by way of block maxima, which are vectorised."""
     if z.device.type != "cpu" or z.shape[-1] % block:
         return z.argmax(-1)
-    blocks = z.reshape(z.shape[0], -1, block)
-    first = blocks.amax(-1).argmax(-1)  # [n], the first block that holds the maximum
-    return first * block + blocks[torch.arange(z.shape[0]), first].argmax(-1)
-
-
-def precise(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    blocks = z.unflatten(-1, (-1, block))  # [..., V / block, block]
+    first = blocks.amax(-1).argmax(-1, keepdim=True)  # [..., 1], the first block that holds the maximum
+    found = blocks.gather(-2, first[..., None].expand(*first.shape, block))  # [..., 1, block]
+    return (first * block + found.argmax(-1))[..., 0]
 
 
 def in_float(x: Tensor) -> Tensor:

@@ -254,7 +254,7 @@ def has_closed_form(mix: Mix) -> bool:
 
 @dataclass
 class _Rows:
-    """The value so far and the coefficients of the three vectors in its gradient, per row [n]."""
+    """The value so far and the coefficients of the three vectors in its gradient, per row [g, m]."""
 
     value: Tensor
     kl: Tensor  # of P q - p
@@ -264,37 +264,55 @@ class _Rows:
 
 
 def value_and_gradient(
-    mix: Mix, z: Tensor, q: Tensor, p: Tensor, p_log_p: Tensor, alpha: Tensor, labels: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor] | None:
-    """The mix's value [n] and weight * d value / dz [n, Vd]; None when alpha is too small for -log alpha.
+    mix: Mix,
+    z: Tensor,
+    q: Tensor,
+    p: Tensor,
+    p_log_p: Tensor,
+    mass: Tensor,
+    log_z: Tensor,
+    alpha: Tensor,
+    labels: Tensor,
+    weight: Tensor,
+    scratch: Tensor | None,
+) -> tuple[Tensor, Tensor | None] | None:
+    """The mix's value [g, m] and weight * d value / dz [g, m, Vd], of m rows for each of g targets; None when alpha is
+    too small for -log alpha.
 
-    z [n, Vd] draft logits; q [n, Vd] = softmax(z), *overwritten by the gradient*; p [n, Vd] constant;
-    p_log_p [n] = sum p log p; alpha [n] = sum min(p, q); labels [n], -1 outside the draft vocabulary;
-    weight [n]. Float32 or float64, no autograd.
+    z [g, m, Vd] draft logits; q [g, m, Vd] = softmax(z), *overwritten by the gradient*; p [g, 1, Vd] constant;
+    p_log_p [g, 1] = sum p log p; mass [g, 1] = sum p; log_z [g, m] = logsumexp(z); alpha [g, m] = sum min(p, q);
+    labels [g, m], -1 outside the draft vocabulary; weight [g, m]; scratch [g, m, Vd]: overwritten, or None, and there
+    is no gradient. Float32 or float64, no autograd.
     """
     names = {term.name for term in mix.terms}
     if "neg_log_acceptance" in names and bool((alpha < SMALLEST_OVERLAP).any()):
         return None
-    mass = p.sum(-1)  # [n], P
-    log_z = (
-        z.amax(-1) - q.amax(-1).log()
-    )  # [n], logsumexp(z): at the largest logit log q = z - log_z, never underflowed
-    rows = _combine(mix, z, p, p_log_p, mass, log_z, alpha, labels)
-    on_q = rows.kl * mass + rows.label + rows.best  # [n]
+    best = p.argmax(-1).expand_as(labels) if "cross_entropy_argmax" in names else labels  # [g, m]
+    rows = _combine(mix, z, p, p_log_p, mass, log_z, alpha, labels, best)
+    if scratch is None:
+        return rows.value, None
+    on_q = rows.kl * mass + rows.label + rows.best  # [g, m]
     gradient = q
     if names & {"tv", "neg_log_acceptance", "lk_hybrid"}:
-        below = torch.lt(q, p, out=torch.empty_like(q)).mul_(q)  # [n, Vd], q 1[q < p]
+        below = torch.lt(q, p, out=scratch).mul_(q)  # [g, m, Vd], q 1[q < p]
         on_q = on_q + rows.accept * below.sum(-1)
-        gradient = q.mul_((on_q * weight)[:, None]).addcmul_(below, -(rows.accept * weight)[:, None])
+        gradient = q.mul_((on_q * weight)[..., None]).addcmul_(below, -(rows.accept * weight)[..., None])
     else:
-        gradient = q.mul_((on_q * weight)[:, None])
+        gradient = q.mul_((on_q * weight)[..., None])
     if names & {"forward_kl", "lk_hybrid"}:
-        gradient.addcmul_(p, -(rows.kl * weight)[:, None])
+        gradient.addcmul_(p, -(rows.kl * weight)[..., None])
     if "cross_entropy" in names:
-        gradient.scatter_add_(-1, labels.clamp_min(0)[:, None], -(rows.label * weight)[:, None])
+        gradient.scatter_add_(-1, labels.clamp_min(0)[..., None], -(rows.label * weight)[..., None])
     if "cross_entropy_argmax" in names:
-        gradient.scatter_add_(-1, p.argmax(-1, keepdim=True), -(rows.best * weight)[:, None])
+        gradient.scatter_add_(-1, best[..., None], -(rows.best * weight)[..., None])
     return rows.value, gradient
+
+
+def dot(x: Tensor, y: Tensor) -> Tensor:
+    """sum_v x y of x [g, 1, V] and y [g, m, V]: [g, m]; on a CPU as one product, which makes no third tensor."""
+    if x.device.type != "cpu":
+        return torch.linalg.vecdot(x, y)
+    return torch.bmm(y, x.transpose(1, 2))[..., 0]
 
 
 def _combine(
@@ -306,12 +324,14 @@ def _combine(
     log_z: Tensor,
     alpha: Tensor,
     labels: Tensor,
+    best: Tensor,
 ) -> _Rows:
-    """Values and gradient coefficients of every term, summed over the mix. All [n] but z and p [n, Vd]."""
+    """Values and gradient coefficients of every term, summed over the mix [g, m]. Shapes as above; best [g, m]: the
+    target's favourites."""
     zero = torch.zeros_like(alpha)
     rows = _Rows(zero, zero, zero, zero, zero)
     needs_kl = any(term.name in ("forward_kl", "lk_hybrid") for term in mix.terms)
-    kl = p_log_p - torch.linalg.vecdot(p, z) + mass * log_z if needs_kl else zero
+    kl = p_log_p - dot(p, z) + mass * log_z if needs_kl else zero
     for term in mix.terms:
         w = term.weight
         if term.name == "forward_kl":
@@ -325,13 +345,13 @@ def _combine(
             rows.value = rows.value + w * (mixing * kl + (1.0 - mixing) * (1.0 - alpha))
             rows.kl, rows.accept = rows.kl + w * mixing, rows.accept + w * (1.0 - mixing)
         elif term.name == "cross_entropy":
-            picked = z.gather(-1, labels.clamp_min(0)[:, None])[:, 0]
+            picked = z.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
             supported = (labels >= 0) & picked.isfinite()
             inside = supported.to(z.dtype)
             picked = torch.where(supported, picked, 0.0)
             rows.value, rows.label = rows.value + w * inside * (log_z - picked), rows.label + w * inside
         elif term.name == "cross_entropy_argmax":
-            picked = z.gather(-1, p.argmax(-1, keepdim=True))[:, 0]
+            picked = z.gather(-1, best[..., None])[..., 0]
             rows.value, rows.best = rows.value + w * (log_z - picked), rows.best + w
         else:
             raise AssertionError(f"{term.name} has no closed form")

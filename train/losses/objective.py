@@ -22,15 +22,16 @@ from train.losses.chunked import (
     Chunked,
     Head,
     Task,
+    default_block_size,
     default_chunk_size,
     in_float,
-    precise,
     probe,
-    target_rows,
+    target_of,
     to_target,
     walk,
 )
 from train.losses.divergences import Mix
+from train.losses.products import Products, precise
 
 
 @dataclass(frozen=True)
@@ -129,14 +130,17 @@ def chunked_objective(
     grad = torch.is_grad_enabled()
     if grad and torch.is_autocast_enabled(hidden.device.type):
         torch.clear_autocast_cache()  # a copy of a weight cast earlier under no_grad would cut the graph
-    parameters, draft_vocabulary = probe(draft_head, hidden)
-    with torch.no_grad():
-        vocabulary = max(draft_vocabulary, target_logits(target_hidden[:1]).shape[-1])
-    task = replace(task, chunk_size=chunk_size or default_chunk_size(vocabulary, hidden.device))
+    with Products() as products:
+        parameters, draft_vocabulary = probe(draft_head, hidden)
+        with torch.no_grad():
+            vocabulary = max(draft_vocabulary, target_logits(target_hidden[:1]).shape[-1])
+    rows, block = (default(vocabulary, hidden.device) for default in (default_chunk_size, default_block_size))
+    rows = chunk_size or rows
+    task = replace(task, chunk_size=rows, block_size=min(rows, block))
     if grad and (hidden.requires_grad or parameters):
-        loss_sum, loss, alpha, agreement = Chunked.apply(hidden, task, *parameters)
+        loss_sum, loss, alpha, agreement = Chunked.apply(hidden, task, products, *parameters)
     else:
-        (loss, alpha, agreement), _, _ = walk(task, hidden, [], needs_hidden=False)
+        (loss, alpha, agreement), _, _ = walk(task, products, hidden, [], needs_hidden=False)
         loss_sum = loss.sum()
     if task.mix.state_terms:
         on_states = _state_terms(task, hidden)
@@ -169,7 +173,8 @@ def plain_objective(
     constants = (target_hidden, target_logits, weight, labels, draft_to_target, temperature)
     task = _task(hidden, draft_head, mix, *constants)
     with torch.no_grad():
-        p, _, best = target_rows(task, slice(None))
+        target = target_of(task, target_logits(task.target_hidden))
+        p, best = target.p[:, 0], target.best[:, 0]
     logits = draft_head(hidden)  # [N, Vd]
     with torch.autocast(hidden.device.type, enabled=False):
         log_q = torch.log_softmax(in_float(logits) / temperature, dim=-1)

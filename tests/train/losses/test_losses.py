@@ -13,8 +13,15 @@ from torch.utils._pytree import tree_iter
 
 from inference.evaluation.expected_acceptance import accept_probabilities
 from speculators.errors import ConfigError
+from train.losses.chunked import CHUNK_BYTES, CHUNK_ROWS, Group, in_chunks, walk_order
 from train.losses.divergences import CLOSED_FORM, DIVERGENCES, ON_CHAINS, ON_STATES, Mix, overlap
-from train.losses.objective import chunked_objective, default_chunk_size, in_loop_lengths, plain_objective
+from train.losses.objective import (
+    chunked_objective,
+    default_block_size,
+    default_chunk_size,
+    in_loop_lengths,
+    plain_objective,
+)
 
 D, V, VD, N = 12, 40, 17, 23
 MIXES = [{name: 0.7} for name in DIVERGENCES if name not in ON_CHAINS] + [
@@ -381,11 +388,15 @@ def test_nothing_of_size_tokens_by_vocabulary(mix: dict, reduced: bool) -> None:
     assert tracker.elements == N * V > limit
 
 
-def test_default_chunk_follows_the_vocabulary() -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert default_chunk_size(4096, cpu) == 256
-    assert default_chunk_size(151_936, cpu) == default_chunk_size(10**6, cpu)
-    assert default_chunk_size(4096, cuda) > default_chunk_size(4096, cpu)
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_default_chunk_moves_the_head_seldom_within_bounds_of_memory(kind: str) -> None:
+    """Of a usual vocabulary as many rows as the products need to outweigh the head's moves; of a vast one the fewest."""
+    device, vocabularies = torch.device(kind), [100, 4096, 32_000, 10**6, 10**7]
+    rows = [default_chunk_size(vocabulary, device) for vocabulary in vocabularies]
+    assert rows == sorted(rows, reverse=True) and rows[2] == CHUNK_ROWS[kind] and rows[-1] == rows[-2]
+    assert all(4 * v * n <= CHUNK_BYTES[kind] or n == rows[-1] for v, n in zip(vocabularies, rows, strict=True))
+    assert default_chunk_size(151_936, torch.device("cuda")) == 2048
+    assert all(default_block_size(v, device) <= n for v, n in zip(vocabularies, rows, strict=True))
 
 
 # --- metrics ---
