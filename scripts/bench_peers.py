@@ -31,8 +31,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts import setup_vllm
 from scripts.measuring import save_json, table, with_peak_memory
@@ -111,7 +110,7 @@ def make_batch(s: Setting) -> dict[str, Tensor]:
     place = torch.arange(s.tokens)
     position = place % length
     learnt = (position > s.depths) & (position % 100 >= round(100 * (1 - s.supervised)))
-    half = lambda *shape: torch.randn(shape).bfloat16()  # noqa: E731
+    half = lambda *shape: torch.randn(shape).bfloat16()
     return {
         "input_ids": torch.randint(0, s.vocab, (s.tokens,)),
         "position_ids": position,
@@ -170,7 +169,8 @@ class Worker:
 
 
 def differences(losses: Sequence[float], gradients: Sequence[dict[str, Tensor]], dtype: str) -> tuple[float, float]:
-    """Relative differences of (loss, the gradient that differs most) of two sides. DifferentNumbers beyond TOLERANCE."""
+    """Relative differences of two sides: (of the loss, of the gradient that differs most). DifferentNumbers beyond
+    TOLERANCE."""
     ours, theirs = gradients
     if set(ours) != set(theirs):
         raise DifferentNumbers(f"only one side has gradients of {sorted(set(ours) ^ set(theirs))}")
@@ -248,7 +248,8 @@ def main(
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
     attention: Annotated[str, typer.Option(help="The library's; default: sdpa on a CPU, else its own, flex.")] = "",
     peer_python: Annotated[Path | None, typer.Option(help="An interpreter that has the library.")] = None,
-    venv: Annotated[Path, typer.Option(help="Where the library's environment is made.")] = ROOT / ".venv-peers",
+    venv: Annotated[Path, typer.Option(help="Where the library's environment is made.")] = setup_vllm.ROOT
+    / ".venv-peers",
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
 ) -> None:
     """Compare the training step with that of vLLM's speculators."""

@@ -19,6 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module, metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,10 +50,10 @@ def layer_sizes(s: Any) -> dict[str, Any]:
 class Ours:
     """This project: the micro-step of its Trainer, which is forward and backward of `unroll` and chunked objective.
 
-    `depth weights`: the library sums the mean losses of the depths, we take their weighted mean; so the weights that
-    the Trainer gives the depths are multiplied by their sum. `mass`: over a reduced vocabulary the library renormalises
-    the target's p, we leave it as it is (`forward_kl`). With a row's weight divided by its mass P the gradients are the
-    same, and the losses differ by the mean of log P, which `step` adds.
+    The library sums the mean losses of the depths, of which we take a weighted mean; so its weights decay^k are given
+    as they are. Over a reduced vocabulary the library renormalises the target's p, we leave it as it is (`forward_kl`).
+    With the weight of a term divided by the mass P of its p the gradients are the same, and the losses differ by the
+    mean of log P, which is taken off.
     """
 
     def __init__(self, s: Any, given: Tensors, folder: Path) -> None:
@@ -86,7 +87,6 @@ class Ours:
         self.module.train()
         self._set_weights(folder / "weights.safetensors")
         self.module.lm_head.weight.requires_grad_(s.head)
-        self.mass: Tensor | None = None  # [T]
         self.whole = self.prepare(s.tokens)
 
     def _set_weights(self, file: Path) -> None:
@@ -101,20 +101,23 @@ class Ours:
                 self.module.target_ids.copy_(self.given["draft_ids"])
         save_file({name: weight.detach().cpu().clone() for name, weight in self.module.named_parameters()}, file)
 
-    @torch.no_grad()
-    def prepare(self, tokens: int) -> Callable[[], float]:
-        """The step over the first tokens of the row."""
-        from dataclasses import replace
-
-        from speculators.drafter import term_paths
+    def features(self, tokens: int) -> Any:
+        """The TargetFeatures of the first tokens of the row."""
         from speculators.target.frozen_target import TargetFeatures
 
-        given, s, dtype = self.given, self.s, getattr(torch, self.s.dtype)
-        features = TargetFeatures(
+        given, dtype = self.given, getattr(torch, self.s.dtype)
+        return TargetFeatures(
             **{name: given[name][None, :tokens] for name in ("input_ids", "position_ids", "segment_ids", "loss_mask")},
             taps=given["taps"][None, :tokens].to(dtype),
             last_hidden=normed(given, tokens)[None].to(dtype),
         )
+
+    @torch.no_grad()
+    def prepare(self, tokens: int) -> Callable[[], float]:
+        """The step over the first tokens of the row."""
+        from speculators.drafter import term_paths
+
+        s, features = self.s, self.features(tokens)
         found = [term_paths(features, depth) for depth in range(s.depths)]
         decay = torch.tensor([s.decay**k for k in range(s.depths)], device=s.device)
         scales = decay / torch.stack([valid.sum() for valid, _ in found]).clamp(min=1)
@@ -136,9 +139,6 @@ class Ours:
             return float(self.trainer._micro_step(features, scales).loss) - offset
 
         return step
-
-    def gradients(self) -> Tensors:
-        return {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
 
 
 class Library:
@@ -208,9 +208,6 @@ class Library:
 
         return step
 
-    def gradients(self) -> Tensors:
-        return {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
-
 
 def normed(given: Tensors, tokens: int) -> Tensor:
     """The target's last hidden states [T, H]: the library gets them before the target's final norm."""
@@ -224,7 +221,8 @@ def answer(side: Ours | Library, command: str, file: str = "") -> dict[str, Any]
     """Does what a line of stdin says."""
     device = side.s.device
     if command == "gradients":
-        save_file({name: grad.float().cpu().contiguous() for name, grad in side.gradients().items()}, file.strip())
+        found = {name: p.grad for name, p in side.module.named_parameters() if p.grad is not None}
+        save_file({name: grad.float().cpu().contiguous() for name, grad in found.items()}, file.strip())
         return {}
     step = side.prepare(WARM_TOKENS) if command == "warm" else side.whole
     side.module.zero_grad(set_to_none=True)
