@@ -29,20 +29,21 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
         return pool.apply(function, arguments)
 
 
-def with_peak_memory(work: Callable[[], Any], device: str = "cpu") -> tuple[Any, int]:
-    """Calls `work()`; returns its result and the peak of memory in bytes above what was held before (CPU: Linux)."""
+def with_peak_memory(work: Callable[[], Any], device: str = "cpu", pid: int | str = "self") -> tuple[Any, int]:
+    """Calls `work()`; returns its result and the peak of memory in bytes above what was held before (CPU: Linux).
+    `pid`: the process whose memory it is, on a CPU."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before, result = torch.cuda.memory_allocated(), work()
         return result, torch.cuda.max_memory_allocated() - before
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-    before, result = _resident("VmRSS"), work()
-    return result, _resident("VmHWM") - before
+    Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets VmHWM
+    before, result = _resident("VmRSS", pid), work()
+    return result, _resident("VmHWM", pid) - before
 
 
-def _resident(name: str) -> int:
-    """Resident memory of this process in bytes; VmRSS: now, VmHWM: its peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+def _resident(name: str, pid: int | str) -> int:
+    """Resident memory of a process in bytes; VmRSS: now, VmHWM: its peak."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 

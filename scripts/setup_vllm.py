@@ -57,9 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-suffix", action="store_true", help=f"do not build {SUFFIX}")
     chosen = parser.parse_args(arguments)
     installers = [chosen.installer] if chosen.installer else ["uv", "pip"] if shutil.which("uv") else ["pip"]
+    options = () if chosen.no_suffix else ("suffix",)
     for installer in installers:
         try:
-            Environment(chosen.folder.absolute(), installer).make(suffix=not chosen.no_suffix)
+            VllmEnvironment(chosen.folder.absolute(), installer).make(*options)
             return 0
         except SetupError as error:
             print(f"setup_vllm: {error}", file=sys.stderr)
@@ -69,29 +70,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Environment:
-    """A virtual environment in a folder, and the steps that fill it."""
+    """A virtual environment in a folder. A kind of it says what fills it (`fill`), from which files (`inputs`)."""
+
+    inputs: tuple[Path, ...] = (Path(__file__),)
+    size = ""  # what filling it takes
 
     def __init__(self, folder: Path, installer: str) -> None:
         self.folder, self.installer, self.python = folder, installer, folder / "bin" / "python"
 
-    def make(self, *, suffix: bool) -> None:
-        """Runs all steps, unless a stamp says that they were finished with the same inputs."""
-        inputs = [Path(__file__), CONSTRAINTS, ROOT / "pyproject.toml"]
-        key = f"{sys.version} {suffix} {ROOT}".encode() + b"".join(file.read_bytes() for file in inputs)
-        stamp, key = self.folder / ".draftsmith", hashlib.sha256(key).hexdigest()
+    def make(self, *options: object) -> None:
+        """Fills the folder anew, unless a stamp says that this was done with the same inputs and options."""
+        text = f"{sys.version} {options} {ROOT}".encode() + b"".join(file.read_bytes() for file in self.inputs)
+        stamp, key = self.folder / ".draftsmith", hashlib.sha256(text).hexdigest()
         if stamp.exists() and self.python.exists() and stamp.read_text() == key:
             return
         start = time.monotonic()
         self._start_anew()
-        self._install_torch()
-        self._install("-r", CONSTRAINTS, step=f"install what {VLLM} needs")
-        self._install(VLLM, "--no-deps", step=f"install {VLLM}")
-        if suffix:
-            self._build_suffix()
-        self._install("--no-deps", "--editable", ROOT, step="install this project")
-        versions = self._run("import vLLM", [self.python, "-P", "-c", CHECK]).strip().splitlines()[-1]
+        versions = self.fill(*options).strip().splitlines()[-1]
         stamp.write_text(key)
-        print(f"{self.folder} is set up after {time.monotonic() - start:.0f} s: {versions}")
+        print(f"{self.folder} is set up after {time.monotonic() - start:.0f} s: {versions}", flush=True)
+
+    def fill(self, *options: object) -> str:
+        """Installs everything and imports it; its last line says what that is."""
+        raise NotImplementedError
 
     def _start_anew(self) -> None:
         """Replaces the folder by an empty environment. SetupError if it holds something else."""
@@ -99,30 +100,18 @@ class Environment:
             if not (self.folder / "pyvenv.cfg").exists() and any(self.folder.iterdir()):
                 raise SetupError(f"{self.folder} is no Python environment and not empty; name another folder")
             shutil.rmtree(self.folder)
-        print(f"Setting up {self.folder} with {self.installer}; this takes some minutes and 4 GB.", flush=True)
+        print(f"Setting up {self.folder} with {self.installer}; this takes {self.size}.", flush=True)
         self._run("make the environment", [sys.executable, "-m", "venv", self.folder])
 
-    def _install_torch(self) -> None:
+    def _install_torch(self, *more: str | Path) -> None:
         for source in TORCH_SOURCES:
             try:
-                self._install(*source, "-c", CONSTRAINTS, step=f"install {' '.join(source)}")
+                self._install(*source, *more, step=f"install {' '.join(source)}")
                 break
             except SetupError:
                 if source is TORCH_SOURCES[-1]:
                     raise
                 print("  not available there", flush=True)
-
-    def _build_suffix(self) -> None:
-        """Builds arctic-inference against the installed torch; its build tools are among the pins."""
-        reason: object = "no C++ compiler"
-        if any(map(shutil.which, ("c++", "g++", "clang++"))):
-            try:
-                self._install(SUFFIX, "--no-deps", "--no-build-isolation", step=f"build {SUFFIX}")
-                self._run("import it", [self.python, "-c", CHECK_SUFFIX])
-                return
-            except SetupError as error:
-                reason = error
-        print(f"  {SUFFIX} is left out, and with it the test of the method 'suffix': {reason}", flush=True)
 
     def _install(self, *arguments: str | Path, step: str) -> None:
         if self.installer == "uv":
@@ -142,6 +131,34 @@ class Environment:
             shown = " ".join(str(part) for part in command)
             raise SetupError(f"could not {step}: exit status {done.returncode} of\n  {shown}\n{output}")
         return done.stdout
+
+
+class VllmEnvironment(Environment):
+    """Real vLLM, and this project without its dependencies; with arctic-inference if `fill` is told so."""
+
+    inputs = (Path(__file__), CONSTRAINTS, ROOT / "pyproject.toml")
+    size = "some minutes and 4 GB"
+
+    def fill(self, *options: object) -> str:
+        self._install_torch("-c", CONSTRAINTS)
+        self._install("-r", CONSTRAINTS, step=f"install what {VLLM} needs")
+        self._install(VLLM, "--no-deps", step=f"install {VLLM}")
+        if options == ("suffix",):
+            self._build_suffix()
+        self._install("--no-deps", "--editable", ROOT, step="install this project")
+        return self._run("import vLLM", [self.python, "-P", "-c", CHECK])
+
+    def _build_suffix(self) -> None:
+        """Builds arctic-inference against the installed torch; its build tools are among the pins."""
+        reason: object = "no C++ compiler"
+        if any(map(shutil.which, ("c++", "g++", "clang++"))):
+            try:
+                self._install(SUFFIX, "--no-deps", "--no-build-isolation", step=f"build {SUFFIX}")
+                self._run("import it", [self.python, "-c", CHECK_SUFFIX])
+                return
+            except SetupError as error:
+                reason = error
+        print(f"  {SUFFIX} is left out, and with it the test of the method 'suffix': {reason}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,100 @@
+"""scripts/bench_peers.py without the library: our side computes the loss that the library defines, on its terms."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from scripts.bench_peers import (
+    PEER,
+    SETTINGS,
+    DifferentNumbers,
+    PeerEnvironment,
+    Setting,
+    Worker,
+    WorkerFailed,
+    differences,
+    make_batch,
+    speedup,
+)
+from scripts.peer_worker import Ours
+from scripts.setup_vllm import TORCH
+from speculators.drafter import term_paths
+
+TINY = Setting(tokens=48, documents=2, vocab=40, draft_vocab=24, hidden=32, depths=3, dtype="float32")
+
+
+def test_our_step_is_the_loss_that_the_library_defines(tmp_path):
+    """The sum over depths of decay^k times the mean of KL(p || q), p renormalised over the draft vocabulary."""
+    given = make_batch(TINY)
+    ours = Ours(TINY, given, tmp_path)
+    features, expected = ours.features(TINY.tokens), torch.zeros(())
+    with torch.no_grad():
+        rows = ours.trainer.target.logits(features.last_hidden[0])[:, given["draft_ids"]].log_softmax(-1)
+        for term in ours.module.unroll(features, TINY.depths):
+            log_p, log_q = rows[term.target_index], ours.module.head(term.hidden).log_softmax(-1)
+            expected += TINY.decay**term.depth * (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+    assert ours.whole() == pytest.approx(float(expected), rel=1e-5)
+    assert all(p.grad is not None for p in ours.module.parameters())
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_both_sides_have_the_same_terms(name):
+    """The library's: each document loses its first token, its mask is shifted, and depth k looks k slots ahead in the
+    row, into the next document too."""
+    s = replace(SETTINGS[name], vocab=8, draft_vocab=8, hidden=1)
+    given, length = make_batch(s), s.tokens // s.documents
+    features = SimpleNamespace(loss_mask=given["loss_mask"][None], segment_ids=given["segment_ids"][None])
+    mask = given["loss_mask"].view(s.documents, length)
+    row = torch.cat([mask[:, 2:], mask[:, :1] & False], 1).flatten()  # a slot per token but a document's last
+    assert mask.any()
+    for depth in range(s.depths):
+        theirs = torch.zeros_like(row)
+        theirs[: len(row) - depth] = row[depth:]
+        valid = term_paths(features, depth)[0].view(s.documents, length)
+        assert torch.equal(theirs.view(s.documents, -1), valid[:, :-1]) and not valid[:, -1].any()
+
+
+def test_other_numbers_are_refused():
+    gradients = {"fc.weight": torch.ones(3), "norm.weight": torch.ones(2)}
+    other = gradients | {"norm.weight": torch.tensor([1.0, 1.01])}
+    assert differences((1.0, 1.0), (gradients, gradients), "float32") == (0.0, 0.0)
+    assert differences((1.0, 1.0), (gradients, other), "bfloat16")[1] == pytest.approx(0.01 / 2**0.5, rel=1e-2)
+    with pytest.raises(DifferentNumbers, match="the gradient of norm.weight differs"):
+        differences((1.0, 1.0), (gradients, other), "float32")
+    with pytest.raises(DifferentNumbers, match="loss is 1"):
+        differences((1.0, 1.1), (gradients, gradients), "bfloat16")
+    with pytest.raises(DifferentNumbers, match=r"only one side .*\['norm.weight'\]"):
+        differences((1.0, 1.0), (gradients, {"fc.weight": torch.ones(3)}), "float32")
+    with pytest.raises(DifferentNumbers):
+        differences((float("nan"), 1.0), (gradients, gradients), "bfloat16")
+
+
+def test_a_ratio_is_that_of_neighbours():
+    assert speedup([[1.0, 2.0, 9.0], [3.0, 6.0, 9.0]]) == 3.0
+
+
+def test_a_side_that_ends_is_an_error(tmp_path):
+    with pytest.raises(WorkerFailed, match="worker of ours ended with status 1"):
+        Worker("ours", shutil.which("false"), tmp_path, threads=1)
+
+
+def test_the_environment_pins_torch_and_is_made_once(tmp_path, monkeypatch):
+    run: list[list[str]] = []
+    monkeypatch.setattr(PeerEnvironment, "_run", lambda self, step, command: run.append([*map(str, command)]) or "it\n")
+    monkeypatch.setattr(PeerEnvironment, "_start_anew", lambda self: None)
+    environment = PeerEnvironment(tmp_path, "pip")
+    environment.python.parent.mkdir()
+    environment.python.touch()
+    environment.make()
+    assert any(f"torch=={TORCH}+cpu" in command for command in run)
+    assert any({PEER, f"torch=={TORCH}"} <= set(command) for command in run)
+    count = len(run)
+    environment.make()
+    assert len(run) == count
+    environment.make("cuda")
+    assert len(run) > count and not any(f"torch=={TORCH}+cpu" in command for command in run[count:])
