@@ -27,10 +27,38 @@ from inference.metrics import acceptance_length
 from inference.outputs import RequestOutput
 from inference.report.build import build_report
 from inference.report.measurement import CellMeasurement, Costs, LosslessCheck, RequestRounds, TimedRun
-from inference.report.schema import AcceptanceReport, Bound
+from inference.report.schema import AcceptanceReport, Bound, SuiteFacts
 from inference.sampling_params import SamplingParams
 from inference.spec_decode.replay import ReplayResult
 from speculators.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation whose later turns are asked once the answers to those before them are written.
+
+    prompt    token ids of the first turn, template applied
+    later     texts of the turns after it
+    ask       the answers so far -> token ids of the next turn's prompt
+    longest   most tokens of a prompt; a turn that has more is not asked, nor are those after it, and all are counted
+    """
+
+    prompt: Sequence[int]
+    later: Sequence[str]
+    ask: Callable[[Sequence[str]], Sequence[int]]
+    longest: int
+
+
+Workloads = Mapping[str, Sequence[Sequence[int] | Chat]]  # by name; a prompt is token ids, templates applied
+
+
+@dataclass(frozen=True)
+class MeasuredSuite:
+    """The conversations of a suite by category, all of which are measured, and what the report says of it."""
+
+    facts: SuiteFacts
+    workloads: Workloads
+
 
 EngineMaker = Callable[[Drafting], MeasuredEngine]
 Progress = Callable[[float, str], None]  # fraction done, description of the present step
@@ -68,9 +96,11 @@ class EvaluationSettings:
     lossless_prompts: int = 4
     seed: int = 0
 
-    def prompts_sha256(self, workloads: Mapping[str, Prompts]) -> str:
+    def prompts_sha256(self, workloads: Workloads, suites: Sequence[MeasuredSuite] = ()) -> str:
         """Hash of the prompts and of the limits of responses: reports with the same one can be compared."""
-        chosen = {name: [list(p) for p in prompts[: self.prompts_per_workload]] for name, prompts in workloads.items()}
+        chosen = {name: list(map(_said, prompts[: self.prompts_per_workload])) for name, prompts in workloads.items()}
+        for suite in suites:
+            chosen |= {f"{suite.facts.name}/{name}": list(map(_said, some)) for name, some in suite.workloads.items()}
         limits = {"max_tokens": self.max_tokens, "top_p": self.top_p, "top_k": self.top_k}
         return hashlib.sha256(json.dumps([chosen, limits], sort_keys=True).encode()).hexdigest()
 
@@ -83,9 +113,10 @@ class EvaluationSettings:
 def evaluate(
     model: str | Path,
     drafter: str | Path | None,
-    workloads: Mapping[str, Prompts],
+    workloads: Workloads,
     settings: EvaluationSettings | None = None,
     *,
+    suites: Sequence[MeasuredSuite] = (),
     method: str | None = None,
     engine: EngineMaker = RuntimeEngine,
     gates: Mapping[str, Bound] | None = None,
@@ -95,7 +126,8 @@ def evaluate(
 ) -> AcceptanceReport:
     """Measure the exported `drafter` for the target `model`, both as served: loaded from their folders (or ids).
 
-    workloads     name -> prompts as token ids, templates applied
+    workloads     name -> prompts as token ids, templates applied; may be empty beside suites
+    suites        measured as well, their categories as workloads of their own, with an `all` for each suite
     method        drafting without a checkpoint (ngram, suffix); `drafter` is then None
     engine        makes the engine that is measured: this runtime, or vLLM (vllm_bridge/engine.py, server.py)
     gates         bounds on keys of the summary
@@ -107,7 +139,7 @@ def evaluate(
     for something that the engine cannot do.
     """
     settings, began = settings or EvaluationSettings(), time.monotonic()
-    cells = _cells_of(workloads, settings)
+    cells = _cells_of(workloads, suites, settings)
     in_flight = sum(len(cell.prompts) for cell in cells if cell.temperature == cells[0].temperature)
     drafting = Drafting.of(
         str(model),
@@ -126,7 +158,7 @@ def evaluate(
             measured,
             max_num_seqs=settings.batch_size,
             seeds=[settings.seed],
-            prompts_sha256=settings.prompts_sha256(workloads),
+            prompts_sha256=settings.prompts_sha256(workloads, suites),
             **(provenance or {}),
         )
     finally:
@@ -134,7 +166,18 @@ def evaluate(
     if settings.lossless_prompts:
         run.check_float32()  # in an engine of its own, after the first has freed its memory
     facts = facts.model_copy(update={"duration_s": round(time.monotonic() - began, 1)})
-    return build_report([cell.build(drafting.method, facts.engine) for cell in cells], facts, gates)
+    measured_suites = [_with_turns_not_asked(suite.facts, cells) for suite in suites]
+    return build_report([cell.build(drafting.method, facts.engine) for cell in cells], facts, gates, measured_suites)
+
+
+def _said(prompt: Sequence[int] | Chat) -> list[Any]:
+    """What decides a prompt, for a hash."""
+    return [list(prompt.prompt), *prompt.later] if isinstance(prompt, Chat) else list(prompt)
+
+
+def _with_turns_not_asked(facts: SuiteFacts, cells: Sequence[CellBuilder]) -> SuiteFacts:
+    not_asked = sum(cell.turns_not_asked for cell in cells if cell.suite == facts.name)
+    return facts.model_copy(update={"turns_not_asked": not_asked})
 
 
 @dataclass
@@ -143,7 +186,11 @@ class CellBuilder:
 
     workload: str
     temperature: float
-    prompts: Prompts
+    prompts: list[Sequence[int]]  # of first turns, then of those that were asked after them
+    suite: str | None = None
+    chats: list[tuple[Chat, list[str]]] = field(default_factory=list)  # of the prompts asked last, and answers before
+    turns: int = 0  # prompts there will be, if all are asked
+    turns_not_asked: int = 0
     drafted: list[RequestOutput] = field(default_factory=list)
     baseline: list[RequestOutput] = field(default_factory=list)  # without drafting; empty if the engine always drafts
     requests: list[RequestRounds] = field(default_factory=list)  # counters of `drafted`
@@ -153,6 +200,32 @@ class CellBuilder:
     replay: list[ReplayResult] = field(default_factory=list)  # over `baseline`, or over `drafted` without one
     replay_own_text: list[ReplayResult] = field(default_factory=list)  # over `drafted`
     lossless: list[LosslessCheck] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, workload: str, temperature: float, prompts: Sequence[Sequence[int] | Chat], suite: str | None
+    ) -> CellBuilder:
+        chats = [p if isinstance(p, Chat) else Chat(p, (), lambda answers: [], len(p)) for p in prompts]
+        turns = sum(1 + len(chat.later) for chat in chats)
+        return cls(workload, temperature, [chat.prompt for chat in chats], suite, [(chat, []) for chat in chats], turns)
+
+    def go_on(self, text_of: Callable[[RequestOutput], str]) -> list[Sequence[int]]:
+        """Prompts of the turns that follow the latest responses in `drafted`; empty at the end of all conversations."""
+        newest = self.drafted[len(self.drafted) - len(self.chats) :]
+        going_on, asked = [], []
+        for (chat, answers), output in zip(self.chats, newest, strict=True):
+            if len(answers) == len(chat.later):
+                continue
+            answers = [*answers, text_of(output)]
+            prompt = chat.ask(answers)
+            if len(prompt) > chat.longest:
+                self.turns_not_asked += len(chat.later) - len(answers) + 1
+            else:
+                going_on.append((chat, answers))
+                asked.append(prompt)
+        self.chats = going_on
+        self.prompts += asked
+        return asked
 
     def build(self, method: str, engine: str) -> CellMeasurement:
         """The measurement of `method` in `engine`."""
@@ -169,18 +242,22 @@ class CellBuilder:
             replay_own_text=self.replay_own_text,
             lossless=self.lossless,
             engine=engine,
+            suite=self.suite,
         )
 
 
-def _cells_of(workloads: Mapping[str, Prompts], settings: EvaluationSettings) -> list[CellBuilder]:
-    """By temperature, then workload. DataError or ConfigError if there is nothing to measure."""
-    if not workloads or any(not prompts for prompts in workloads.values()):
-        counts = {name: len(prompts) for name, prompts in workloads.items()}
+def _cells_of(workloads: Workloads, suites: Sequence[MeasuredSuite], settings: EvaluationSettings) -> list[CellBuilder]:
+    """By temperature, then workload, those of suites last. DataError or ConfigError if there is nothing to measure."""
+    chosen: list[tuple[str | None, str, Sequence[Sequence[int] | Chat]]] = [
+        *((None, name, prompts[: settings.prompts_per_workload]) for name, prompts in workloads.items()),
+        *((suite.facts.name, name, prompts) for suite in suites for name, prompts in suite.workloads.items()),
+    ]
+    if not chosen or any(not prompts for *_, prompts in chosen):
+        counts = {name: len(prompts) for _, name, prompts in chosen}
         raise DataError(f"evaluate: every workload needs at least one prompt; there are {counts or 'none'}")
     if not settings.temperatures:
         raise ConfigError("evaluate: no temperature to measure at; expected at least one, such as 0")
-    chosen = {name: list(prompts[: settings.prompts_per_workload]) for name, prompts in workloads.items()}
-    return [CellBuilder(name, t, prompts) for t in settings.temperatures for name, prompts in chosen.items()]
+    return [CellBuilder.of(name, t, prompts, suite) for t in settings.temperatures for suite, name, prompts in chosen]
 
 
 class _Evaluation:
@@ -198,7 +275,8 @@ class _Evaluation:
         """Fills every cell, except for the check in float32. The engine has stopped afterwards."""
         temperatures = list(dict.fromkeys(cell.temperature for cell in self.cells))
         prompts = [prompt for cell in self.cells for prompt in cell.prompts]
-        self.engine.prepare(prompts, self.settings.max_tokens, temperatures)
+        room = max((chat.longest for cell in self.cells for chat, _ in cell.chats if chat.later), default=0)
+        self.engine.prepare([*prompts, *([[0] * room] if room else [])], self.settings.max_tokens, temperatures)
         self._warm_up()
         for temperature in temperatures:
             cells = [cell for cell in self.cells if cell.temperature == temperature]
@@ -226,25 +304,39 @@ class _Evaluation:
     def _accept(self, cells: Sequence[CellBuilder]) -> None:
         """Responses with drafting and without, of all cells at once, so that the rows in flight stay full."""
         self._note(f"T={cells[0].temperature:g}: acceptance")
-        for cell, outputs in zip(cells, self._generate(cells, speculate=True, first_seed=0), strict=True):
-            cell.drafted = outputs
-            cell.requests = [RequestRounds.of(output, self.settings.num_speculative_tokens) for output in outputs]
+        asked = [list(cell.prompts) for cell in cells]
+        while any(asked):  # turn after turn, each after the answers just written
+            for cell, outputs in zip(cells, self._generate(cells, asked, speculate=True, first_seed=0), strict=True):
+                cell.drafted += outputs
+            asked = [cell.go_on(self._text) for cell in cells]
+        for cell in cells:
+            cell.requests = [RequestRounds.of(output, self.settings.num_speculative_tokens) for output in cell.drafted]
         self._advance(0.35 * self._acceptance_work(cells))
         if self.engine.drafting_off:
-            for cell, outputs in zip(cells, self._generate(cells, speculate=False, first_seed=1_000), strict=True):
+            same = [cell.prompts for cell in cells]
+            for cell, outputs in zip(
+                cells, self._generate(cells, same, speculate=False, first_seed=1_000), strict=True
+            ):
                 cell.baseline = outputs
         self._advance(0.35 * self._acceptance_work(cells))
 
     def _generate(
-        self, cells: Sequence[CellBuilder], *, speculate: bool, first_seed: int
+        self, cells: Sequence[CellBuilder], asked: Sequence[Prompts], *, speculate: bool, first_seed: int
     ) -> Iterator[list[RequestOutput]]:
-        """The responses of each cell to its prompts; seeds are counted per cell."""
+        """The responses to what each cell asks, the last of its prompts; seeds are counted per cell."""
         s = self.settings
-        prompts = [prompt for cell in cells for prompt in cell.prompts]
-        seeds = [first_seed + i for cell in cells for i in range(len(cell.prompts))]
+        prompts = [prompt for some in asked for prompt in some]
+        starts = [first_seed + len(cell.prompts) - len(some) for cell, some in zip(cells, asked, strict=True)]
+        seeds = [start + i for start, some in zip(starts, asked, strict=True) for i in range(len(some))]
         params = s.sampling(cells[0].temperature, seeds)
         outputs = iter(self.engine.write(prompts, params, speculate=speculate, batch=s.rows))
-        return (list(islice(outputs, len(cell.prompts))) for cell in cells)
+        return (list(islice(outputs, len(some))) for some in asked)
+
+    def _text(self, output: RequestOutput) -> str:
+        """An answer as the next turn of its conversation reads it."""
+        return self.engine.tokenizer.decode(
+            _tokens(output), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
     def _replay(self, cell: CellBuilder) -> None:
         """Expected acceptance on the drafted text, and on the target's own where that is another text."""
@@ -272,7 +364,8 @@ class _Evaluation:
         s = self.settings
         if not s.repeats:
             return
-        self._note(f"{cell.workload}, T={cell.temperature:g}: times")
+        where = cell.workload if cell.suite is None else f"{cell.suite}/{cell.workload}"
+        self._note(f"{where}, T={cell.temperature:g}: times")
         # at the middle of a typical response, appending as many slots to the head as a typical round does
         tau = acceptance_length(sum(r.accepted for r in cell.requests), sum(r.num_drafts for r in cell.requests))
         parts = self.engine.isolated_costs(typical_context(cell.drafted), s.batch_size, round(tau))
@@ -350,17 +443,17 @@ class _Evaluation:
     # ------------------------------------------------------------------ progress, in single steps of the target
 
     def _acceptance_work(self, cells: Sequence[CellBuilder]) -> float:
-        return 4.0 * sum(len(cell.prompts) for cell in cells) / self.settings.rows * self.settings.max_tokens
+        return 4.0 * sum(cell.turns for cell in cells) / self.settings.rows * self.settings.max_tokens
 
     def _timing_work(self, cell: CellBuilder) -> float:
         s = self.settings
-        timed = -(-min(s.timed_prompts, len(cell.prompts)) // s.batch_size) * s.max_tokens
+        timed = -(-min(s.timed_prompts, cell.turns) // s.batch_size) * s.max_tokens
         reference = 1.3 * min(s.transformers_repeats, s.repeats) * s.max_tokens
         return 1.5 * s.repeats * timed + reference + 3 * s.cost_trials * s.repeats
 
     def _lossless_work(self) -> float:
         s = self.settings
-        workloads = len({cell.workload for cell in self.cells})
+        workloads = len({(cell.suite, cell.workload) for cell in self.cells})
         return 5.0 * -(-s.lossless_prompts * workloads // s.rows) * s.max_tokens
 
     def _advance(self, work: float) -> None:

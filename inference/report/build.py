@@ -1,7 +1,7 @@
 """Builds the cells, summary and gates of the acceptance report from raw measurements.
 
-Each `CellMeasurement` becomes a `Cell`. One `all` per (temperature, method, engine) is built by the same function from
-the pooled measurements. Acceptance rates are those of inference.metrics.
+Each `CellMeasurement` becomes a `Cell`. One `all` per (temperature, method, engine, suite) is built by the same
+function from the pooled measurements. Acceptance rates are those of inference.metrics.
 """
 
 from __future__ import annotations
@@ -19,32 +19,40 @@ from inference.report.cell import (
     TimeShares,
     TokensPerSecond,
     accepted_histogram,
+    headline_cells,
     known,
 )
 from inference.report.cost_model import efficiency, speedup_limit
 from inference.report.measurement import ALL_WORKLOADS, PHASES, CellMeasurement, Costs, RequestRounds, TimedRun, pool
-from inference.report.schema import AcceptanceReport, Bound, Gate, Provenance
+from inference.report.schema import AcceptanceReport, Bound, Gate, Provenance, SuiteFacts
 from inference.spec_decode.replay import ReplayResult
 from speculators.errors import ConfigError, DataError
 
 
 def build_report(
-    measurements: Sequence[CellMeasurement], provenance: Provenance, gates: Mapping[str, Bound] | None = None
+    measurements: Sequence[CellMeasurement],
+    provenance: Provenance,
+    gates: Mapping[str, Bound] | None = None,
+    suites: Sequence[SuiteFacts] = (),
 ) -> AcceptanceReport:
-    """Cells (with `all` appended per temperature and method), summary and gates."""
+    """Cells (with `all` appended per temperature, method and suite), summary and gates."""
     cells = build_cells(measurements)
     summary = summarise(cells, provenance.drafter_method, provenance.engine)
     return AcceptanceReport(
-        provenance=provenance, summary=summary, gates=check_gates(summary, gates or {}), results=cells
+        provenance=provenance,
+        summary=summary,
+        gates=check_gates(summary, gates or {}),
+        suites=list(suites),
+        results=cells,
     )
 
 
 def build_cells(measurements: Sequence[CellMeasurement]) -> list[Cell]:
-    """One cell per measurement, then one `all` per (temperature, method, engine) pooled from the raw measurements."""
+    """One cell per measurement, then one `all` per (temperature, method, engine, suite) pooled from the raw ones."""
     width = bin_width(max((r.output_tokens for m in measurements for r in m.requests), default=0))
-    groups: dict[tuple[float, str, str], list[CellMeasurement]] = {}
+    groups: dict[tuple[float, str, str, str | None], list[CellMeasurement]] = {}
     for measurement in measurements:
-        key = (measurement.temperature, measurement.method, measurement.engine)
+        key = (measurement.temperature, measurement.method, measurement.engine, measurement.suite)
         groups.setdefault(key, []).append(measurement)
     pooled = [pool(group) for group in groups.values()]
     return [build_cell(measurement, width) for measurement in [*measurements, *pooled]]
@@ -67,6 +75,7 @@ def build_cell(measured: CellMeasurement, width: int) -> Cell:
         temperature=measured.temperature,
         method=measured.method,
         engine=measured.engine,
+        suite=measured.suite,
         prompts=len(requests),
         output_tokens=sum(request.output_tokens for request in requests),
         num_drafts=drafts,
@@ -227,11 +236,12 @@ def _cost_model(costs: Costs | None, tau: float, speedup: Spread | None, timed: 
     return CostModel(**vars(costs), limit_speedup=limit, efficiency=ratio)
 
 
-def summarise(cells: Iterable[Cell], method: str, engine: str) -> dict[str, float]:
-    """The headline figures of `method` in `engine` over all workloads; a figure that was not measured is absent."""
+def summarise(cells: Sequence[Cell], method: str, engine: str) -> dict[str, float]:
+    """The headline figures of `method` in `engine` over all workloads of the evaluation's prompts (of the first suite,
+    if there are no others); a figure that was not measured is absent."""
     summary: dict[str, float] = {}
     pooled = sorted(
-        (c for c in cells if (c.workload, c.method, c.engine) == (ALL_WORKLOADS, method, engine)),
+        (c for c in headline_cells(cells) if (c.workload, c.method, c.engine) == (ALL_WORKLOADS, method, engine)),
         key=lambda c: c.temperature,
     )
     checks = [check for cell in pooled for check in cell.lossless]

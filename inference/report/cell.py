@@ -7,6 +7,7 @@ edited report does not load. The descriptions of the fields are their documentat
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -137,7 +138,12 @@ class Cell(Record):
     temperature: float = Field(ge=0, description="Sampling temperature; 0 is greedy.")
     method: str = Field(description="Drafting method (`eagle3`, `ngram`, …).")
     engine: str = Field(default=OUR_ENGINE, description="Engine that ran it: `draftsmith` or `vllm`.")
-    prompts: int = Field(description="Prompts in the cell.")
+    suite: str | None = Field(
+        default=None,
+        description="Suite of which the workload is a category, and `all` all of them; null: the evaluation's own "
+        "prompts.",
+    )
+    prompts: int = Field(description="Prompts in the cell; of a suite, every turn of a conversation is one.")
     output_tokens: int = Field(description="Tokens produced, over all prompts, in one pass.")
     num_drafts: int = Field(description="Rounds that verified a proposal.")
     num_draft_tokens: int = Field(description="Tokens drafted in those rounds.")
@@ -183,6 +189,11 @@ class Cell(Record):
     )
 
     @property
+    def label(self) -> str:
+        """The workload, with its suite if it is of one: `mt_bench/writing`."""
+        return self.workload if self.suite is None else f"{self.suite}/{self.workload}"
+
+    @property
     def committed_acceptance_length(self) -> float | None:
         """τ without drafts past the end of a text, which is how engines are compared; None if it is not known."""
         if self.num_accepted_past_end is None:
@@ -191,7 +202,7 @@ class Cell(Record):
 
     @model_validator(mode="after")
     def _agree(self) -> Cell:
-        where = f"results[{self.workload}, T={self.temperature:g}, {self.method}, {self.engine}]"
+        where = f"results[{self.label}, T={self.temperature:g}, {self.method}, {self.engine}]"
         per_pos, drafts = self.num_accepted_tokens_per_pos, self.num_drafts
         expected: dict[str, Any] = {
             "num_accepted_tokens": sum(per_pos),
@@ -207,6 +218,13 @@ class Cell(Record):
                     "build cells with inference.report.build, do not edit them"
                 )
         return self
+
+
+def headline_cells(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells that summary, gates and figures speak of: those of the evaluation's own prompts, or of the first suite
+    if there are no others."""
+    first = None if any(cell.suite is None for cell in cells) or not cells else cells[0].suite
+    return [cell for cell in cells if cell.suite == first]
 
 
 def accepted_histogram(per_pos: list[int], num_drafts: int) -> list[int]:

@@ -67,7 +67,7 @@ def render_html(report: AcceptanceReport, history: Sequence[TrainingPoint | Mapp
     temperatures = report.temperatures()
     drawn = [t for t in temperatures if report.cells_at(t)]
     pooled = [cell for t in temperatures if (cell := report.cell(ALL_WORKLOADS, t)) is not None]
-    rivals = [cell for cell in report.results if cell.workload == ALL_WORKLOADS]
+    rivals = [cell for cell in report.headline if cell.workload == ALL_WORKLOADS]
     return environment.get_template("report.html.j2").render(
         report=report,
         provenance=report.provenance,
@@ -81,6 +81,7 @@ def render_html(report: AcceptanceReport, history: Sequence[TrainingPoint | Mapp
         training=training_charts(points, report.training),
         progress=report.training,
         other_methods=rivals if len(report.methods()) + len(report.engines()) > 2 else [],
+        suites=[report.of_suite(facts.name) for facts in report.suites],
         lossless=[(cell.temperature, check) for cell in pooled for check in cell.lossless],
         serving=serving_snippets(report),
     )

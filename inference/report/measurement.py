@@ -133,10 +133,11 @@ class CellMeasurement:
     replay_own_text: Sequence[ReplayResult] = ()  # over the very text of requests[i]
     lossless: Sequence[LosslessCheck] = ()
     engine: str = OUR_ENGINE
+    suite: str | None = None  # the workload is a category of it
 
 
 def pool(group: Sequence[CellMeasurement]) -> CellMeasurement:
-    """Every workload of one temperature, method and engine as one measurement; what one lacks, the pool lacks."""
+    """Every workload of one temperature, method, engine and suite as one; what one of them lacks, the pool lacks."""
     return CellMeasurement(
         workload=ALL_WORKLOADS,
         temperature=group[0].temperature,
@@ -152,6 +153,7 @@ def pool(group: Sequence[CellMeasurement]) -> CellMeasurement:
         replay_own_text=[r for m in group for r in m.replay_own_text] if all(m.replay_own_text for m in group) else (),
         lossless=_pool_lossless([check for m in group for check in m.lossless]),
         engine=group[0].engine,
+        suite=group[0].suite,
     )
 
 

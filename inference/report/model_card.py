@@ -61,6 +61,7 @@ def model_card(facts: CardFacts, report: AcceptanceReport | None) -> str:
     card = ModelCard.from_template(
         data, template_path=str(TEMPLATE), facts=facts, report=report, serving=snippets, cells=cells,
         pooled=[cell for cell in cells if cell.workload == ALL_WORKLOADS], unmeasured=unmeasured(report),
+        suites=[report.of_suite(facts.name) for facts in report.suites] if report else [],
     )  # fmt: skip
     return str(card).rstrip() + "\n"
 
@@ -71,9 +72,11 @@ def _cells(report: AcceptanceReport | None) -> list[Cell]:
 
 
 def evaluation_results(report: AcceptanceReport) -> list[EvalResult]:
-    """`model-index`: acceptance length and, where it was timed, speedup, of each workload at each temperature."""
-    results = []
-    for cell in _cells(report):
+    """`model-index`: acceptance length and, where it was timed, speedup, of each workload at each temperature, those of
+    all suites too."""
+    results, shown = [], {cell.suite for cell in report.headline}
+    beside = [report.of_suite(facts.name) for facts in report.suites if facts.name not in shown]
+    for cell in (cell for part in [report, *beside] for cell in _cells(part)):
         if not cell.num_drafts:
             continue
         metrics = [("acceptance_length", "acceptance length (tokens per verification)", cell.acceptance_length)]
@@ -83,8 +86,8 @@ def evaluation_results(report: AcceptanceReport) -> list[EvalResult]:
         results += [
             EvalResult(
                 task_type=TASK,
-                dataset_type=cell.workload,
-                dataset_name=f"{cell.workload}, temperature {cell.temperature:g}",
+                dataset_type=cell.label,
+                dataset_name=f"{cell.label}, temperature {cell.temperature:g}",
                 dataset_config=f"temperature {cell.temperature:g}",
                 dataset_args={"temperature": cell.temperature, "prompts": cell.prompts},
                 metric_type=kind,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from inference.report.cell import Cell
+from inference.report.cell import Cell, headline_cells
 from inference.report.measurement import ALL_WORKLOADS, OUR_ENGINE, Record
 from inference.whole_file import write_whole
 from speculators.errors import DataError
@@ -149,6 +149,34 @@ class TrainingProgress(Record):
     )
 
 
+class SuiteFile(Record):
+    """A file of a suite."""
+
+    path: str = Field(description="As it was given.")
+    sha256: str = Field(description="Hash of its bytes.")
+
+
+class SuiteFacts(Record):
+    """A suite that was measured, and what a figure of it depends on besides target and drafter."""
+
+    name: str = Field(description="`suite` of its cells.")
+    files: list[SuiteFile] = Field(description="The files it was read from.")
+    conversations: int = Field(description="Conversations that were held, at each temperature.")
+    conversations_in_file: int = Field(description="Conversations in the files.")
+    conversations_without_room: int = Field(
+        default=0, description="Left out, because target and longest responses have no room for them."
+    )
+    turns_not_asked: int = Field(
+        default=0, description="Later turns, over all temperatures, whose prompt had grown too long by the answers."
+    )
+    max_tokens: int = Field(ge=1, description="Longest response.")
+    num_speculative_tokens: int = Field(ge=1, description="K: tokens drafted per round at most.")
+    thinking: Literal["on", "off", "template's default", "none"] = Field(
+        description="Thinking mode: as the chat template was told, what it does untold, or none: it has no such mode."
+    )
+    chat_template_kwargs: dict[str, Any] = Field(default={}, description="Variables that the chat template was given.")
+
+
 class AcceptanceReport(Record):
     """The whole of `acceptance.json`."""
 
@@ -159,13 +187,27 @@ class AcceptanceReport(Record):
         "was not measured is absent."
     )
     gates: list[Gate] = Field(default=[], description="The recipe's bounds and whether they are met.")
+    suites: list[SuiteFacts] = Field(default=[], description="The suites that were measured; their cells name them.")
     results: list[Cell] = Field(
-        description="One cell per workload, temperature, method and engine, and `all`, the workloads together."
+        description="One cell per workload, temperature, method and engine, and `all`, the workloads together; of each "
+        "suite alike, whose workloads are its categories."
     )
     training: TrainingProgress | None = Field(
         default=None,
         description="Held-out acceptance during training; null if the drafter was not trained in this run.",
     )
+
+    @property
+    def headline(self) -> list[Cell]:
+        """The cells of the evaluation's own prompts, or of the first suite if there are none. All methods below look at
+        these alone."""
+        return headline_cells(self.results)
+
+    def of_suite(self, name: str) -> AcceptanceReport:
+        """The report as if that suite alone had been measured."""
+        cells = [cell for cell in self.results if cell.suite == name]
+        suites = [facts for facts in self.suites if facts.name == name]
+        return self.model_copy(update={"results": cells, "suites": suites, "summary": {}, "gates": []})
 
     @property
     def passed(self) -> bool:
@@ -178,7 +220,7 @@ class AcceptanceReport(Record):
         """The cell at these coordinates (`method` and `engine` default to the report's own), None if it was not
         measured."""
         wanted = (workload, method or self.provenance.drafter_method, engine or self.provenance.engine)
-        for cell in self.results:
+        for cell in self.headline:
             if (cell.workload, cell.method, cell.engine) == wanted and cell.temperature == temperature:
                 return cell
         return None
@@ -190,21 +232,21 @@ class AcceptanceReport(Record):
 
     def temperatures(self) -> list[float]:
         """Every temperature measured, ascending."""
-        return sorted({cell.temperature for cell in self.results})
+        return sorted({cell.temperature for cell in self.headline})
 
     def workloads(self) -> list[str]:
         """Every workload in the order measured; `all` last, if it is there."""
-        names = list(dict.fromkeys(cell.workload for cell in self.results))
+        names = list(dict.fromkeys(cell.workload for cell in self.headline))
         return sorted(names, key=lambda name: name == ALL_WORKLOADS)
 
     def methods(self) -> list[str]:
         """Every method, the report's own first."""
-        names = list(dict.fromkeys(cell.method for cell in self.results))
+        names = list(dict.fromkeys(cell.method for cell in self.headline))
         return sorted(names, key=lambda name: name != self.provenance.drafter_method)
 
     def engines(self) -> list[str]:
         """Every engine, the report's own first."""
-        names = list(dict.fromkeys(cell.engine for cell in self.results))
+        names = list(dict.fromkeys(cell.engine for cell in self.headline))
         return sorted(names, key=lambda name: name != self.provenance.engine)
 
 

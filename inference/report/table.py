@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -14,9 +16,13 @@ from inference.report.schema import AcceptanceReport
 
 def print_report(report: AcceptanceReport, console: Console | None = None) -> None:
     """Print the cells of the report's own method by temperature, one engine under the other if there are several, the
-    other methods' totals, and the gates."""
+    other methods' totals, every suite, and the gates."""
     console = console or Console()
-    console.print(acceptance_table(report))
+    if any(cell.suite is None for cell in report.headline):
+        console.print(acceptance_table(report))
+    for facts in report.suites:
+        for table in suite_tables(report.of_suite(facts.name)):
+            console.print(table)
     if report.gates:
         console.print(gates_table(report))
     if (training := report.training) and training.gain_per_doubling is not None:
@@ -30,12 +36,7 @@ def print_report(report: AcceptanceReport, console: Console | None = None) -> No
 def acceptance_table(report: AcceptanceReport) -> Table:
     """τ measured and expected, tokens/s with drafting and off, speedup, efficiency, sameness."""
     p = report.provenance
-    engine = "" if p.engine == OUR_ENGINE else f" in {p.engine}"
-    title = f"{p.drafter_method} for {p.target_name}, K={p.num_speculative_tokens}, {p.dtype}{engine}"
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("workload", overflow="fold")
-    for heading in ("T", "τ", "expect.", "tok/s", "off", "speedup", "eff.", "same"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = _table(_title(report), "workload", "T", "τ", "expect.", "tok/s", "off", "speedup", "eff.", "same")
     for temperature in report.temperatures():
         for workload in report.workloads():
             for engine in report.engines():
@@ -44,9 +45,67 @@ def acceptance_table(report: AcceptanceReport) -> Table:
                     bold = own and workload == ALL_WORKLOADS
                     table.add_row(*_row(cell, workload if own else f"  in {engine}"), style="bold" if bold else None)
         table.add_section()
-    for cell in report.results:
+    for cell in report.headline:
         if cell.workload == ALL_WORKLOADS and cell.method != p.drafter_method:
             table.add_row(*_row(cell, f"{ALL_WORKLOADS} ({cell.method})"), style="dim")
+    return table
+
+
+def suite_tables(report: AcceptanceReport) -> list[Table]:
+    """Of a report of one suite: a row per category and one for all, with both definitions of τ; then the rates by
+    position over all categories."""
+    (facts,) = report.suites
+    title = (
+        f"{facts.name}: {_title(report)}\n{facts.conversations} of {facts.conversations_in_file} conversations, up to "
+        f"{facts.max_tokens} tokens, thinking: {facts.thinking}"
+    )
+    lengths = _table(title, "category", "T", "requests", "τ pooled", "τ mean", "tok/s", "speedup", "same")
+    rates = _table("acceptance by position, %", "", "T", *map(str, range(1, facts.num_speculative_tokens + 1)))
+    for temperature in report.temperatures():
+        for engine in report.engines():
+            where = "" if engine == report.provenance.engine else f" in {engine}"
+            for cell in (report.cell(workload, temperature, engine=engine) for workload in report.workloads()):
+                if cell is None:
+                    continue
+                lengths.add_row(*_suite_row(cell, where), style="bold" if cell.workload == ALL_WORKLOADS else None)
+                if cell.workload == ALL_WORKLOADS:
+                    for name in ("joint", "conditional"):
+                        values = getattr(cell, f"{name}_acceptance_per_position")
+                        shown = ["-" if rate is None else f"{100 * rate:.1f}" for rate in values]
+                        rates.add_row(f"{name}{where}", f"{temperature:g}", *shown)
+        lengths.add_section()
+    lengths.caption = "τ pooled: over verifications; τ mean: of requests. " + ", ".join(
+        f"{Path(file.path).name} {file.sha256[:12]}" for file in facts.files
+    )
+    lengths.caption_justify = "left"
+    return [lengths, rates]
+
+
+def _suite_row(cell: Cell, where: str) -> list[str]:
+    rates, speedup = cell.tokens_per_second, cell.speedup_vs_autoregressive
+    return [
+        cell.workload + where,
+        f"{cell.temperature:g}",
+        str(cell.prompts),
+        f"{cell.acceptance_length:.2f}",
+        f"{cell.acceptance_length_macro:.2f}",
+        f"{rates.speculative.median:.0f}" if rates else "-",
+        f"{speedup.median:.2f}" if speedup else "-",
+        _lossless(cell),
+    ]
+
+
+def _title(report: AcceptanceReport) -> str:
+    p = report.provenance
+    engine = "" if p.engine == OUR_ENGINE else f" in {p.engine}"
+    return f"{p.drafter_method} for {p.target_name}, K={p.num_speculative_tokens}, {p.dtype}{engine}"
+
+
+def _table(title: str, first: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column(first, overflow="fold")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
     return table
 
 
@@ -76,10 +135,7 @@ def _lossless(cell: Cell) -> str:
 
 def gates_table(report: AcceptanceReport) -> Table:
     """Every gate with its bound, the figure reached and the verdict."""
-    table = Table(title="gates", title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("figure", overflow="fold")
-    for heading in ("reached", "demanded"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = _table("gates", "figure", "reached", "demanded")
     table.add_column("", no_wrap=True)
     for gate in report.gates:
         bounds = [f"{sign} {bound:g}" for sign, bound in (("≥", gate.min), ("≤", gate.max)) if bound is not None]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -352,6 +354,42 @@ def test_evaluate_measures_any_exported_drafter(target_folder, drafter_folder, t
     assert report.summary["lossless_mismatches"] == 0
     assert {cell.workload for cell in report.results} == {"code", "all"}
     assert (tmp_path / "out" / "report.html").is_file()
+
+
+def test_evaluate_measures_a_suite_by_category(target_folder, drafter_folder, tmp_path):
+    """A row per category and one for all, both acceptance lengths, and what they depend on; in the report as well."""
+    path, out = tmp_path / "question.jsonl", tmp_path / "out"
+    rows = [{"category": "writing", "turns": ["Tell a tale.", "Once more."]}, {"category": "qa", "turns": ["Why?"]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    of = ("evaluate", "--model", target_folder, "--drafter", drafter_folder, "--suite", "spec_bench")
+    small = ("--max-tokens", 8, "-k", 2, "--temperature", 0, "--repeats", 0, "--out", out)
+    code, output = call(*of, "--suite-path", path, *small)
+    assert code == 0, output
+    report = load_report(out / "acceptance.json")
+    (facts,) = report.suites
+    assert facts.files[0].sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert (facts.name, facts.conversations, facts.max_tokens, facts.num_speculative_tokens) == ("spec_bench", 2, 8, 2)
+    assert {cell.workload: cell.prompts for cell in report.results} == {"writing": 2, "qa": 1, "all": 3}
+    assert report.summary["lossless_mismatches"] == 0
+    for cell in report.results:
+        lengths = rf"{cell.acceptance_length:.2f} +{cell.acceptance_length_macro:.2f}"
+        assert re.search(rf"{cell.workload} +0 +{cell.prompts} +{lengths}", output), output
+    for said in ("spec_bench: eagle3", "K=2", "up to 8 tokens", "thinking: none", "joint", "conditional"):
+        assert said in output
+    page = (out / "report.html").read_text()
+    assert "Suite spec_bench" in page and facts.files[0].sha256 in page
+
+    missing = refused(*of, "--out", out)
+    assert "suites/spec_bench.jsonl: no such file" in missing and "Spec-Bench/main" in missing
+    assert "expected names of spec_al" in refused(*of[:-1], "spec")
+    assert "--suite-path: 2 for 1" in refused(*of, "--suite-path", path, "--suite-path", path)
+
+
+def test_a_recipe_names_its_suites_itself(recipe_file, tmp_path):
+    assert "evaluation.suites=" in refused("evaluate", recipe_file, "--suite", "gsm8k")
+    assert "nowhere/gsm8k.jsonl" in refused(
+        "prepare", recipe_file, "evaluation.suites=[gsm8k]", "evaluation.suite_dir=nowhere"
+    )
 
 
 def test_evaluate_of_a_recipe_uses_its_export_and_gates(recipe_file, drafter_folder, tmp_path):

@@ -36,10 +36,21 @@ def evaluate(
     ] = "",
     vllm_options: Annotated[str, typer.Option(metavar="JSON", help="Options of vLLM's LLM.")] = "",
     prompts: Annotated[str, typer.Option(metavar="FILE", help="JSONL of prompts; default: the quickstart's.")] = "",
+    suite: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A suite (docs/suites.md), instead of prompts or beside.")
+    ] = None,
+    suite_path: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="Of each --suite in turn; default: suites/NAME.jsonl.")
+    ] = None,
+    chat_template_kwargs: Annotated[
+        str, typer.Option(metavar="JSON", help="Variables of the chat template, such as enable_thinking.")
+    ] = "",
     num_speculative_tokens: Annotated[int, typer.Option("-k", "--num-speculative-tokens", min=1, help="Drafts.")] = 4,
     temperature: Annotated[list[float] | None, typer.Option(help="May be repeated; default: 0 and 1.")] = None,
     max_tokens: Annotated[int, typer.Option(min=2, help="Longest response.")] = 128,
-    prompts_per_workload: Annotated[int, typer.Option(min=1, help="Prompts of each workload.")] = 16,
+    prompts_per_workload: Annotated[
+        int | None, typer.Option(min=1, help="Prompts of each workload; default: 16, all of a suite's category.")
+    ] = None,
     repeats: Annotated[int, typer.Option(min=0, help="Interleaved repetitions of every timing; 0: no times.")] = 3,
     dtype: Annotated[str, typer.Option(help="Precision of the target; auto: its own. A recipe says its own.")] = "auto",
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("runs/evaluation"),
@@ -49,6 +60,10 @@ def evaluate(
     from train.recipe.load import load_recipe
 
     engines = _engines(engine, url, baseline_url, vllm_python, vllm_options, of_recipe=recipe is not None)
+    if recipe is not None and (suite or suite_path or chat_template_kwargs):
+        raise ConfigError("evaluate: a recipe names its suites: evaluation.suites='[spec_bench]', or a path for each")
+    if suite_path and len(suite_path) != len(suite or ()):
+        raise ConfigError(f"--suite-path: {len(suite_path)} for {len(suite or ())} of --suite; give each one, or none")
     if recipe is not None and not (model or drafter or method or prompts):
         checked = load_recipe(recipe, overrides or ())
         raise typer.Exit(evaluate_run(checked, engines))
@@ -63,9 +78,12 @@ def evaluate(
         method=method or None,
         engines=engines,
         dtype=dtype,
+        chat_template_kwargs=json_option("--chat-template-kwargs", chat_template_kwargs),
+        suites=dict(zip(suite or (), suite_path or [None] * len(suite or ()), strict=True)),
+        suite_prompts=prompts_per_workload,
         num_speculative_tokens=num_speculative_tokens,
         max_tokens=max_tokens,
-        prompts_per_workload=prompts_per_workload,
+        prompts_per_workload=prompts_per_workload or 16,
         repeats=repeats,
     )
     Console().print(str(page), highlight=False)

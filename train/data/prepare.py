@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from inference.evaluation.suites import load_suite
 from speculators.errors import DataError
 from train.data.bad_rows import BadRow, BadRows
 from train.data.loss_mask import ConversationTokenizer
@@ -58,8 +59,9 @@ def training_examples(recipe: Recipe, bad: BadRows, folder: Path | None = None, 
         similarity = data.near_duplicate_similarity if data.deduplicate == "near" else None
         lists, repeated = deduplicate(lists, responses=not recipe.regenerate.enabled, similarity=similarity)
         left_out += repeated
-    if data.decontaminate != "off" and (held_out := _held_out_sources(recipe)):
-        prompts = load_sources(held_out, bad=BadRows())  # the evaluation itself says which of its rows are bad
+    if data.decontaminate != "off" and recipe.measured:
+        # the evaluation itself says which of its rows are bad
+        prompts = load_sources(_held_out_sources(recipe), bad=BadRows()) + suite_turns(recipe)
         ngram = data.decontaminate_ngram if data.decontaminate == "ngram" else None
         lists, contaminated = decontaminate(lists, prompts, ngram=ngram)
         left_out += contaminated
@@ -86,6 +88,16 @@ def _held_out_sources(recipe: Recipe) -> list[Source]:
     """The sources that are measured on, each once."""
     sources = [*recipe.evaluation.prompts, *recipe.data.validation]
     return [source.model_copy(update={"share": None}) for i, source in enumerate(sources) if source not in sources[:i]]
+
+
+def suite_turns(recipe: Recipe) -> list[Example]:
+    """Every turn of the user in the recipe's suites, as a prompt of its own. DataError for a file that is missing."""
+    return [
+        Example(f"{name}/{one.category}", one.origin, ({"role": "user", "content": turn},))
+        for name, path in recipe.evaluation.suite_paths.items()
+        for one in load_suite(name, path)
+        for turn in one.turns
+    ]
 
 
 def askable(examples: Sequence[Example], tokenizer: ConversationTokenizer, bad: BadRows) -> list[Example]:

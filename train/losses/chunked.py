@@ -195,7 +195,9 @@ def walk(
         del target_logits
         if not want:
             continue
-        grads = list(torch.autograd.grad(logits, [states, *inputs] if needs_hidden else inputs, grad, allow_unused=True))
+        grads = list(
+            torch.autograd.grad(logits, [states, *inputs] if needs_hidden else inputs, grad, allow_unused=True)
+        )
         del logits, values, grad
         if grad_hidden is not None:
             grad_hidden[rows] = grads.pop(0)

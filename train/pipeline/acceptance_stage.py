@@ -7,25 +7,35 @@ Prompts come from the recipe's evaluation sources, as serving would send them. T
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from inference.entrypoints.loading import load_tokenizer, target_config
-from inference.evaluation.engines import Prompts
-from inference.evaluation.evaluate import EngineMaker, EvaluationSettings, Progress, evaluate
+from inference.evaluation.evaluate import (
+    Chat,
+    EngineMaker,
+    EvaluationSettings,
+    MeasuredSuite,
+    Progress,
+    Workloads,
+    evaluate,
+)
+from inference.evaluation.suites import Conversation, load_suite, sha256_of, suite_files
 from inference.report.build import check_gates
 from inference.report.html import write_html
 from inference.report.merge_engines import lay_beside, measured_before
 from inference.report.progress import training_progress
-from inference.report.schema import AcceptanceReport, Bound, save_report
+from inference.report.schema import AcceptanceReport, Bound, SuiteFacts, SuiteFile, save_report
 from inference.report.table import print_report
 from inference.vllm_bridge.engine import VLLM, VllmOptions, vllm_python
 from speculators.errors import ConfigError, DataError
+from train.data.loss_mask import ConversationTokenizer
 from train.data.packing import conversation_tokenizer
 from train.data.prepare import askable, bad_rows
-from train.data.sources import load_sources
+from train.data.sources import Example, load_sources
 from train.pipeline.progress import Stages
 from train.recipe.recipe import Recipe
 from train.recipe.run_folder import EXPORT, PAGE, REPORT, TARGET
@@ -78,7 +88,7 @@ def evaluate_in(
     folders: list[Path],
     model: str,
     drafter: str | Path | None,
-    workloads: Mapping[str, Prompts],
+    workloads: Workloads,
     settings: EvaluationSettings,
     *,
     progress: Progress | None = None,
@@ -118,8 +128,8 @@ def accept(
     """
     stages = stages or Stages(1)
     folder = Path(recipe.output_dir)
-    if not (recipe.evaluation.prompts or recipe.data.validation):
-        stages.say("acceptance: not measured, the recipe names neither evaluation.prompts nor data.validation")
+    if not recipe.measured:
+        stages.say("acceptance: not measured, the recipe names no evaluation.prompts, data.validation or suites")
         return 0
     engines = engines or engines_of(recipe, stages.say)
     with stages.stage("acceptance", 100) as advance:
@@ -162,6 +172,7 @@ def measure(
         Path(recipe.output_dir) / EXPORT,
         workloads(recipe, settings),
         settings,
+        suites=measured_suites(recipe, settings),
         provenance=provenance,
         llm_options={
             "dtype": target.dtype,
@@ -193,13 +204,13 @@ def workloads(recipe: Recipe, settings: EvaluationSettings) -> dict[str, list[li
 
     Prompts that leave no room for a response of `max_tokens` are passed over; DataError if a workload has no other.
     """
-    target, seed = recipe.target, recipe.evaluation.seed
-    options = {"revision": target.revision, "trust_remote_code": target.trust_remote_code}
-    tokenizer = conversation_tokenizer(recipe.data, load_tokenizer(target.model, None, **options))
-    limit = getattr(target_config(target.model, **options), "max_position_embeddings", None)
+    sources, seed = recipe.evaluation.prompts or recipe.data.validation, recipe.evaluation.seed
+    if not sources:
+        return {}
+    tokenizer, limit = _tokenizer_and_limit(recipe)
     by_workload: dict[str, list[list[int]]] = {}
     bad = bad_rows(recipe.data, Path(recipe.output_dir), "evaluation").begin("evaluation")
-    examples = load_sources(recipe.evaluation.prompts or recipe.data.validation, seed=seed, bad=bad)
+    examples = load_sources(sources, seed=seed, bad=bad)
     for example in askable(examples, tokenizer, bad):
         by_workload.setdefault(example.workload, []).append(tokenizer.prompt_ids(example))
     bad.finish()
@@ -212,10 +223,97 @@ def workloads(recipe: Recipe, settings: EvaluationSettings) -> dict[str, list[li
                 f"{min(map(len, prompts))} tokens, and with max_tokens={settings.max_tokens} the target has room for "
                 f"{limit - settings.max_tokens}; lower evaluation.max_tokens, or leave the source out"
             )
-        count = min(settings.prompts_per_workload, len(fitting))
-        places = random.Random(f"{seed}/{name}").sample(range(len(fitting)), count)
-        chosen[name] = [fitting[place] for place in sorted(places)]
+        chosen[name] = _sample(fitting, settings.prompts_per_workload, f"{seed}/{name}")
     return chosen
+
+
+def _tokenizer_and_limit(recipe: Recipe) -> tuple[ConversationTokenizer, int | None]:
+    """The tokenizer of conversations, and the positions that the target has."""
+    target = recipe.target
+    options = {"revision": target.revision, "trust_remote_code": target.trust_remote_code}
+    tokenizer = conversation_tokenizer(recipe.data, load_tokenizer(target.model, None, **options))
+    return tokenizer, getattr(target_config(target.model, **options), "max_position_embeddings", None)
+
+
+def _sample(items: Sequence[Any], count: int | None, seed: str) -> list[Any]:
+    """A seeded choice of `count` items (None: all), in their order."""
+    if count is None or count >= len(items):
+        return list(items)
+    return [items[place] for place in sorted(random.Random(seed).sample(range(len(items)), count))]
+
+
+# --------------------------------------------------------------------------------------------- suites
+
+
+def measured_suites(recipe: Recipe, settings: EvaluationSettings) -> list[MeasuredSuite]:
+    """The suites of the recipe's evaluation section: a seeded choice of `suite_prompts` conversations per category.
+
+    Conversations are passed over, and counted, that leave no room for a response of `max_tokens` to every turn;
+    DataError if a category has no other, or for a file that is missing or of another shape.
+    """
+    e = recipe.evaluation
+    if not e.suites:
+        return []
+    tokenizer, limit = _tokenizer_and_limit(recipe)
+    made = []
+    for name, path in e.suite_paths.items():
+        read = load_suite(name, path)
+        chats = [(one.category, _chat(one, tokenizer, limit, settings.max_tokens)) for one in read]
+        by_category: dict[str, list[Chat]] = {category: [] for category, _ in chats}
+        for category, chat in chats:
+            if chat is not None:
+                by_category[category].append(chat)
+        if full := [category for category, some in by_category.items() if not some]:
+            raise DataError(
+                f"evaluation.suites.{name}: every conversation of category {full[0]!r} is too long for the target, "
+                f"whose context is {limit} tokens, with responses of {settings.max_tokens}; lower evaluation.max_tokens"
+            )
+        chosen = {c: _sample(some, e.suite_prompts, f"{e.seed}/{name}/{c}") for c, some in by_category.items()}
+        kwargs = recipe.data.chat_template_kwargs
+        facts = SuiteFacts(
+            name=name,
+            files=[SuiteFile(path=str(file), sha256=sha256_of(file)) for file in suite_files(name, path)],
+            conversations=sum(map(len, chosen.values())),
+            conversations_in_file=len(read),
+            conversations_without_room=sum(chat is None for _, chat in chats),
+            max_tokens=settings.max_tokens,
+            num_speculative_tokens=settings.num_speculative_tokens,
+            thinking=thinking_mode(tokenizer.chat_template or tokenizer.tokenizer.chat_template, kwargs),
+            chat_template_kwargs=kwargs,
+        )
+        made.append(MeasuredSuite(facts, chosen))
+    return made
+
+
+def _chat(
+    conversation: Conversation, tokenizer: ConversationTokenizer, limit: int | None, max_tokens: int
+) -> Chat | None:
+    """The conversation as the target is asked it; None if it has no room for the longest responses."""
+
+    def ask(answers: Sequence[str]) -> list[int]:
+        messages = [{"role": "user", "content": conversation.turns[0]}]
+        for answer, turn in zip(answers, conversation.turns[1:]):
+            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+        return tokenizer.prompt_ids(Example(conversation.category, conversation.origin, tuple(messages)))
+
+    answered = len(conversation.turns) - 1
+    bare = len(ask([""] * answered))
+    if limit is not None and bare + (answered + 1) * max_tokens > limit:
+        return None
+    longest = bare + 2 * answered * max_tokens  # a text may have more tokens than those it was written with
+    if limit is not None:
+        longest = min(longest, limit - max_tokens)
+    return Chat(ask([]), conversation.turns[1:], ask, longest)
+
+
+THINKING = ("enable_thinking", "thinking")  # variables of chat templates that turn the thinking mode on and off
+
+
+def thinking_mode(template: Any, kwargs: Mapping[str, Any]) -> str:
+    """`on` or `off` if the chat template is told, `template's default` if it is not, `none` if it has no such mode."""
+    known = [name for name in THINKING if re.search(rf"\b{name}\b", str(template or ""))]
+    told = [bool(kwargs[name]) for name in known if name in kwargs]
+    return ("on" if told[0] else "off") if told else "template's default" if known else "none"
 
 
 def gate_bounds(recipe: Recipe) -> dict[str, Bound]:

@@ -7,7 +7,7 @@ A drafter alone gets a recipe made up for it, so that prompts, settings and gate
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from inference.report.html import write_html
 from inference.report.schema import save_report
 from inference.report.table import print_report
 from speculators.errors import CheckpointError, ConfigError
-from train.pipeline.acceptance_stage import Engines, accept, evaluate_in, settings_of, workloads
+from train.pipeline.acceptance_stage import Engines, accept, evaluate_in, measured_suites, settings_of, workloads
 from train.pipeline.adapted_target import with_adapted_target
 from train.pipeline.progress import Stages
 from train.pipeline.run import checkpoints
@@ -50,22 +50,24 @@ def evaluate_folders(
     method: str | None = None,
     engines: Engines | None = None,
     dtype: str = "auto",
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     **evaluation: Any,
 ) -> Path:
-    """Measures `drafter`, or a training-free `method`, for the target `model` on `prompts` (a file; None: the
-    quickstart's, of the project's checkout); returns the page. ConfigError where there is none of the two.
+    """Measures `drafter`, or a training-free `method`, for the target `model` on `prompts` (a file; None: those of the
+    suites, and without suites the quickstart's, of the project's checkout); returns the page. ConfigError where there
+    are none.
 
     An engine that is measured alone is laid beside what was measured of this runtime before, in `out` or in the run
     that the drafter is of. `evaluation`: further keys of a recipe's evaluation section.
     """
-    if not prompts and not HELD_OUT.exists():
+    if not prompts and not evaluation.get("suites") and not HELD_OUT.exists():
         raise ConfigError("evaluate: the quickstart's prompts come with the project's repository; give --prompts FILE")
     sources = [{"path": prompts}] if prompts else BUILT_IN
-    keys = {"prompts": sources, "temperatures": list(temperatures), **evaluation}
+    asked = [] if evaluation.get("suites") and not prompts else sources
+    keys = {"prompts": asked, "temperatures": list(temperatures), **evaluation}
+    data = {"train": sources, "chat_template_kwargs": dict(chat_template_kwargs or {})}
     try:
-        recipe = make_recipe(
-            {"name": "evaluation", "target": {"model": model}, "data": {"train": sources}, "evaluation": keys}
-        )
+        recipe = make_recipe({"name": "evaluation", "target": {"model": model}, "data": data, "evaluation": keys})
     except ValidationError as error:
         faults = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)]
         raise ConfigError(f"evaluate: {'; '.join(faults)}") from None
@@ -78,6 +80,7 @@ def evaluate_folders(
             drafter,
             workloads(recipe, settings),
             settings,
+            suites=measured_suites(recipe, settings),
             method=method,
             provenance={"target_name": model},
             llm_options={"dtype": dtype, "revision": recipe.target.revision},

@@ -58,7 +58,7 @@ def memory(plan: Outline, *, processes: int = 1) -> list[StageMemory]:
         held = {"target's weights": _target_bytes(plan, processes)}
         served = _served(plan, r.batch_size, longest, plan.target.dtype)
         stages.insert(0, StageMemory("regenerate", held, {"decode": served}))
-    if recipe.evaluation.prompts or recipe.data.validation:
+    if recipe.measured:
         stages += measuring(plan)
     return stages
 

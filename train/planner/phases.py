@@ -7,15 +7,18 @@ writes texts and makes the report; all processes do the rest.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import torch
 
 from inference.evaluation.evaluate import EvaluationSettings
+from inference.evaluation.suites import load_suite
 from train.planner import rehearsal
 from train.planner.outline import Outline
 from train.planner.token_counts import ASSUMED_SHARE, ASSUMED_TOKENS, TokenCount
 from train.planner.work import Work, total
+from train.recipe.sections import EvaluationSection
 
 ASSUMED_TAU = 2.5  # acceptance length of the drafter that is going to be measured
 CHUNK_ROWS = 8  # times regenerate.batch_size: texts that are asked for at once (train/regeneration/regenerate.py)
@@ -79,7 +82,7 @@ def phases(plan: Outline, *, steps: int, processes: int = 1, around: bool = Fals
         every = recipe.training.eval_every
         times = min(-(-steps // every) if every else EVALUATIONS, steps)
         found.append(Phase("held-out evaluations", _replayed(plan, texts), times))
-    if report and (recipe.evaluation.prompts or plan.validation):
+    if report and recipe.measured:
         found.append(Phase("final measurement", _measurement(plan)))
     return found
 
@@ -179,13 +182,15 @@ def _measurement(plan: Outline) -> Work:
     """The acceptance report: with drafting and without, replayed, timed, and compared in float32."""
     e, usual = plan.recipe.evaluation, EvaluationSettings()
     known = texts_of(plan.validation or plan.sources, plan.recipe.data.max_length, e.max_tokens)
-    workloads = max(sum(s.workloads for s in plan.validation), len(e.prompts), 1)
+    own = max(sum(s.workloads for s in plan.validation), len(e.prompts), 0 if e.suites else 1)
+    turns = _suite_turns(e)
+    workloads = own + len(turns)
     rows, cells = max(usual.rows, e.batch_size), workloads * len(e.temperatures)
 
     def written(count: int, rows: int, dtype: torch.dtype = plan.target.dtype, ways: tuple[bool, ...] = (False, True)):
         return total(_written(plan, replace(known, count=count), rows, way, dtype) for way in ways)
 
-    asked = workloads * e.prompts_per_workload
+    asked = own * e.prompts_per_workload + round(sum(turns.values()))
     done = (written(asked, rows) + _replayed(plan, replace(known, count=asked))) * len(e.temperatures)
     if e.repeats:
         done += written(max(e.timed_prompts, e.batch_size), e.batch_size) * (e.repeats * cells)
@@ -194,6 +199,18 @@ def _measurement(plan: Outline) -> Work:
     if e.lossless_check:
         done += written(workloads * usual.lossless_prompts, rows, torch.float32)
     return done
+
+
+def _suite_turns(evaluation: EvaluationSection) -> dict[tuple[str, str], float]:
+    """Turns that are asked of each category of each suite."""
+    turns: dict[tuple[str, str], float] = {}
+    for name, path in evaluation.suite_paths.items():
+        read = load_suite(name, path)
+        counts = Counter(one.category for one in read)
+        for one in read:
+            share = min(1.0, (evaluation.suite_prompts or math.inf) / counts[one.category])
+            turns[name, one.category] = turns.get((name, one.category), 0.0) + share * len(one.turns)
+    return turns
 
 
 def _written(plan: Outline, texts: Texts, rows: int, drafting: bool, dtype: torch.dtype) -> Work:

@@ -125,7 +125,7 @@ def make_plan(
 def require_memory_to_measure(recipe: Recipe, available: int | None) -> None:
     """Raises ConfigError before a training if the export cannot be measured on a device of `available` bytes. None: not
     known, and nothing is refused."""
-    if available is None or not (recipe.evaluation.prompts or recipe.data.validation):
+    if available is None or not recipe.measured:
         return
     _, last = recipe.training_stages()[-1]
     worst = max(measuring(outline(last, device="cuda")), key=lambda m: m.total)

@@ -46,7 +46,7 @@ def _location(keys: Sequence[str], schema: Schema) -> Location:
     while keys:
         values = schema.resolve(node or {}).get("additionalProperties")
         if isinstance(values, dict):  # a mapping of sections
-            tail = 1 if len(keys) > 1 and keys[-1] in schema.resolve(values)["properties"] else 0
+            tail = 1 if len(keys) > 1 and keys[-1] in schema.resolve(values).get("properties", ()) else 0
             return (*location, ".".join(keys[: len(keys) - tail]), *keys[len(keys) - tail :])
         location.append(int(keys[0]) if keys[0].isdigit() else keys[0])
         node, keys = schema.child(node or {}, keys[0]), keys[1:]

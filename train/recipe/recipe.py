@@ -185,8 +185,10 @@ class Recipe(Section):
             )
         if "lossless_mismatches" in self.gates and not self.evaluation.lossless_check:
             raise ValueError("gates.lossless_mismatches: needs evaluation.lossless_check: true")
-        if self.gates and not (self.evaluation.prompts or self.data.validation):
-            raise ValueError("gates: there is nothing to measure on; give evaluation.prompts or data.validation")
+        if self.gates and not self.measured:
+            raise ValueError(
+                "gates: there is nothing to measure on; give evaluation.prompts, data.validation or evaluation.suites"
+            )
         return self
 
     @model_validator(mode="after")
@@ -216,6 +218,11 @@ class Recipe(Section):
             except ValidationError as error:
                 raise ValueError(explain(error, f"stages.{i} ({stage.name})", (), type(self))) from None
         return self
+
+    @property
+    def measured(self) -> bool:
+        """True if there is anything to measure the drafter on."""
+        return bool(self.evaluation.prompts or self.data.validation or self.evaluation.suites)
 
     def drafter_writes(self) -> bool:
         """True if the drafter writes the texts of `on_policy`, False if the target does."""

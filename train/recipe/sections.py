@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from inference.evaluation.suites import DIR as SUITE_DIR
+from inference.evaluation.suites import SUITES, default_path
 from speculators.errors import ConfigError
 from speculators.hub import is_repository_id, split_revision
 from speculators.options import Count, PositiveInt, Section, Share, Text
@@ -333,6 +335,15 @@ class EvaluationSection(Section):
     """The acceptance report: the exported head, measured in the runtime."""
 
     prompts: Sources = Field([], description="sources of the prompts, grouped by workload; empty: data.validation")
+    suites: dict[Text, Text | None] = Field(
+        {},
+        description="(docs/suites.md) suites that are measured too, each with its file's path, or a list of names: "
+        + ", ".join(SUITES),
+    )
+    suite_dir: Text = Field(SUITE_DIR, description="folder of the suites without a path, each as <name>.jsonl")
+    suite_prompts: PositiveInt | None = Field(
+        None, description="conversations taken of each category of a suite; null: all"
+    )
     engines: list[Literal["draftsmith", "vllm"]] = Field(
         ["draftsmith"],
         min_length=1,
@@ -353,6 +364,26 @@ class EvaluationSection(Section):
     seed: Count = Field(0, description="seed of the sampled runs and of the choice of prompts")
     baseline_transformers: bool = Field(True, description="time transformers.generate as well, for reference")
     lossless_check: bool = Field(True, description="compare tokens with and without drafting, in float32")
+
+    @field_validator("suites", mode="before")
+    @classmethod
+    def _names_alone(cls, value: Any) -> Any:
+        """A list of names; null is none."""
+        if isinstance(value, list) and len(set(map(str, value))) < len(value):
+            raise ValueError(f"each suite may be given once, got {value}")
+        return dict.fromkeys(value) if isinstance(value, list) else value or {}
+
+    @field_validator("suites")
+    @classmethod
+    def _known(cls, value: dict[str, str | None]) -> dict[str, str | None]:
+        if unknown := sorted(set(value) - set(SUITES)):
+            raise ValueError(f"expected names of {', '.join(SUITES)}, got '{unknown[0]}'")
+        return value
+
+    @property
+    def suite_paths(self) -> dict[str, str]:
+        """The path of every suite that is measured."""
+        return {name: path or default_path(name, self.suite_dir) for name, path in self.suites.items()}
 
     @field_validator("temperatures")
     @classmethod

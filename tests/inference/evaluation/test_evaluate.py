@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,13 +13,13 @@ import torch
 from inference import LLM, SamplingParams
 from inference.evaluation import expected_acceptance as expected_module
 from inference.evaluation.engines import RuntimeEngine
-from inference.evaluation.evaluate import EvaluationSettings, evaluate
+from inference.evaluation.evaluate import Chat, EvaluationSettings, MeasuredSuite, evaluate
 from inference.evaluation.expected_acceptance import accept_probabilities, expected_acceptance
 from inference.evaluation.lossless import compare_greedy, first_difference
 from inference.evaluation.timing import IsolatedCosts, costs_of, interleaved, transformers_generate
 from inference.report.build import expected_acceptance as compare_expected
 from inference.report.measurement import RequestRounds
-from inference.report.schema import Bound, load_report, save_report
+from inference.report.schema import Bound, SuiteFacts, load_report, save_report
 from inference.sampling.sampler import probabilities
 from inference.spec_decode.replay import ReplayResult
 from speculators.errors import CheckpointError, DataError
@@ -312,6 +313,46 @@ def test_a_drafter_is_loaded_strictly(folders, tmp_path) -> None:
 def test_a_workload_without_prompts_is_refused(folders) -> None:
     with pytest.raises(DataError, match="'two': 0"):
         evaluate(*folders, {"one": some_prompts(1), "two": []}, SMALL)
+
+
+# ---------------------------------------------------------------------------------------------- suites
+
+
+def facts_of(name: str) -> SuiteFacts:
+    return SuiteFacts(
+        name=name, files=[], conversations=3, conversations_in_file=3, max_tokens=10, num_speculative_tokens=K,
+        thinking="none",
+    )  # fmt: skip
+
+
+def test_a_second_turn_is_asked_with_the_live_answer(folders, byte_tokenizer) -> None:
+    """Its prompt holds the text that drafting just wrote; every turn is a request, and both means are of requests."""
+    asked: list[tuple[str, ...]] = []
+
+    def chat(first: str, *later: str, longest: int = 200) -> Chat:
+        def ask(answers) -> list[int]:
+            asked.append(tuple(answers))
+            turns = [first, *later][: len(answers) + 1]
+            return byte_tokenizer("|".join([*(t + ":" + a for t, a in zip(turns, answers)), turns[-1]])).input_ids
+
+        return Chat(ask([]), later, ask, longest)
+
+    suite = MeasuredSuite(facts_of("two"), {"a": [chat("x", "y"), chat("z")], "b": [chat("v", "w", "u", longest=2)]})
+    settings = replace(SMALL, temperatures=(0.0,), max_tokens=10, repeats=0, lossless_prompts=0)
+    report = evaluate(*folders, {"own": some_prompts(2)}, settings, suites=[suite])
+    a, b, pooled = (report.of_suite("two").cell(name, 0) for name in ("a", "b", "all"))
+    assert (a.prompts, b.prompts, pooled.prompts) == (3, 1, 4) and report.cell("all", 0).prompts == 2
+    (answer,) = (answers[0] for answers in asked if len(answers) == 1 and answers[0] != asked[-1][0])
+    llm = LLM(folders[0])
+    (written,) = llm.generate([{"prompt_token_ids": byte_tokenizer("x").input_ids}], settings.sampling(0.0, [0]))
+    assert answer == byte_tokenizer.decode(written.outputs[0].token_ids, skip_special_tokens=True)
+    assert report.suites[0].turns_not_asked == 2, "the prompt had grown beyond what there is room for"
+    rounds, accepted = a.num_drafts + b.num_drafts, a.num_accepted_tokens + b.num_accepted_tokens
+    assert pooled.acceptance_length == pytest.approx(1 + accepted / rounds)
+    assert pooled.acceptance_length_macro == pytest.approx((3 * a.acceptance_length_macro + b.acceptance_length) / 4)
+    assert pooled.expected.relative_difference == pytest.approx(0, abs=1e-12)  # the later turns are replayed alike
+    assert pooled.lossless[0].checked_prompts == 4 and pooled.lossless[0].mismatches == 0
+    assert report.summary["t0.acceptance_length"] == report.cell("all", 0).acceptance_length != pooled.acceptance_length
 
 
 def test_sums_of_results_pool_texts() -> None:

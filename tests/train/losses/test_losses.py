@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_iter
 
 from inference.evaluation.expected_acceptance import accept_probabilities
 from speculators.errors import ConfigError
-from train.losses.chunked import CHUNK_BYTES, CHUNK_ROWS, Group, in_chunks, walk_order
+from train.losses.chunked import CHUNK_BYTES, CHUNK_ROWS
 from train.losses.divergences import CLOSED_FORM, DIVERGENCES, ON_CHAINS, ON_STATES, Mix, overlap
 from train.losses.objective import (
     chunked_objective,
