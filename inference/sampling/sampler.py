@@ -35,10 +35,12 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
         return p
     if params.min_p > 0:
         p.masked_fill_(p < params.min_p * p.amax(-1, keepdim=True), 0.0)
+    largest = None
     if 0 < params.top_k < p.shape[-1]:
-        p.masked_fill_(p < p.topk(params.top_k, dim=-1).values[..., -1:], 0.0)
+        largest = p.topk(params.top_k, dim=-1).values  # [..., k]
+        p.masked_fill_(p < largest[..., -1:], 0.0)
     if params.top_p < 1:
-        p.masked_fill_(p < _top_p_floor(p, params.top_p), 0.0)
+        p.masked_fill_(p < _top_p_floor(p, params.top_p, largest), 0.0)
     return p.div_(p.sum(-1, keepdim=True))
 
 
@@ -126,20 +128,21 @@ def check_drawn(token_ids: Sequence[int], vocab_size: int) -> None:
             )
 
 
-def _top_p_floor(p: Tensor, top_p: float) -> Tensor:
+def _top_p_floor(p: Tensor, top_p: float, largest: Tensor | None) -> Tensor:
     """Smallest probability that top-p keeps: p [..., V] -> [..., 1].
 
-    A token stays if the mass of those before it, in falling order, falls short of top_p of the total.
+    A token stays if the mass of those before it, in falling order, falls short of top_p of the total. `largest`
+    [..., k], falling: the probabilities that top-k kept; any others that it kept tie with the last of them.
     """
     wanted = p.sum(-1, keepdim=True, dtype=torch.float64) * top_p  # [..., 1]
-    if p.device.type == "cpu":
+    if largest is None and p.device.type == "cpu":
         rows = zip(p.detach().reshape(-1, p.shape[-1]).numpy(), wanted.flatten().tolist(), strict=True)
         floors = [_row_floor(row, mass, top_p) for row, mass in rows]
         return torch.tensor(floors, dtype=p.dtype).view(wanted.shape)
-    falling = p.sort(-1, descending=True).values
+    falling = p.sort(-1, descending=True).values if largest is None else largest
     cumulative = falling.cumsum(-1, dtype=torch.float64)
     last = torch.searchsorted(cumulative, wanted)  # [..., 1], the last token kept
-    return falling.gather(-1, last.clamp_(max=p.shape[-1] - 1))
+    return falling.gather(-1, last.clamp_(max=falling.shape[-1] - 1))
 
 
 def _row_floor(row: np.ndarray, wanted: float, top_p: float) -> float:

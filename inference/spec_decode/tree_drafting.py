@@ -302,29 +302,26 @@ class _Grown:
     parent: list[list[int]]
     score: list[list[float]]
     alive: list[list[bool]]
-    children: dict[tuple[int, int], list[tuple[int, int]]]
 
     @classmethod
     def all_of(cls, levels: list[_Level]) -> list[_Grown]:
         """The trees of all rows, in one copy from the device; float64 holds every value exactly."""
         names = ("tokens", "source", "parent", "score", "alive")
-        every = torch.stack([torch.cat([getattr(level, name).double() for level in levels], 1) for name in names], 1)
+        every = torch.stack([torch.cat([getattr(level, name).double() for level in levels], 1) for name in names])
         ends = np.cumsum([level.tokens.shape[1] for level in levels])[:-1]
         types = (np.int64, np.int64, np.int64, np.float64, np.bool_)
-        rows = []
-        for row in every.cpu().numpy():  # [5, nodes of all levels]
-            fields = zip(row, types, strict=True)
-            grown = cls(*([part.tolist() for part in np.split(field.astype(kind), ends)] for field, kind in fields), {})
-            for d, i in grown.nodes():
-                grown.children.setdefault((d - 1, grown.parent[d][i] if d else 0), []).append((d, i))
-            rows.append(grown)
-        return rows
+        fields = zip(every.cpu().numpy(), types, strict=True)  # [B, nodes of all levels] each
+        parts = [[part.tolist() for part in np.split(field.astype(kind), ends, axis=1)] for field, kind in fields]
+        return [cls(*([part[row] for part in field] for field in parts)) for row in range(every.shape[1])]
 
     def best(self, deepest: int, budget: int) -> list[tuple[int, int]]:
         """The `budget` nodes of the highest scores above a depth, from the highest on."""
+        children: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for d, i in self.nodes():
+            children.setdefault((d - 1, self.parent[d][i] if d else 0), []).append((d, i))
 
         def edges(node: tuple[int, int] | None) -> Iterator[tuple[float, tuple[int, int]]]:
-            for child in self.children.get(node or (-1, 0), ()):
+            for child in children.get(node or (-1, 0), ()):
                 if child[0] < deepest:
                     yield self.score[child[0]][child[1]], child
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from speculators.layers.decoder import Attend
 from speculators.layers.fused_attention import KERNELS, Kernel, PackedQueries, over_group, statistics_dtype
-from speculators.layers.grouped_attention import MOST_QUERIES, attend_grouped, repeat_mask
+from speculators.layers.grouped_attention import attend_grouped, repeat_mask, shares_keys
 
 SCORES = {"cpu": 1 << 24, "cuda": 1 << 26}  # attention scores that a chunk of queries may have, by kind of device
 QUERIES = 256  # of a chunk, where that many fit
@@ -177,7 +177,7 @@ def cached_attends(view: Any, mask: Tensor | None, new_tokens: int, layers: int)
             if not q.shape[2]:  # keys and values were all that is wanted
                 return q
             repeat = q.shape[1] // k.shape[1]
-            if repeat == 1 or causal or q.shape[2] > MOST_QUERIES:
+            if repeat == 1 or causal or not shares_keys(q.shape[2], q.device):
                 return nn.functional.scaled_dot_product_attention(
                     q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=repeat > 1
                 )

@@ -1,8 +1,9 @@
-"""Grouped-query attention of a few new tokens over a cache, for decoding on a CPU.
+"""Grouped-query attention of new tokens over a cache, for decoding.
 
-transformers' sdpa repeats keys and values for every query head, which on a CPU costs several times the attention
-itself. Here the query heads of a group become further query positions. All other cases go to sdpa. The function is
-registered with transformers as an attention implementation of its own.
+Under a mask, transformers' sdpa repeats keys and values for every query head, which costs several times the attention
+itself: of a few tokens on a CPU, of any number on a GPU. Here the query heads of a group become further query
+positions. All other cases go to sdpa. The function is registered with transformers as an attention implementation of
+its own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 NAME = "draftsmith_grouped"
-MOST_QUERIES = 16  # tokens; above, repeating keys and values is cheap in comparison
+MOST_QUERIES = 16  # tokens on a CPU; above, repeating keys and values is cheap in comparison
 _repeated: ContextVar[dict[int, Tensor] | None] = ContextVar("repeated", default=None)  # masks of the forward, by id
 PLAIN = {
     "is_causal",
@@ -44,7 +45,7 @@ def grouped_attention(
     h, T, groups = query.shape[1], query.shape[2], key.shape[1]
     changing = {name for name, given in others.items() if given is not None} - PLAIN
     whole = (T == 1 and attention_mask is None) or (attention_mask is not None and attention_mask.shape[1:2] == (1,))
-    if T > MOST_QUERIES or groups == h or not whole or dropout or changing:
+    if not shares_keys(T, query.device) or groups == h or not whole or dropout or changing:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
         )
@@ -91,9 +92,14 @@ def decoding(config: PretrainedConfig, wanted: bool) -> Iterator[None]:
         config._attn_implementation = before
 
 
+def shares_keys(queries: int, device: torch.device) -> bool:
+    """True if so many new tokens are better attended to without repeating keys and values."""
+    return queries <= MOST_QUERIES or device.type == "cuda"
+
+
 def worthwhile(device: torch.device, past_key_values: object | None) -> bool:
-    """True on a CPU, over a cache."""
-    return device.type == "cpu" and past_key_values is not None
+    """True on a CPU and on CUDA, over a cache."""
+    return device.type in ("cpu", "cuda") and past_key_values is not None
 
 
 AttentionInterface.register(NAME, grouped_attention)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +17,14 @@ from inference.sampling.sampler import argmax, batch_probabilities, check_drawn,
 from inference.sampling_params import SamplingParams
 from inference.spec_decode.proposal import Kept, Proposal
 from inference.spec_decode.verification.chain_rules import LOSSY, RULES, decide, verify, verify_greedy
-from inference.spec_decode.verification.tree_rules import TREE_RULES, follow, match_together, trees_of, walk_together
+from inference.spec_decode.verification.tree_rules import (
+    TREE_RULES,
+    follow,
+    match_together,
+    traverse_together,
+    trees_of,
+    walk_together,
+)
 from speculators.errors import ConfigError
 from speculators.precision import on_device
 
@@ -149,18 +157,22 @@ class _Numbers:
 def _walks(
     p: Tensor, proposal: Proposal, generators: Sequence[torch.Generator | None], rule: str
 ) -> list[tuple[list[int], int]]:
-    """p [B, 1+K, V] and the proposal of every row -> places kept, and the target's own token."""
+    """p [B, 1+K, V], which is used up, and the proposal of every row -> places kept, and the target's own token."""
     most = [1 + count for count in proposal.counts]  # every draft is tried once
     if rule == "sample_match":  # a number per token
         depths = zip(proposal.depths(), proposal.counts, strict=True)
         most = [1 + max(row[:count], default=0) for row, count in depths]
     dice = [_Numbers(generator, count) for generator, count in zip(generators, most, strict=True)]
-    if rule == "sample_match":
+    if rule in ("sample_match", "traversal"):
         noise = [each.taken + [0.0] * (max(most) - len(each.taken)) for each in dice]
-        walks = match_together(p, proposal, on_device(noise, p.device, torch.float64))
+        if rule == "sample_match":
+            walks = match_together(p, proposal, on_device(noise, p.device, torch.float64))
+            used = [1 + len(path) for path, _ in walks]
+        else:
+            walks, used = traverse_together(p, proposal, np.array(noise))
         check_drawn([token for _, token in walks], p.shape[-1])
-        for each, (path, _) in zip(dice, walks, strict=True):
-            each.used = 1 + len(path)
+        for each, count in zip(dice, used, strict=True):
+            each.used = count
     else:
         rows = zip(p, trees_of(proposal, p), dice, strict=True)
         walks = walk_together([TREE_RULES[rule](*row) for row in rows], partial(_draw, dice))

@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,10 +88,7 @@ def trees_of(proposal: Proposal, p: Tensor | None = None) -> list[Tree]:
     q, rows = proposal.q, range(proposal.num_rows)
     trees = [Tree(proposal.drafted[row], proposal.children(row), None if q is None else q[row]) for row in rows]
     if p is not None and q is not None and proposal.width:
-        above = _parents(proposal, p.device).clamp(min=0)  # [B, K]
-        mine = p[torch.arange(len(p), device=p.device).unsqueeze(1), above, proposal.token_ids]
-        drawn = q.gather(-1, proposal.token_ids.unsqueeze(-1)).squeeze(-1)
-        for tree, chances in zip(trees, torch.stack([mine, drawn.to(p.dtype)], dim=-1).tolist(), strict=True):
+        for tree, chances in zip(trees, _chances(p, proposal).tolist(), strict=True):
             tree.chances = chances
     return trees
 
@@ -154,7 +152,8 @@ def recursive(p: Tensor, tree: Tree, dice: Dice) -> Walk:
 def traversal(p: Tensor, tree: Tree, dice: Dice) -> Walk:
     """From the leaves up: a path that fails gives what it had to its siblings, and then to its parent.
 
-    Weng et al. 2505.12398. On a chain it is the block rule; in expectation never less than `recursive`.
+    Weng et al. 2505.12398. On a chain it is the block rule; in expectation never less than `recursive`. Batches are
+    walked by `traverse_together`.
     """
     path, rates = [ROOT], [1.0]  # the nodes from the root to where the walk stands, and r of each
     mine: dict[int, Tensor] = {ROOT: p[0]}  # p' of the nodes on the path
@@ -243,13 +242,130 @@ def match_together(p: Tensor, proposal: Proposal, numbers: Tensor) -> list[tuple
     return walks
 
 
+def traverse_together(
+    p: Tensor, proposal: Proposal, numbers: np.ndarray
+) -> tuple[list[tuple[list[int], int]], list[int]]:
+    """`traversal` for p [B, 1+K, V], which is overwritten, and numbers [B, 1+K] float64 -> the walks, and how many of
+    its numbers each row took: one per draft tried, one for the token.
+
+    In which order a row tries its drafts is known beforehand: each after all drafts behind it. Step t tries the t-th
+    draft of every row, and waits for the device once.
+    """
+    if proposal.q is None:
+        raise ValueError("traversal needs the distributions that drafts were drawn from; the proposal has none")
+    order, ways, following = _post_order(_stations(proposal))
+    every, depths = np.arange(len(p)), (ways > 0).sum(-1)  # [B], [B, 1+K]
+    ratios, rates = _ratios(p, proposal), np.ones((len(p), ways.shape[2]))  # [B, 1+K], of nodes; [B, 1+D], on the way
+    drafted = np.array(proposal.drafted, dtype=np.int64).reshape(len(p), -1)
+    top = np.zeros_like(every)  # [B] the way is new from here on down
+    begun = np.zeros(rates.shape, dtype=bool)  # whether a child was refused of the node at that depth of the way,
+    drawn = proposal.q.new_empty(len(p), rates.shape[1], p.shape[2])  # and then its q [B, 1+D, V]
+    ends, used = np.zeros_like(every), 1 + np.array(proposal.counts, dtype=np.int64)
+    rows = np.flatnonzero(used > 1)
+    for t in range(proposal.width):
+        here = order[rows, t]
+        for d in range(1, rates.shape[1]):
+            new = (d > top[rows]) & (d <= depths[rows, here])
+            r, node = rows[new], ways[rows[new], here[new], d]
+            rates[r, d], begun[r, d] = np.minimum(1.0, rates[r, d - 1] * ratios[r, node]), False
+        accepted = numbers[rows, t] < rates[rows, depths[rows, here]]
+        ends[rows[accepted]], used[rows[accepted]] = here[accepted], t + 2
+        rows, here = rows[~accepted], here[~accepted]
+        if not rows.size:
+            break
+        top[rows] = depth = depths[rows, here] - 1
+        then = np.where(following[rows, here] > 0, following[rows, here], here)  # after the last sibling it is not read
+        tokens = drafted[rows, here - 1], drafted[rows, then - 1]
+        places = (rows, ways[rows, here, depth], here - 1, depth, begun[rows, depth], *tokens)
+        mass, above, below = _refuse(p, proposal.q, drawn, np.stack(places, 1), rates[rows, depth])
+        begun[rows, depth] = True
+        ratios[rows, then] = np.divide(above, below, out=np.zeros_like(above), where=below > 0)
+        share = mass + 1 - rates[rows, depth]
+        left = np.divide(mass, share, out=np.ones_like(mass), where=share > 0)
+        rates[rows, depth] = np.where(depth > 0, left, 1.0)
+        rows = rows[used[rows] > t + 2]  # the others are at the root
+    weights = p[torch.arange(len(p), device=p.device), on_device(ends, p.device)]
+    last = on_device(numbers[every, used - 1], p.device, torch.float64)
+    path, tokens = ways[every, ends].tolist(), inverse_cdf(weights, last).tolist()
+    walks = [([station - 1 for station in row if station], token) for row, token in zip(path, tokens, strict=True)]
+    return walks, used.tolist()
+
+
+def _refuse(
+    p: Tensor, q: Tensor, drawn: Tensor, places: np.ndarray, rates: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What n refused drafts leave, written to p [B, 1+K, V] at their parents and to drawn [B, 1+D, V] at these's depths
+    -> the mass left, and p and q of the tokens to be tried next, [n] float64 each.
+
+    places [n, 7]: row, parent, place, depth of the parent, whether q is in `drawn` already, token, next token.
+    """
+    rows, above, place, depth, begun, token, following = on_device(places, p.device).unbind(1)
+    own = torch.where(begun.bool().unsqueeze(1), drawn[rows, depth], q[rows, place])
+    rest, mass = _left_over(p[rows, above], own, on_device(rates, p.device, p.dtype).unsqueeze(1))
+    own = _without(own, token.unsqueeze(1))
+    p[rows, above], drawn[rows, depth] = rest, own
+    nexts = following.unsqueeze(1)
+    found = torch.cat([mass, rest.gather(1, nexts), own.gather(1, nexts)], dim=1).tolist()
+    mass_left, mine, drafted = np.array(found).T
+    return mass_left, mine, drafted
+
+
+def _post_order(above: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """above [B, K] of `_stations` -> order [B, K], the stations with children before parents and siblings by place, 0
+    behind the last; ways [B, 1+K, 1+D], the stations on the way to each by depth, 0 beyond it; following [B, 1+K], the
+    next sibling of each, 0 if there is none."""
+    B, K = above.shape
+    depths, sizes = np.zeros((B, 1 + K), dtype=np.int64), np.zeros((B, 1 + K), dtype=np.int64)
+    steps = [(k + 1, rows := np.flatnonzero(above[:, k] >= 0), above[rows, k]) for k in range(K)]
+    for station, rows, parent in steps:
+        depths[rows, station] = depths[rows, parent] + 1
+    for station, rows, parent in reversed(steps):  # of the subtrees
+        sizes[rows, station] += 1
+        sizes[rows, parent] += sizes[rows, station]
+    order, following = np.zeros((B, K), dtype=np.int64), np.zeros((B, 1 + K), dtype=np.int64)
+    ways = np.zeros((B, 1 + K, 1 + depths.max()), dtype=np.int64)
+    free, latest = np.zeros((B, 1 + K), dtype=np.int64), np.zeros((B, 1 + K), dtype=np.int64)  # where its next child's
+    for station, rows, parent in steps:  # subtree begins in the order, and its last child so far
+        free[rows, station] = free[rows, parent]
+        free[rows, parent] += sizes[rows, station]
+        order[rows, free[rows, parent] - 1] = station
+        elder, latest[rows, parent] = latest[rows, parent], station
+        following[rows[elder > 0], elder[elder > 0]] = station
+        ways[rows, station] = ways[rows, parent]
+        ways[rows, station, depths[rows, station]] = station
+    return order, ways, following
+
+
+def _ratios(p: Tensor, proposal: Proposal) -> np.ndarray:
+    """p / q of the token of every place before any of its siblings was tried, [B, 1+K]; 0 where q is 0."""
+    found = np.zeros(p.shape[:2])
+    chances = _chances(p, proposal)
+    np.divide(chances[..., 0], chances[..., 1], out=found[:, 1:], where=chances[..., 1] > 0)
+    return found
+
+
+def _chances(p: Tensor, proposal: Proposal) -> np.ndarray:
+    """p and q of the token of every place before any of its siblings was tried, [B, K, 2] float64."""
+    assert proposal.q is not None
+    above = _parents(proposal, p.device).clamp(min=0)  # [B, K]
+    mine = p[torch.arange(len(p), device=p.device).unsqueeze(1), above, proposal.token_ids]
+    drawn = proposal.q.gather(-1, proposal.token_ids.unsqueeze(-1)).squeeze(-1)
+    found = torch.stack([mine, drawn.to(p.dtype)], dim=-1).tolist()
+    return np.array(found, dtype=np.float64).reshape(len(p), proposal.width, 2)
+
+
 def _parents(proposal: Proposal, device: torch.device) -> Tensor:
+    """`_stations` on the device."""
+    return on_device(_stations(proposal), device)
+
+
+def _stations(proposal: Proposal) -> np.ndarray:
     """[B, K]: 0 for drafts behind the root, 1 + k for those behind place k; -1 for what is not judged."""
     found = []
     for row, count in enumerate(proposal.counts):
         parents = range(-1, count - 1) if proposal.parents is None else proposal.parents[row][:count]
         found.append([*(1 + parent for parent in parents), *[-1] * (proposal.width - count)])
-    return on_device(found, device).view(len(found), proposal.width)
+    return np.array(found, dtype=np.int64).reshape(len(found), proposal.width)
 
 
 def _ratio(p: float, q: float) -> float:

@@ -89,6 +89,28 @@ def test_tokens_that_tie_stay_or_go_together():
         ]
 
 
+@pytest.mark.parametrize("claimed", [False, True])
+@pytest.mark.parametrize("min_p", [0.0, 0.05])
+def test_top_p_after_top_k_keeps_what_a_sort_of_the_whole_vocabulary_keeps(claimed, min_p, request):
+    """Ties at the ends of both filters included, on a device as on a CPU."""
+    device = "cpu"
+    if claimed:
+        request.getfixturevalue("claimed_gpu")
+        device = "cuda"
+    logits = torch.randint(-3, 4, (200, 40), generator=torch.Generator().manual_seed(3)) / 2.0  # few values, many ties
+    for top_k in (1, 2, 5, 39):
+        for top_p in (0.05, 0.5, 0.9, 1 - 1e-9):
+            first = probabilities(logits, SamplingParams(min_p=min_p, top_k=top_k))
+            falling = first.sort(descending=True).values.double()
+            before = torch.nn.functional.pad(falling.cumsum(-1)[:, :-1], (1, 0))
+            kept = before < top_p * falling.sum(-1, keepdim=True) - 1e-12
+            floor = falling.masked_fill(~kept, 2.0).amin(-1, keepdim=True).float()
+            expected = first * (first >= floor)
+            found = probabilities(logits.to(device), SamplingParams(min_p=min_p, top_k=top_k, top_p=top_p)).cpu()
+            assert torch.equal(found > 0, expected > 0)
+            torch.testing.assert_close(found, expected / expected.sum(-1, keepdim=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_temperature_zero_is_the_first_largest(dtype):
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0], [5.0, 5.0, -1.0, 0.0]], dtype=dtype)

@@ -73,6 +73,28 @@ def test_a_target_decodes_as_it_reads_at_once(tiny_model, architecture, monkeypa
     assert target.config._attn_implementation == "sdpa"
 
 
+def test_on_cuda_no_mask_repeats_keys_and_values(tiny_model, monkeypatch, request):
+    """Rows of different lengths and more new tokens than a CPU groups: as on a CPU, and without the repeated copy."""
+    T, lengths = grouped.MOST_QUERIES + 2, (5, 3)
+    model = tiny_model("llama")
+    model.set_attn_implementation("sdpa")
+    ids = torch.randint(3, 100, (2, 30), generator=torch.Generator().manual_seed(0))
+    found = {}
+    for device in ("cpu", "cuda"):
+        if device == "cuda":
+            request.getfixturevalue("claimed_gpu")
+        target, cache = FrozenTarget(model.to(device)), RaggedCache(2, 32, device=device)
+        for row, length in enumerate(lengths):
+            target(ids[row : row + 1, :length].to(device), None, None, cache.view(row, row + 1, length))
+            cache.advance(row, length)
+        view, mask = cache.view(0, 2, T), cache.mask(0, 2, T)
+        if device == "cuda":
+            monkeypatch.setattr("transformers.integrations.sdpa_attention.repeat_kv", lambda *_: pytest.fail("repeated"))
+        found[device] = target(ids[:, :T].to(device), cache.position_ids(0, 2, T), mask, view)[1].cpu()
+        target.close()
+    torch.testing.assert_close(found["cuda"], found["cpu"], atol=1e-5, rtol=1e-4)
+
+
 def test_the_implementation_is_put_back_after_an_error(tiny_model):
     model = tiny_model("llama")
     model.set_attn_implementation("sdpa")
