@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from inference.evaluation.suites import SENTINEL, SUITES, default_path, load_suite, sha256_of, suite_files
-from speculators.errors import DataError
+from speculators.errors import ConfigError, DataError
 
 ROWS = {  # a row of each suite, with the turns and the category in it
     "spec_bench": ({"question_id": 1, "category": "qa", "turns": ["why?"], "reference": ["so"]}, ("why?",), "qa"),
@@ -94,7 +94,7 @@ def test_wrong_rows_are_named(name, row, said, tmp_path):
 
 def test_what_is_no_file_of_lines_is_named(tmp_path):
     (tmp_path / "f.parquet").write_bytes(b"PAR1\xff")
-    with pytest.raises(DataError, match=r"f.parquet: could not be read as lines of JSON"):
+    with pytest.raises(ConfigError, match=r"f.parquet: could not be read as lines of JSON"):
         load_suite("gsm8k", tmp_path / "f.parquet")
     with pytest.raises(DataError, match="there are no rows"):
         load_suite("gsm8k", write(tmp_path / "empty.jsonl"))
