@@ -107,9 +107,9 @@ SUITES: dict[str, Suite] = {
     "speed_bench": Suite(
         "SPEED-Bench, 80 questions of each of 11 categories (qualitative), or a throughput split",
         "SPEED-Bench's and InferenceX's acceptance lengths, the latter of the category coding",
-        fetch="curl -LsSf https://raw.githubusercontent.com/NVIDIA-NeMo/Skills/main/nemo_skills/dataset/speed-bench/"
-        f"prepare.py | python - --config qualitative --output_dir {DIR} && mv {DIR}/qualitative.jsonl "
-        f"{DIR}/speed_bench.jsonl",
+        fetch=f"curl -Lo {DIR}/prepare.py https://raw.githubusercontent.com/NVIDIA-NeMo/Skills/main/nemo_skills/dataset/"
+        f"speed-bench/prepare.py && python {DIR}/prepare.py --config qualitative --output_dir {DIR} && mv "
+        f"{DIR}/qualitative.jsonl {DIR}/speed_bench.jsonl",
         columns=("messages", "turns"),
         category="category",
     ),
