@@ -77,6 +77,7 @@ def test_a_missing_file_says_how_to_fetch_it(name):
         ("spec_bench", {"question": "a"}, "f.jsonl:1: expected turns, the turns of the user"),
         ("spec_bench", {"turns": ["a", " "], "category": "qa"}, "expected turns"),
         ("spec_bench", {"turns": ["a"]}, "expected category, a text"),
+        ("spec_bench", {"turns": ["a"], "category": "all"}, "a text other than all"),
         ("mt_bench", {"turns": ["a", 1], "category": "qa"}, "expected turns or prompt"),
         ("gsm8k", ["a"], "expected a mapping with question"),
         ("speed_bench", {"turns": [f"{SENTINEL} x"], "category": "qa"}, "left out of this file.*prepare.py"),
