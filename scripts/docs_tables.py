@@ -15,6 +15,7 @@ from typing import Any
 
 import sympy
 
+from inference.evaluation.suites import DIR, SUITES
 from inference.report.schema import SUMMARY_KEYS, AcceptanceReport
 from speculators.export.faults import KINDS
 from speculators.export.formats import FORMATS, LAYOUTS, NATIVE, formats_of
@@ -74,6 +75,7 @@ def pages() -> dict[Path, str]:
         DOCS / "formats.md": {"formats": _formats(), **{name: _family(name) for name in SAMPLES}, "faults": _faults()}
         | {"draft_model": _fields(LAYOUTS[NATIVE, "draft_model"])},
         DOCS / "acceptance-json.md": {"summary": _table("key | meaning", SUMMARY_KEYS.items()), "fields": _models()},
+        DOCS / "suites.md": {"suites": _suites()},
     }
     return {path: _filled(path.read_text(encoding="utf-8"), blocks) for path, blocks in tables.items()}
 
@@ -92,6 +94,20 @@ def _table(heads: str, rows: Any) -> list[str]:
     """Lines of a table whose first column is code."""
     rule = " | ".join("---" for _ in heads.split("|"))
     return [f"| {heads} |", f"| {rule} |", *(f"| `{name}` | {' | '.join(rest)} |" for name, *rest in rows)]
+
+
+# ------------------------------------------------------------------ docs/suites.md
+
+
+def _suites() -> list[str]:
+    rows = []
+    for name, suite in SUITES.items():
+        columns = " or ".join(f"`{column}`" for column in suite.columns) or "the files of its members, in one folder"
+        category = f"`{suite.category}`" if suite.category else "one per member" if suite.members else f"`{name}`"
+        rows.append((name, suite.title, columns, category, suite.compare))
+    commands = [suite.fetch for suite in SUITES.values() if suite.fetch]
+    table = _table("suite | what it is | turns of the user are in | category | compare with", rows)
+    return [*table, "", "```bash", f"mkdir -p {DIR}", *commands, "```"]
 
 
 # ------------------------------------------------------------------ docs/formats.md

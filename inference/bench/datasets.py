@@ -1,16 +1,13 @@
-"""Prompts of a load: random ones, or rows of a file.
+"""Prompts of a load: random ones, rows of a file, or the conversations of a suite (inference/evaluation/suites.py).
 
 A file is shuffled by the seed and repeated where it is shorter than the load, as in vLLM.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 import random
-import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from inference.bench.options import BenchOptions
+from inference.evaluation.suites import SUITES, json_lines, load_suite
 from speculators.errors import ConfigError, DataError
 
 DEFAULT_OUTPUT_LEN = 256  # tokens, of files with turns
@@ -26,18 +24,25 @@ RETOKENISATIONS = 8  # attempts at a text with the wanted number of tokens
 
 @dataclass(frozen=True)
 class Question:
-    """One request: a text to continue, or a conversation. `output_len`: most tokens of its answer."""
+    """One request: a text to continue, or a conversation. `output_len`: most tokens of its answer; `later`: turns of
+    the user that are asked after it, each when the answer before it is there."""
 
     output_len: int
     prompt: str | None = None
     messages: tuple[dict[str, Any], ...] = ()
+    later: tuple[str, ...] = ()
+
+    def then(self, answer: str) -> Question:
+        """The next turn of the conversation, after `answer`."""
+        turns = ({"role": "assistant", "content": answer}, *_user(self.later[0]))
+        return replace(self, prompt=None, messages=(*self.messages, *turns), later=self.later[1:])
 
 
 def load_questions(options: BenchOptions, tokenizer: Any) -> list[Question]:
     """`num_prompts` questions of the dataset, the same for the same options. DataError names a bad row."""
     if options.dataset_path is None:
         return _random(options, tokenizer)
-    questions = _file(options, Path(options.dataset_path))
+    questions = _suite(options) if options.dataset_name in SUITES else _custom(options, Path(options.dataset_path))
     if not options.disable_shuffle:
         random.Random(options.seed).shuffle(questions)
     if not options.no_oversample:
@@ -45,14 +50,14 @@ def load_questions(options: BenchOptions, tokenizer: Any) -> list[Question]:
     return questions[: options.num_prompts]
 
 
-def as_texts(questions: Sequence[Question], tokenizer: Any, *, raw: bool) -> list[Question]:
-    """Conversations as texts, by the chat template. `raw`: the plain contents of the messages."""
-    return [q if q.prompt is not None else replace(q, prompt=_text(q, tokenizer, raw), messages=()) for q in questions]
+def as_text(question: Question, tokenizer: Any, *, raw: bool) -> Question:
+    """A conversation as a text, by the chat template. `raw`: the plain contents of the messages."""
+    return question if question.prompt is not None else replace(question, prompt=_text(question, tokenizer, raw))
 
 
-def as_chats(questions: Sequence[Question]) -> list[Question]:
-    """Texts as messages of the user."""
-    return [replace(q, prompt=None, messages=q.messages or _user(q.prompt or "")) for q in questions]
+def as_chat(question: Question) -> Question:
+    """A text as a message of the user."""
+    return replace(question, prompt=None, messages=question.messages or _user(question.prompt or ""))
 
 
 def _user(text: str) -> tuple[dict[str, Any], ...]:
@@ -129,24 +134,29 @@ def require_room(options: BenchOptions, context: int | None) -> None:
 # ----------------------------------------------------------------------------------------------------- files
 
 
-def _file(options: BenchOptions, path: Path) -> list[Question]:
-    try:
-        data = path.read_bytes()
-        lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8").splitlines()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ConfigError(f"--dataset-path {path}: could not be read: {error}") from error
-    read = _custom_row if options.dataset_name == "custom" else _turns_row
+def _custom(options: BenchOptions, path: Path) -> list[Question]:
     questions = []
-    for number, line in enumerate(lines, 1):
+    for origin, row in json_lines(path):
         try:
-            if line.strip() and (question := read(json.loads(line), options)) is not None:
-                questions.append(question)
+            questions.append(_custom_row(row, options))
         except (ValueError, TypeError, AttributeError) as error:
-            raise DataError(f"{path}:{number}: {error}: {line[:80]}") from None
+            raise DataError(f"{origin}: {error}: {json.dumps(row)[:80]}") from None
     if not questions:
-        category = f" of category {options.spec_bench_category!r}" if options.spec_bench_category else ""
-        raise DataError(f"{path}: there are no rows{category}")
+        raise DataError(f"{path}: there are no rows")
     return questions
+
+
+def _suite(options: BenchOptions) -> list[Question]:
+    """The conversations of a suite, of one category if the options name one."""
+    path, category = str(options.dataset_path), options.spec_bench_category
+    length = options.output_len or DEFAULT_OUTPUT_LEN
+    read = [one for one in load_suite(options.dataset_name, path) if category in (None, one.category)]
+    if not read:
+        raise DataError(f"{path}: there are no rows of category {category!r}")
+    return [
+        Question(length, messages=_user(one.turns[0]), later=() if options.first_turns_only else one.turns[1:])
+        for one in read
+    ]
 
 
 def _custom_row(row: dict[str, Any], options: BenchOptions) -> Question:
@@ -162,13 +172,3 @@ def _custom_row(row: dict[str, Any], options: BenchOptions) -> Question:
         answered = len(messages) > 1 and messages[-1]["role"] == "assistant"  # the server is to write this answer
         return Question(length, messages=tuple(messages[:-1] if answered else messages))
     raise ValueError("expected prompt, a text, or messages, turns with a role")
-
-
-def _turns_row(row: dict[str, Any], options: BenchOptions) -> Question | None:
-    """The first turn, which is all that vLLM sends too. None: a row of another category."""
-    if options.spec_bench_category not in (None, row.get("category")):
-        return None
-    turns = row.get("turns")
-    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
-        raise ValueError("expected turns, a list of texts")
-    return Question(options.output_len or DEFAULT_OUTPUT_LEN, messages=_user(turns[0]))

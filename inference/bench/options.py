@@ -19,10 +19,11 @@ from pydantic import (
 )
 
 from inference.bench.figures import LATENCIES
+from inference.evaluation.suites import SUITES
 from inference.flags import FlagParser, JsonObject, add_flags, flag_name, spelled, validated
 
 ROUTES = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
-FILES = ("custom", "spec_bench", "mt_bench")
+FILES = ("custom", *SUITES)
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 COMPARING = ("baseline_url", "speculative_config", "serve_args", "concurrencies", "together")
 GROUPS = {  # in --help, by their first option
@@ -59,8 +60,10 @@ class BenchOptions(BaseModel):
     trust_remote_code: bool = option(False, "run the tokenizer repository's code")
     request_timeout: PositiveFloat = option(6 * 3600.0, "seconds after which a request has failed")
 
-    dataset_name: Literal["random", "custom", "spec_bench", "mt_bench"] = Field(description="random: for load only")
-    dataset_path: str | None = option(None, "JSONL of custom (prompt or messages), spec_bench, mt_bench (turns)")
+    dataset_name: Literal[
+        "random", "custom", "spec_al", "spec_bench", "mt_bench", "gsm8k", "math500", "humaneval", "mbpp", "speed_bench"
+    ] = Field(description="random: for load only; custom: a file of yours; or a suite (docs/suites.md)")
+    dataset_path: str | None = option(None, "JSONL of custom (prompt or messages) or of a suite; spec_al: a folder")
     num_prompts: PositiveInt = option(1000, "requests")
     seed: int = option(0, "of prompts, arrivals and sampling")
     output_len: PositiveInt | None = option(None, "most tokens of an answer, for every dataset")
@@ -71,7 +74,8 @@ class BenchOptions(BaseModel):
     custom_output_len: PositiveInt | Annotated[Literal[-1], BeforeValidator(int)] = option(
         256, "-1: output_tokens of each row"
     )
-    spec_bench_category: str | None = option(None, "category of rows, for spec_bench and mt_bench")
+    spec_bench_category: str | None = option(None, "category of rows, for suites")
+    first_turns_only: bool = option(False, "send no later turns of a suite's conversations, as vLLM; default: all")
     skip_chat_template: bool = option(False, "with --backend openai: send the messages' plain text")
     disable_shuffle: bool = option(False, "send a file in its order")
     no_oversample: bool = option(False, "send a short file once only")

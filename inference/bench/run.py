@@ -11,23 +11,26 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from inference.bench.datasets import Question, as_chats, as_texts, load_questions, require_room
+from inference.bench.datasets import Question, as_chat, as_text, load_questions, require_room
 from inference.bench.figures import DETAILS, Outcome, drafting_figures, figures
 from inference.bench.options import BenchOptions
+from inference.evaluation.suites import SUITES, sha256_of, suite_files
 from inference.http_client import RequestFailed, ServerClient, drafting_counters
 from inference.metrics import SpecDecodeCounters
 from speculators.errors import DraftsmithError
 
 KEY = "OPENAI_API_KEY"
 LOAD_ONLY = "random: load only; acceptance on random tokens says nothing about a drafter"
+UNASKED = "not asked: the turn before it failed"
 GENERATED = ("content", "reasoning_content", "reasoning", "tool_calls")  # fields of a chat's delta with generated text
 
-Send = Callable[[dict[str, Any]], Awaitable[Outcome]]
+Send = Callable[[int], Awaitable[list[Outcome]]]  # the turns of the conversation of that number
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,19 @@ class Work:
     """The requests of one command, made once: servers that are compared get the same.
 
     count_tokens   for servers that report no usage
+    dress          makes a text or a chat of a conversation, as the backend wants it
     """
 
     questions: list[Question]
     model_id: str
     tokenizer_id: str | None
     count_tokens: Callable[[str], int] | None
+    dress: Callable[[Question], Question] = lambda question: question
+
+    @property
+    def requests(self) -> int:
+        """All turns of all conversations."""
+        return sum(1 + len(question.later) for question in self.questions)
 
 
 def prepare(options: BenchOptions) -> Work:
@@ -52,9 +62,9 @@ def prepare(options: BenchOptions) -> Work:
 
         tokenizer = load_tokenizer(model_id, options.tokenizer, trust_remote_code=options.trust_remote_code)
         count_tokens = lambda text: len(tokenizer(text, add_special_tokens=False).input_ids)
-    questions = load_questions(options, tokenizer)
-    questions = as_chats(questions) if options.chat else as_texts(questions, tokenizer, raw=options.skip_chat_template)
-    return Work(questions, model_id, (options.tokenizer or model_id) if tokenizer else None, count_tokens)
+    dress = as_chat if options.chat else partial(as_text, tokenizer=tokenizer, raw=options.skip_chat_template)
+    questions = [dress(question) for question in load_questions(options, tokenizer)]
+    return Work(questions, model_id, (options.tokenizer or model_id) if tokenizer else None, count_tokens, dress)
 
 
 def _client(options: BenchOptions) -> ServerClient:
@@ -76,25 +86,32 @@ async def _measure(options: BenchOptions, work: Work) -> dict[str, Any]:
     async with _client(options) as client:
         name, context = await _model_of(client, options)
         require_room(options, context)
-        bodies = [request_body(options, name, question, i) for i, question in enumerate(work.questions)]
+        count = len(work.questions)
 
-        async def send(body: dict[str, Any]) -> Outcome:
-            return await stream(client, options, body, work.count_tokens)
+        async def send(question: Question, index: int) -> Outcome:
+            return await stream(client, options, request_body(options, name, question, index), work.count_tokens)
 
-        warmups = [bodies[i % len(bodies)] for i in range(options.num_warmups or 0)]
-        for outcome in (await offer(warmups, [0.0] * len(warmups), options.max_concurrency, send))[0]:
+        async def warm_up(number: int) -> list[Outcome]:
+            return [await send(work.questions[number % count], number % count)]
+
+        warmups = options.num_warmups or 0
+        for outcome in (await offer([0.0] * warmups, options.max_concurrency, warm_up))[0]:
             if not outcome.success:
                 raise DraftsmithError(f"{options.url}{options.route}: a warm-up request failed: {outcome.error}")
-        arrivals = arrival_times(len(bodies), options.request_rate, options.burstiness, options.seed)
+        arrivals = arrival_times(count, options.request_rate, options.burstiness, options.seed)
         before = await _drafting(client)
-        with tqdm(total=len(bodies), disable=options.disable_tqdm, unit="request", leave=False) as bar:
+        with tqdm(total=work.requests, disable=options.disable_tqdm, unit="request", leave=False) as bar:
 
-            async def send_and_advance(body: dict[str, Any]) -> Outcome:
-                outcome = await send(body)
-                bar.update()
-                return outcome
+            async def hold(number: int) -> list[Outcome]:
+                question, outcomes = work.questions[number], list[Outcome]()
+                while True:
+                    outcomes.append(await send(question, number + len(outcomes) * count))
+                    bar.update()
+                    if not question.later or not outcomes[-1].success:
+                        return outcomes + [Outcome(error=UNASKED)] * len(question.later)
+                    question = work.dress(question.then(outcomes[-1].text))
 
-            outcomes, duration = await offer(bodies, arrivals, options.max_concurrency, send_and_advance)
+            outcomes, duration = await offer(arrivals, options.max_concurrency, hold)
         after = await _drafting(client)
     measured = figures(outcomes, duration, options.percentile_metrics, options.metric_percentiles)
     return _description(options, work) | measured | drafting_figures(before, after)
@@ -154,26 +171,25 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
     return (times * (count / rate / times[-1])).tolist()
 
 
-async def offer(
-    bodies: Sequence[dict[str, Any]], arrivals: Sequence[float], max_concurrency: int | None, send: Send
-) -> tuple[list[Outcome], float]:
-    """Sends every request when it arrives, at most `max_concurrency` at a time.
+async def offer(arrivals: Sequence[float], max_concurrency: int | None, send: Send) -> tuple[list[Outcome], float]:
+    """Begins every conversation when it arrives, at most `max_concurrency` at a time.
 
-    Returns the outcomes in the order of the requests, and the seconds it took. The `queue_time` of an outcome is the
-    wait for a free slot; no latency includes it.
+    Returns the outcomes in the order of the conversations and their turns, and the seconds it took. The `queue_time` of
+    a first turn is the wait for a free slot; no latency includes it.
     """
-    slots = asyncio.Semaphore(max_concurrency or max(1, len(bodies)))
+    slots = asyncio.Semaphore(max_concurrency or max(1, len(arrivals)))
     start = time.perf_counter()
 
-    async def send_at(body: dict[str, Any], arrival: float) -> Outcome:
+    async def send_at(number: int, arrival: float) -> list[Outcome]:
         await asyncio.sleep(max(0.0, start + arrival - time.perf_counter()))
         arrived = time.perf_counter()
         async with slots:
             queue_time = time.perf_counter() - arrived
-            return replace(await send(body), queue_time=queue_time)
+            first, *later = await send(number)
+            return [replace(first, queue_time=queue_time), *later]
 
-    outcomes = await asyncio.gather(*(send_at(body, at) for body, at in zip(bodies, arrivals, strict=True)))
-    return list(outcomes), time.perf_counter() - start
+    held = await asyncio.gather(*(send_at(number, at) for number, at in enumerate(arrivals)))
+    return [outcome for outcomes in held for outcome in outcomes], time.perf_counter() - start
 
 
 # ------------------------------------------------------------------------------------------------- streams
@@ -258,6 +274,7 @@ def _description(options: BenchOptions, work: Work) -> dict[str, Any]:
         "tokenizer_id": work.tokenizer_id,
         "num_prompts": len(work.questions),
         "dataset_name": options.dataset_name,
+        **_suite_files(options),
         "seed": options.seed,
         "ignore_eos": options.ignores_eos,
         "request_parameters": options.body,
@@ -266,6 +283,14 @@ def _description(options: BenchOptions, work: Work) -> dict[str, Any]:
         "burstiness": options.burstiness,
         "max_concurrency": options.max_concurrency,
     }
+
+
+def _suite_files(options: BenchOptions) -> dict[str, Any]:
+    """The hashes of a suite's files."""
+    if options.dataset_name not in SUITES:
+        return {}
+    files = suite_files(options.dataset_name, str(options.dataset_path))
+    return {"dataset_sha256": {file.name: sha256_of(file) for file in files}}
 
 
 def without_details(result: dict[str, Any]) -> dict[str, Any]:

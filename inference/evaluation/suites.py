@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speculators.errors import DataError
+from speculators.errors import ConfigError, DataError
 
 DIR = "suites"  # where files lie that no path is given for, each under its suite's name
 SENTINEL = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"  # in place of texts that SPEED-Bench may not ship
@@ -107,9 +107,9 @@ SUITES: dict[str, Suite] = {
     "speed_bench": Suite(
         "SPEED-Bench, 80 questions of each of 11 categories (qualitative), or a throughput split",
         "SPEED-Bench's and InferenceX's acceptance lengths, the latter of the category coding",
-        fetch="curl -LsSf https://raw.githubusercontent.com/NVIDIA-NeMo/Skills/main/nemo_skills/dataset/speed-bench/"
-        f"prepare.py | python - --config qualitative --output_dir {DIR} && mv {DIR}/qualitative.jsonl "
-        f"{DIR}/speed_bench.jsonl",
+        fetch=f"curl -Lo {DIR}/prepare.py https://raw.githubusercontent.com/NVIDIA-NeMo/Skills/main/nemo_skills/dataset/"
+        f"speed-bench/prepare.py && python {DIR}/prepare.py --config qualitative --output_dir {DIR} && mv "
+        f"{DIR}/qualitative.jsonl {DIR}/speed_bench.jsonl",
         columns=("messages", "turns"),
         category="category",
     ),
@@ -158,12 +158,13 @@ def _members(name: str, file: Path) -> Iterator[Conversation]:
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """(`path:line`, value) of every line of a JSONL file, `.gz` or not. DataError if it is none."""
+    """(`path:line`, value) of every line of a JSONL file, `.gz` or not. ConfigError if it cannot be read, DataError for
+    a line that is no JSON."""
     try:
         data = path.read_bytes()
         lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8").splitlines()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: could not be read as lines of JSON: {error}") from error
+        raise ConfigError(f"{path}: could not be read as lines of JSON: {error}") from error
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
@@ -188,12 +189,12 @@ def _conversation(name: str, suite: Suite, row: Any, origin: str) -> Conversatio
     if any(SENTINEL in turn for turn in turns):
         raise ValueError(f"a text of others is left out of this file; make the whole one with: {suite.fetch}")
     category = name if suite.category is None else row.get(suite.category)
-    if not isinstance(category, str) or not category:
-        raise ValueError(f"expected {suite.category}, a text")
+    if not isinstance(category, str) or category in ("", "all"):  # reports call all categories together so
+        raise ValueError(f"expected {suite.category}, a text other than all")
     return Conversation(category, tuple(turns), origin)
 
 
-def _turns(value: Any) -> list[str]:
+def _turns(value: Any) -> list[Any]:
     """Texts of the user from a text, a list of texts, or a list of messages; empty if it is none of them."""
     if isinstance(value, str):
         return [value]

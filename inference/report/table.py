@@ -75,7 +75,7 @@ def suite_tables(report: AcceptanceReport) -> list[Table]:
                         rates.add_row(f"{name}{where}", f"{temperature:g}", *shown)
         lengths.add_section()
     lengths.caption = "τ pooled: over verifications; τ mean: of requests. " + ", ".join(
-        f"{Path(file.path).name} {file.sha256[:12]}" for file in facts.files
+        f"{Path(file.path).name}: SHA-256 {file.sha256[:12]}…" for file in facts.files
     )
     lengths.caption_justify = "left"
     return [lengths, rates]

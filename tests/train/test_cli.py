@@ -387,9 +387,9 @@ def test_evaluate_measures_a_suite_by_category(target_folder, drafter_folder, tm
 
 def test_a_recipe_names_its_suites_itself(recipe_file, tmp_path):
     assert "evaluation.suites=" in refused("evaluate", recipe_file, "--suite", "gsm8k")
-    assert "nowhere/gsm8k.jsonl" in refused(
-        "prepare", recipe_file, "evaluation.suites=[gsm8k]", "evaluation.suite_dir=nowhere"
-    )
+    given = ("evaluation.suites=[gsm8k]", "evaluation.suite_dir=nowhere", "data.decontaminate=off")
+    assert "nowhere/gsm8k.jsonl" in refused("prepare", recipe_file, *given[:2])
+    assert "nowhere/gsm8k.jsonl" in refused("train", recipe_file, *given)
 
 
 def test_evaluate_of_a_recipe_uses_its_export_and_gates(recipe_file, drafter_folder, tmp_path):

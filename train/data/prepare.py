@@ -61,9 +61,9 @@ def training_examples(recipe: Recipe, bad: BadRows, folder: Path | None = None, 
         left_out += repeated
     if data.decontaminate != "off" and recipe.measured:
         # the evaluation itself says which of its rows are bad
-        prompts = load_sources(_held_out_sources(recipe), bad=BadRows()) + suite_turns(recipe)
+        prompts = load_sources(_held_out_sources(recipe), bad=BadRows())
         ngram = data.decontaminate_ngram if data.decontaminate == "ngram" else None
-        lists, contaminated = decontaminate(lists, prompts, ngram=ngram)
+        lists, contaminated = decontaminate(lists, prompts, ngram=ngram, questions=suite_turns(recipe))
         left_out += contaminated
     path = None if folder is None else folder / _stage_file(LEFT_OUT, stage)
     if path is not None:

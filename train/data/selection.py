@@ -15,7 +15,7 @@ from speculators.errors import DataError
 from train.data.sources import Example, Message
 
 Lists = list[list[Example]]
-SHINGLE = 5  # words of a run, of which near-duplicates share most
+SHINGLE = 5  # words of a run, of which near-duplicates share most; a shorter turn is nobody's
 PERMUTATIONS = 128  # of MinHash: an estimated similarity is off by about 1 / sqrt(128)
 _WORD = re.compile(r"\w+")
 
@@ -70,16 +70,22 @@ def deduplicate(
 
 
 def decontaminate(
-    lists: Sequence[Sequence[Example]], held_out: Iterable[Example], *, ngram: int | None = None
+    lists: Sequence[Sequence[Example]],
+    held_out: Iterable[Example],
+    *,
+    ngram: int | None = None,
+    questions: Sequence[Example] = (),
 ) -> tuple[Lists, list[LeftOut]]:
     """The examples whose prompt is not in `held_out`.
 
     It is if the whole prompts are the same, as in `deduplicate`; with `ngram` also if a user turn (or a tool result, or
-    a text to continue) has a run of so many words in common with one there. System prompts do not count.
+    a text to continue) has a run of so many words in common with one there. System prompts do not count. The prompts of
+    `questions` are held out too, and those of five words and more may be no turn of an example, wherever it stands.
     """
     prompts: dict[bytes, str] = {}
     runs: dict[bytes, str] = {}
-    for example in held_out:
+    asked = {_digest_text(text): example.origin for example in questions for text in _asked(example)}
+    for example in (*held_out, *questions):
         prompts.setdefault(_digest(_said(example, False)), example.origin)
         for run in _runs(example, ngram):
             runs.setdefault(_digest_text(run), example.origin)
@@ -90,6 +96,8 @@ def decontaminate(
         if like is None and runs:
             shared = next((run for run in _runs(example, ngram) if _digest_text(run) in runs), "")
             like = runs[_digest_text(shared)] if shared else None
+        if like is None and asked:
+            like = next((asked[key] for key in map(_digest_text, _asked(example)) if key in asked), None)
         if like is not None:
             left_out.append(LeftOut(example.origin, example.workload, "contaminated", like, shared))
         return like is None
@@ -135,6 +143,12 @@ def _runs(example: Example, ngram: int | None) -> Iterator[str]:
         words = _WORD.findall(_normalised(text))
         for start in range(len(words) - ngram + 1):
             yield " ".join(words[start : start + ngram])
+
+
+def _asked(example: Example) -> Iterator[str]:
+    """The user's turns of five words and more."""
+    texts = [example.prompt or "", *(m["content"] for m in example.messages if m["role"] == "user")]
+    return (text for text in map(_normalised, texts) if text.count(" ") >= SHINGLE - 1)
 
 
 def _digest(said: Iterable[tuple[str, str]]) -> bytes:

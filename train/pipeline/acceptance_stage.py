@@ -68,6 +68,12 @@ def require_engines(recipe: Recipe) -> None:
             raise ConfigError(f"gates: vllm_gap is set, so the run must be measured in vLLM. {error}") from None
 
 
+def require_suites(recipe: Recipe) -> None:
+    """Before anything is trained: DataError names a suite's file that is missing or of another shape."""
+    for name, path in recipe.evaluation.suite_paths.items():
+        load_suite(name, path)
+
+
 def engines_of(recipe: Recipe, say: Callable[[str], None] = lambda text: None) -> Engines:
     """The engines of the recipe's evaluation section. Without an installed vLLM it is left out with a message;
     ConfigError if a gate needs it."""

@@ -25,8 +25,8 @@ from speculators.precision import autocast_dtype, free_memory, own_device
 from speculators.target.frozen_target import FrozenTarget
 from train.on_policy.refresh import OnPolicy
 from train.pipeline import trackers
-from train.pipeline.acceptance_stage import require_engines
 from train.pipeline.adapted_target import with_adapted_target
+from train.pipeline.acceptance_stage import require_engines, require_suites
 from train.pipeline.data_stage import prepare_data, waits_on_host
 from train.pipeline.drafter_stage import make_drafter, meet_tokenizers
 from train.pipeline.export_stage import Trained, export
@@ -69,6 +69,7 @@ def run(
     if recipe.export.push_to_hub:
         account()  # a token that is of no use is noticed now, and not after the training
     require_engines(recipe)
+    require_suites(recipe)
     accelerator = make_accelerator(recipe)
     require_memory_to_measure(recipe, total_memory(accelerator.device))
     set_seed(recipe.training.seed)

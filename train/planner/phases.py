@@ -183,7 +183,7 @@ def _measurement(plan: Outline) -> Work:
     e, usual = plan.recipe.evaluation, EvaluationSettings()
     known = texts_of(plan.validation or plan.sources, plan.recipe.data.max_length, e.max_tokens)
     own = max(sum(s.workloads for s in plan.validation), len(e.prompts), 0 if e.suites else 1)
-    turns = _suite_turns(e)
+    turns = suite_turns(e)
     workloads = own + len(turns)
     rows, cells = max(usual.rows, e.batch_size), workloads * len(e.temperatures)
 
@@ -201,7 +201,7 @@ def _measurement(plan: Outline) -> Work:
     return done
 
 
-def _suite_turns(evaluation: EvaluationSection) -> dict[tuple[str, str], float]:
+def suite_turns(evaluation: EvaluationSection) -> dict[tuple[str, str], float]:
     """Turns that are asked of each category of each suite."""
     turns: dict[tuple[str, str], float] = {}
     for name, path in evaluation.suite_paths.items():

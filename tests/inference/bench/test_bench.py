@@ -9,6 +9,7 @@ import math
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from inference.bench.datasets import Question, load_questions
 from inference.bench.figures import Outcome, drafting_figures, figures
 from inference.bench.options import BenchOptions
 from inference.bench.run import Work, arrival_times, measure, prepare
+from inference.evaluation.suites import SUITES
 from inference.metrics import SpecDecodeCounters
 from speculators.errors import DataError
 
@@ -352,7 +354,8 @@ def test_files_of_every_format(tmp_path):
         ("custom", '{"prompt": "a"}', -1, "f.jsonl:1: expected output_tokens"),
         ("custom", "[1]", None, "f.jsonl:1: 'list' object"),
         ("mt_bench", "{", None, "f.jsonl:1: Expecting property name"),
-        ("spec_bench", '{"turns": "a"}', None, "f.jsonl:1: expected turns"),
+        ("spec_bench", '{"question": "a"}', None, "f.jsonl:1: expected turns"),
+        ("gsm8k", '{"text": "a"}', None, "f.jsonl:1: expected question"),
         ("mt_bench", "", None, "there are no rows"),
     ],
 )
@@ -362,6 +365,38 @@ def test_wrong_rows_are_named(tmp_path, name, text, output_len, named):
     asked = BenchOptions(dataset_name=name, dataset_path=str(path), custom_output_len=output_len or 9)
     with pytest.raises(DataError, match=named):
         load_questions(asked, None)
+
+
+def test_every_suite_is_a_dataset():
+    names = get_args(BenchOptions.model_fields["dataset_name"].annotation)
+    assert names == ("random", "custom", *SUITES)
+
+
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+def test_later_turns_hold_the_live_answers(tmp_path, tokenizer_folder, backend):
+    """Each in turn, after the answer before it; a turn that fails takes those after it along."""
+    path = tmp_path / "question.jsonl"
+    path.write_text(json.dumps({"category": "qa", "turns": ["a", "b", "c"]}) + "\n")
+    fake = FakeServer([Script(((0.0, 2),)), Script(((0.0, 3),))], k=4)
+    with running(fake) as url:
+        asked = BenchOptions(base_url=url, disable_tqdm=True, dataset_name="mt_bench", dataset_path=str(path),
+                             num_prompts=1, backend=backend, tokenizer=tokenizer_folder, seed=5)  # fmt: skip
+        result = measure(asked, prepare(asked))
+        first = asked.model_copy(update={"first_turns_only": True})
+        alone = measure(first, prepare(first))
+        fake.scripts = [Script(((0.0, 2),), fault="status")]
+        failed = measure(asked, prepare(asked))
+    assert (result["completed"], result["num_prompts"], result["total_output_tokens"]) == (3, 1, 2 + 3 + 2)
+    assert [body["seed"] for body in fake.bodies[:3]] == [5, 6, 7]
+    last = fake.bodies[2]
+    if backend == "openai-chat":
+        assert [turn["content"] for turn in last["messages"]] == ["a", "xx", "b", "xxx", "c"]
+    else:
+        assert "user:a</s><s>assistant:xx</s><s>user:b</s><s>assistant:xxx</s><s>user:c</s>" in last["prompt"]
+    assert result["spec_decode_acceptance_length"] == pytest.approx(1 + (1 + 2 + 1) / 3)
+    assert list(result["dataset_sha256"]) == ["question.jsonl"]
+    assert alone["completed"] == 1 and (failed["completed"], failed["failed"]) == (0, 3)
+    assert failed["errors"][1] == failed["errors"][2] == "not asked: the turn before it failed"
 
 
 # ------------------------------------------------------------------------------------------ our own, and both

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from inference.evaluation.suites import SENTINEL, SUITES, default_path, load_suite, sha256_of, suite_files
-from speculators.errors import DataError
+from speculators.errors import ConfigError, DataError
 
 ROWS = {  # a row of each suite, with the turns and the category in it
     "spec_bench": ({"question_id": 1, "category": "qa", "turns": ["why?"], "reference": ["so"]}, ("why?",), "qa"),
@@ -77,6 +77,7 @@ def test_a_missing_file_says_how_to_fetch_it(name):
         ("spec_bench", {"question": "a"}, "f.jsonl:1: expected turns, the turns of the user"),
         ("spec_bench", {"turns": ["a", " "], "category": "qa"}, "expected turns"),
         ("spec_bench", {"turns": ["a"]}, "expected category, a text"),
+        ("spec_bench", {"turns": ["a"], "category": "all"}, "a text other than all"),
         ("mt_bench", {"turns": ["a", 1], "category": "qa"}, "expected turns or prompt"),
         ("gsm8k", ["a"], "expected a mapping with question"),
         ("speed_bench", {"turns": [f"{SENTINEL} x"], "category": "qa"}, "left out of this file.*prepare.py"),
@@ -94,7 +95,7 @@ def test_wrong_rows_are_named(name, row, said, tmp_path):
 
 def test_what_is_no_file_of_lines_is_named(tmp_path):
     (tmp_path / "f.parquet").write_bytes(b"PAR1\xff")
-    with pytest.raises(DataError, match=r"f.parquet: could not be read as lines of JSON"):
+    with pytest.raises(ConfigError, match=r"f.parquet: could not be read as lines of JSON"):
         load_suite("gsm8k", tmp_path / "f.parquet")
     with pytest.raises(DataError, match="there are no rows"):
         load_suite("gsm8k", write(tmp_path / "empty.jsonl"))

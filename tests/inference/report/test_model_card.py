@@ -13,7 +13,7 @@ from inference.report.model_card import CardFacts, evaluation_results, model_car
 from inference.report.schema import AcceptanceReport
 from speculators.registry import config_for_target, family_class
 from speculators.target.frozen_target import FrozenTarget
-from tests.inference.report.test_report import bare_report, both_engines, report  # noqa: F401 (a fixture)
+from tests.inference.report.test_report import bare_report, both_engines, report, with_suites  # noqa: F401 (a fixture)
 from tests.speculators.families.conftest import CASES
 
 
@@ -61,6 +61,17 @@ def test_the_index_has_what_was_measured_and_no_more(tiny_model, report: Accepta
     text = model_card(facts, report)
     assert len(ModelCard(text).data.eval_results) == len(found)
     assert "3 bounds" in text and "2 are met" in text
+
+
+def test_suites_are_on_the_card(tiny_model, report: AcceptanceReport):  # noqa: F811
+    both = with_suites(report, "spec_bench", "mt_bench")
+    text = model_card(facts_of(tiny_model, "eagle3"), both)
+    assert "### spec_bench" in text and "### mt_bench" in text and both.suites[1].files[0].sha256 in text
+    cell = both.of_suite("mt_bench").cell("all", 1.0)
+    assert f"| **all** | 1 | 24 | {cell.acceptance_length:.2f} | {cell.acceptance_length_macro:.2f} |" in text
+    assert "thinking: off" in text and "up to 128 tokens" in text
+    kinds = {result.dataset_type for result in evaluation_results(both)}
+    assert {"spec_bench/all", "mt_bench/summarization", "chat"} <= kinds
 
 
 def test_what_a_bare_report_lacks_is_named(tiny_model):

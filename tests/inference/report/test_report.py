@@ -8,6 +8,7 @@ import json
 import math
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,16 @@ from inference.report.html import render_html, write_html
 from inference.report.measurement import CellMeasurement, Costs, LosslessCheck, RequestRounds, TimedRun, TokenDifference
 from inference.report.merge_engines import lay_beside
 from inference.report.progress import training_progress
-from inference.report.schema import SUMMARY_KEYS, AcceptanceReport, Bound, Provenance, load_report, save_report
+from inference.report.schema import (
+    SUMMARY_KEYS,
+    AcceptanceReport,
+    Bound,
+    Provenance,
+    SuiteFacts,
+    SuiteFile,
+    load_report,
+    save_report,
+)
 from inference.report.table import print_report
 from inference.spec_decode.replay import ReplayResult
 from speculators.errors import ConfigError, DataError
@@ -351,6 +361,52 @@ def test_the_table_fits_a_terminal(report: AcceptanceReport) -> None:
     for name in WORKLOADS:
         assert re.search(rf"^\W*{name} ", text, re.MULTILINE), f"{name} is cut or missing"
     assert "missed" in text and "…" not in text
+
+
+def with_suites(report: AcceptanceReport, *names: str) -> AcceptanceReport:
+    """The same with suites of two categories each."""
+    parts = [
+        replace(make_measurement(category, t, rate), suite=name)
+        for name in names
+        for t in (0.0, 1.0)
+        for category, rate in {"summarization": 0.5, "math_reasoning": 0.9}.items()
+    ]
+    facts = [
+        SuiteFacts(
+            name=name, files=[SuiteFile(path=f"suites/{name}.jsonl", sha256=f"{i}" * 64)], conversations=24,
+            conversations_in_file=480, max_tokens=128, num_speculative_tokens=K, thinking="off",
+            chat_template_kwargs={"enable_thinking": False},
+        )
+        for i, name in enumerate(names, 1)
+    ]  # fmt: skip
+    made = build_report(parts, report.provenance, suites=facts)
+    return report.model_copy(update={"results": [*report.results, *made.results], "suites": made.suites})
+
+
+def test_suites_stand_beside_the_evaluations_own_prompts(report: AcceptanceReport, tmp_path: Path) -> None:
+    """They change no headline figure; each has its own `all`, in the file, the page and the table."""
+    both = with_suites(report, "spec_bench", "speed_bench")
+    assert load_report(save_report(both, tmp_path / "acceptance.json")) == both
+    assert both.headline == report.results and both.workloads() == report.workloads()
+    part = both.of_suite("speed_bench")
+    assert part.workloads() == ["summarization", "math_reasoning", "all"] and part.temperatures() == [0, 1]
+    pooled, own = part.cell("all", 0.0), [part.cell(name, 0.0) for name in part.workloads()[:2]]
+    assert pooled.num_drafts == sum(cell.num_drafts for cell in own)
+    assert pooled.acceptance_length < pooled.acceptance_length_macro, "hard requests take more verifications"
+    page, text = render_html(both), printed(both)
+    assert max(len(line) for line in text.splitlines()) <= 80
+    for facts in both.suites:
+        assert f"Suite {facts.name}" in page and facts.files[0].sha256 in page
+        assert f"{facts.name}: eagle3" in text and "thinking: off" in text
+    assert re.search(rf"all +0 +24 +{pooled.acceptance_length:.2f} +{pooled.acceptance_length_macro:.2f} ", text)
+    rates = " +".join(f"{100 * rate:.1f}" for rate in pooled.conditional_acceptance_per_position)
+    assert re.search(rf"conditional +0 +{rates}", text)
+
+
+def test_a_suite_alone_is_the_headline() -> None:
+    alone = build_report([replace(make_measurement("qa", 0.0, 0.7), suite="spec_bench")], provenance())
+    assert alone.workloads() == ["qa", "all"]
+    assert alone.summary["t0.acceptance_length"] == alone.cell("all", 0.0).acceptance_length
 
 
 def test_every_field_is_documented() -> None:

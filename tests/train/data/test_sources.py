@@ -330,6 +330,29 @@ def test_a_recipe_selects_and_lists_what_it_leaves_out(tmp_path):
         training_examples(everything, bad_rows(everything.data))
 
 
+def test_questions_of_a_suite_are_not_trained_on(tmp_path):
+    """Whole prompts, and turns of five words and more wherever they stand: behind a system prompt, or later."""
+    path = jsonl(tmp_path / "question.jsonl", {"category": "qa", "turns": ["Why is the sky blue?", "Now in one word."]},
+                 {"category": "qa", "turns": ["Hi"]})  # fmt: skip
+    tree = recipe_of(tmp_path, [
+        chat("hi", "1"),
+        chat("Hi", "2", "and so", "3"),  # as short a turn as this is everybody's
+        chat("why is the  sky blue?", "4"),
+        {"messages": [{"role": "system", "content": "Be kind."}, *chat("Why is the sky blue?", "5")["messages"]]},
+        chat("a", "b", "Why is the sky blue?", "6"),
+        chat("now in one word.", "7"),
+        chat("c", "Why is the sky blue?"),
+    ], [chat("Held")]).model_dump(mode="json")  # fmt: skip
+    tree["evaluation"]["suites"] = {"mt_bench": path}
+    recipe = make_recipe(tree)
+    prepared = training_examples(recipe, bad_rows(recipe.data))
+    assert [e.origin.rpartition(":")[2] for e in prepared.examples] == ["2", "7"]
+    assert {each.like for each in prepared.left_out} == {f"{path}:1", f"{path}:2"}
+    tree["data"]["decontaminate"] = "off"
+    off = make_recipe(tree)
+    assert len(training_examples(off, bad_rows(off.data)).examples) == 7
+
+
 def test_fanning_out_needs_regeneration(tmp_path):
     with pytest.raises(ValidationError, match=r"data.fan_out: without regeneration every assistant turn is learnt"):
         recipe_of(tmp_path, [chat("a", "b")], [chat("c")], regenerate=False, fan_out=True)

@@ -12,13 +12,25 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from inference import LLM
+from inference.bench.options import BenchOptions
+from inference.bench.run import measure as bench
+from inference.bench.run import prepare
 from inference.report.schema import load_report
 from speculators.errors import CheckpointError, DataError
 from speculators.export import export_drafter
 from speculators.families.eagle3 import Eagle3
 from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget
-from train.pipeline.acceptance_stage import accept, gate_bounds, settings_of, workloads
+from train.pipeline.acceptance_stage import (
+    accept,
+    gate_bounds,
+    measure,
+    measured_suites,
+    settings_of,
+    thinking_mode,
+    workloads,
+)
 from train.pipeline.progress import Stages
 from train.recipe.load import load_recipe
 
@@ -110,6 +122,46 @@ def test_a_run_is_measured_reported_and_gated(world) -> None:
     assert accept(missed, stages=Stages(1, console=console)) == 1
     assert "missed: t0.acceptance_length" in console.file.getvalue()
     assert not load_report(root / "run" / "acceptance.json").passed
+
+
+def test_a_server_and_the_report_agree_on_a_suite(world, serving) -> None:
+    """The same conversations, second turns with the live answers, give the same counts through `bench`."""
+    root, recipe = world
+    rows = [{"category": "qa", "turns": ["ab", "cd"]}, {"category": "qa", "turns": ["ef"]}]
+    (root / "question.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = recipe(prompts=[], suites={"mt_bench": str(root / "question.jsonl")}, max_tokens=12, repeats=0,
+                  temperatures=[0.0], lossless_check=False)  # fmt: skip
+    cell = measure(made, settings_of(made)).cell("all", 0)
+    llm = LLM(str(root / "target"), max_num_seqs=2, speculative_config={
+        "method": "eagle3", "model": str(root / "run" / "export"), "num_speculative_tokens": 2,
+    })  # fmt: skip
+    asked = BenchOptions(base_url=serving(llm), dataset_name="mt_bench", dataset_path=str(root / "question.jsonl"),
+                         num_prompts=2, temperature=0, output_len=12, backend="openai-chat", disable_tqdm=True,
+                         model="tiny", tokenizer=str(root / "target"))  # fmt: skip
+    result = bench(asked, prepare(asked))
+    assert (result["completed"], cell.prompts) == (3, 3)
+    assert result["spec_decode_num_drafts"] == cell.num_drafts > 0
+    assert result["spec_decode_acceptance_length"] == pytest.approx(cell.acceptance_length)
+
+
+def test_conversations_without_room_are_counted(world) -> None:
+    root, recipe = world
+    turns = [["a", "b"], ["a", "b", "c"], ["d"]]
+    rows = [{"category": f"{i}", "turns": some} for i, some in enumerate(turns)]
+    (root / "long.jsonl").write_text("".join(json.dumps(rows[i] | {"category": "x"}) + "\n" for i in range(3)))
+    made = recipe(suites={"mt_bench": str(root / "long.jsonl")}, max_tokens=75, suite_prompts=1)
+    (suite,) = measured_suites(made, settings_of(made))
+    assert (suite.facts.conversations, suite.facts.conversations_in_file) == (1, 3)
+    assert suite.facts.conversations_without_room == 1, "three answers of 75 tokens do not fit"
+    (root / "long.jsonl").write_text(json.dumps(rows[1]) + "\n")
+    with pytest.raises(DataError, match="every conversation of category '1' is too long"):
+        measured_suites(made, settings_of(made))
+
+
+def test_the_thinking_mode_is_that_of_the_template() -> None:
+    switch = "{% if enable_thinking is defined and not enable_thinking %}<think>{% endif %}"
+    found = [thinking_mode(switch, kwargs) for kwargs in ({}, {"enable_thinking": True}, {"enable_thinking": False})]
+    assert [*found, thinking_mode("{{ messages }}", {})] == ["template's default", "on", "off", "none"]
 
 
 def test_gates_without_a_temperature_hold_at_every_one(world) -> None:

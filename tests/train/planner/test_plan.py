@@ -31,12 +31,13 @@ from train.planner import rehearsal
 from train.planner.devices import DEVICES, Device, Range, find_device
 from train.planner.memory import checkpoint_bytes, disk, state_bytes, training_memory
 from train.planner.outline import Outline, outline
-from train.planner.phases import phases
+from train.planner.phases import phases, suite_turns
 from train.planner.plan import make_plan
 from train.planner.token_counts import TokenCount, assumed
 from train.planner.work import Product, Work
 from train.recipe.load import load_recipe
 from train.recipe.recipe import make_recipe
+from train.recipe.sections import EvaluationSection
 from train.trainer import checkpoint
 from train.trainer.optimizers import make_optimizer, optimizers_in
 from train.trainer.trainer import Trainer
@@ -403,3 +404,12 @@ def test_a_mixture_is_counted_as_it_is_used(folder):
     plan = outline(make_recipe(whole))
     assert [source.examples for source in plan.sources] == [10, 30]
     assert len(load_sources(plan.recipe.data.train)) == 40
+
+
+def test_turns_of_suites_are_counted(tmp_path):
+    rows = [{"category": name, "turns": ["a"] * n} for name, n in (("x", 1), ("x", 3), ("y", 2))]
+    (tmp_path / "mt_bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = {"suites": ["mt_bench"], "suite_dir": str(tmp_path)}
+    assert suite_turns(EvaluationSection(**asked)) == {("mt_bench", "x"): 4, ("mt_bench", "y"): 2}
+    one = EvaluationSection(**asked, suite_prompts=1)
+    assert suite_turns(one) == {("mt_bench", "x"): 2, ("mt_bench", "y"): 2}

@@ -186,6 +186,15 @@ def test_every_key_is_described():
     assert by_name["evaluation.prompts"].description.endswith("(keys: see data.train[])")
 
 
+def test_suites_are_names_or_paths(recipe_file):
+    of = lambda *overrides: load_recipe(recipe_file(MINIMAL), overrides).evaluation.suite_paths
+    assert of() == {}
+    assert of("evaluation.suites=[gsm8k, spec_al]") == {"gsm8k": "suites/gsm8k.jsonl", "spec_al": "suites"}
+    assert of("evaluation.suites.mbpp=here.jsonl", "evaluation.suites.gsm8k=") == {
+        "mbpp": "here.jsonl", "gsm8k": "suites/gsm8k.jsonl",
+    }  # fmt: skip
+
+
 # --------------------------------------------------------------------------------------------- what is wrong
 
 AT = "recipes/x.yaml: "
@@ -237,6 +246,10 @@ MALFORMED = {
     "evaluation: {temperatures: [0, 0.0]}": AT + "evaluation.temperatures: each temperature may be given once, ...",
     "evaluation: {prompts: [{}]}": AT + "evaluation.prompts.0: expected exactly one of path, name, preset, stdlib, got "
     "none",
+    "evaluation: {suites: [spec]}": AT
+    + "evaluation.suites: expected names of spec_al, spec_bench, mt_bench, gsm8k, ...",
+    "evaluation: {suites: [mbpp, mbpp]}": AT + "evaluation.suites: each suite may be given once, got ['mbpp', 'mbpp']",
+    "evaluation: {suites: mbpp}": AT + "evaluation.suites: expected a mapping, got 'mbpp'",
     "data: {train: []}": AT + "data.train: expected a non-empty list, each a mapping, got []",
     "data: {train: [{path: a.jsonl, name: b/c}]}": AT + "data.train.0: expected exactly one of path, name, preset, "
     "stdlib, got path and name",
