@@ -351,6 +351,7 @@ def test_evaluate_measures_any_exported_drafter(target_folder, drafter_folder, t
     assert (tmp_path / "out" / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_evaluate_of_a_recipe_uses_its_export_and_gates(recipe_file, drafter_folder, tmp_path):
     assert "no export to evaluate" in refused("evaluate", recipe_file)
     (tmp_path / "run").mkdir()
