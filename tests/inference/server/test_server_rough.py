@@ -19,7 +19,7 @@ GOOD = {"prompt": "x", "temperature": 0, "max_tokens": 4}
 
 @pytest.fixture(scope="module")
 def model(tiny_model, byte_tokenizer):
-    model = tiny_model("qwen3", vocab_size=len(byte_tokenizer), max_position_embeddings=256, num_hidden_layers=2)
+    model = tiny_model("qwen3", vocab_size=len(byte_tokenizer), max_position_embeddings=256)
     model.generation_config.eos_token_id = None
     return model
 
