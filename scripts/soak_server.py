@@ -58,14 +58,17 @@ class Found:
 def offline_texts(model: str, asks: Sequence[Ask]) -> dict[str, list[str]]:
     """The target's own responses, without a server."""
     llm, texts = LLM(model, dtype="float32"), {}
-    for ask in asks:
-        body = dict(ask.body)
-        if (structured := body.pop("structured_outputs", None)) is not None:
-            body["structured_outputs"] = StructuredOutputsParams(**structured)
-        said = body.pop("messages", None) or body.pop("prompt")
-        params = SamplingParams(**body)
-        (output,) = (llm.chat if isinstance(said, list) else llm.generate)(said, params, use_tqdm=False)
-        texts[str(ask.same)] = [each.text for each in output.outputs]
+    for write, chats in ((llm.chat, True), (llm.generate, False)):
+        chosen = [ask for ask in asks if ("messages" in ask.body) == chats]
+        params = []
+        for ask in chosen:
+            body = {name: value for name, value in ask.body.items() if name not in ("messages", "prompt")}
+            if (structured := body.pop("structured_outputs", None)) is not None:
+                body["structured_outputs"] = StructuredOutputsParams(**structured)
+            params.append(SamplingParams(**body))
+        said = [ask.body["messages" if chats else "prompt"] for ask in chosen]
+        for ask, output in zip(chosen, write(said, params, use_tqdm=False), strict=True):
+            texts[str(ask.same)] = [each.text for each in output.outputs]
     return texts
 
 

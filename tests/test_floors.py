@@ -8,10 +8,9 @@ import ast
 import os
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = ("train", "inference", "speculators")
@@ -22,6 +21,12 @@ LIBRARIES = {
     "psutil", "pyarrow", "pydantic", "rich", "ruamel", "safetensors", "scipy", "tensorboard", "tokenizers", "torch",
     "tqdm", "transformers", "triton", "typer", "vllm", "wandb", "yaml",
 }  # fmt: skip
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Every file of the floors, parsed, by its path from the root."""
+    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
 
 def test_every_floor_has_files():
@@ -37,26 +42,29 @@ def test_imports_keep_the_contracts():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_imports_scripts_or_tests(path):
-    tree = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    names = [alias.name for node in tree if isinstance(node, ast.Import) for alias in node.names]
-    tree = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    names += [node.module or "" for node in tree if isinstance(node, ast.ImportFrom)]
-    wrong = [name for name in names if name.partition(".")[0] in ("scripts", "tests")]
-    assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
+def test_nothing_imports_scripts_or_tests():
+    wrong = []
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            wrong += [f"{path}: {name}" for name in names if name.partition(".")[0] in ("scripts", "tests")]
+    assert not wrong
 
 
-@pytest.mark.parametrize(
-    "folder", sorted({path.parent for path in FILES}), ids=lambda path: str(path.relative_to(ROOT))
-)
-def test_a_room_says_what_lives_there_and_stays_small(folder):
-    face = folder / "__init__.py"
-    assert face.is_file(), f"{folder.relative_to(ROOT)} has no __init__.py"
-    assert ast.get_docstring(ast.parse(face.read_text(encoding="utf-8"))), f"{face.relative_to(ROOT)} has no docstring"
-    assert len(list(folder.glob("*.py"))) <= 16, (
-        f"{folder.relative_to(ROOT)} has more than 16 files; find it another room"
-    )
+def test_a_room_says_what_lives_there_and_stays_small():
+    parsed, wrong = trees(), []
+    for folder in sorted({path.parent for path in FILES}):
+        name = str(folder.relative_to(ROOT))
+        if f"{name}/__init__.py" not in parsed:
+            wrong.append(f"{name} has no __init__.py")
+        elif not ast.get_docstring(parsed[f"{name}/__init__.py"]):
+            wrong.append(f"{name}/__init__.py has no docstring")
+        if len(list(folder.glob("*.py"))) > 16:
+            wrong.append(f"{name} has more than 16 files; find it another room")
+    assert not wrong
 
 
 def test_no_file_of_train_hides_a_library():
@@ -68,20 +76,15 @@ def test_no_file_of_train_hides_a_library():
     assert not hidden, f"`accelerate launch train/...` would import {hidden} from train/ instead of the library"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_absolute_paths(path):
+def test_no_absolute_paths():
     """A string that begins like somebody's folder works on one machine only."""
     folders = ("/home/", "/root/", "/Users/", "/mnt/", "/work/", "/data/", "/tmp/", "/opt/", "C:\\")
-    strings = (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Constant))
-    wrong = [
-        f"line {n.lineno}: {n.value[:40]!r}"
-        for n in strings
-        if isinstance(n.value, str) and n.value.startswith(folders)
-    ]
-    assert not wrong, f"{path.relative_to(ROOT)}: {'; '.join(wrong)}"
+    wrong = []
+    for path, tree in trees().items():
+        strings = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+        wrong += [f"{path}:{n.lineno}: {n.value[:40]!r}" for n in strings if n.value.startswith(folders)]
+    assert not wrong
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_module_says_what_it_is_for(path):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    assert not tree.body or ast.get_docstring(tree), f"{path.relative_to(ROOT)} has no docstring"
+def test_every_module_says_what_it_is_for():
+    assert [path for path, tree in trees().items() if tree.body and not ast.get_docstring(tree)] == []

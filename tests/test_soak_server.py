@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -61,11 +62,12 @@ def test_what_it_notices(harm, named):
 
 
 @pytest.mark.slow
-def test_a_few_seconds(tmp_path):
+def test_a_few_seconds(interpreter, tmp_path, monkeypatch):
     """Memory is judged by the long run: a few seconds are a warm-up."""
+    monkeypatch.setattr(sys, "executable", interpreter)
     saved = tmp_path / "soak.json"
-    asked = ["--model", str(TARGET), "--seconds", "8", "--clients", "4", "--max-num-seqs", "3", "--tolerance", "1"]
-    done = CliRunner().invoke(app, [*asked, "--swap-every", "2", "--json", str(saved)])
+    asked = ["--model", str(TARGET), "--seconds", "4", "--clients", "4", "--max-num-seqs", "3", "--tolerance", "1"]
+    done = CliRunner().invoke(app, [*asked, "--swap-every", "1", "--json", str(saved)])
     assert done.exit_code == 0, done.output
     found = json.loads(saved.read_text())
     assert found["violations"] == [] and found["exact"]["complete"] > 0 and found["compared"] > 0

@@ -392,6 +392,7 @@ def test_a_recipe_names_its_suites_itself(recipe_file, tmp_path):
     assert "nowhere/gsm8k.jsonl" in refused("train", recipe_file, *given)
 
 
+@pytest.mark.slow
 def test_evaluate_of_a_recipe_uses_its_export_and_gates(recipe_file, drafter_folder, tmp_path):
     assert "no export to evaluate" in refused("evaluate", recipe_file)
     (tmp_path / "run").mkdir()

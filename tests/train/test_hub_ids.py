@@ -142,6 +142,7 @@ def test_inspect_and_generate(filled, drafter_folder):  # noqa: F811
     assert code == 0 and "verifications" in output
 
 
+@pytest.mark.slow
 def test_evaluate(filled, tmp_path, drafter_folder):  # noqa: F811
     """The report names what lies on the Hub, and its weights are those of the revision."""
     (tmp_path / "prompts.jsonl").write_text(

@@ -25,8 +25,8 @@ from speculators.precision import autocast_dtype, free_memory, own_device
 from speculators.target.frozen_target import FrozenTarget
 from train.on_policy.refresh import OnPolicy
 from train.pipeline import trackers
-from train.pipeline.adapted_target import with_adapted_target
 from train.pipeline.acceptance_stage import require_engines, require_suites
+from train.pipeline.adapted_target import with_adapted_target
 from train.pipeline.data_stage import prepare_data, waits_on_host
 from train.pipeline.drafter_stage import make_drafter, meet_tokenizers
 from train.pipeline.export_stage import Trained, export

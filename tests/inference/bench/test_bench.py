@@ -415,6 +415,7 @@ def tokenizer_folder(tmp_path, byte_tokenizer):
     return str(tmp_path / "tokenizer")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
 def test_our_own_server_counts_the_same(serving, drafting_llm, model, tokenizer_folder, backend):
     """Tokens, texts and acceptance as the engine itself has them."""
@@ -434,6 +435,7 @@ def test_our_own_server_counts_the_same(serving, drafting_llm, model, tokenizer_
     assert result["spec_decode_acceptance_length"] == again["spec_decode_acceptance_length"]
 
 
+@pytest.mark.slow
 def test_off_and_on_side_by_side(serving, drafting_llm, model, tokenizer_folder, tmp_path):
     """Greedy answers are the same; ratios are those of the results; the picture is there."""
     from contextlib import nullcontext

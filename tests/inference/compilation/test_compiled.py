@@ -90,6 +90,7 @@ def test_compiled_rounds_write_what_eager_ones_write(kind, rows, model_of):
     assert compiled.engine.compiled.num_graphs == counters["stats"]["unique_graphs"] > 0
 
 
+@pytest.mark.slow
 def test_sampled_chains_are_the_same_too(model_of):
     model = model_of("eagle3")
     expected = write(llm_of("eagle3", model, 2, None), temperature=1.0)
@@ -192,6 +193,7 @@ def test_a_missing_compiler_is_an_error_that_says_what_to_do(model_of):
         write(llm_of("off", model_of("off"), 1, Compilation()))
 
 
+@pytest.mark.slow
 def test_a_limit_of_memory_must_hold_all_rows_at_their_longest(model_of):
     model = model_of("off")
     eager = llm_of("off", model, 2, None, kv_cache_memory_bytes=10**6)
@@ -249,6 +251,7 @@ def test_options_that_mean_nothing_are_refused(enforce_eager, config, message):
         read_compilation(enforce_eager, config, CPU)
 
 
+@pytest.mark.slow
 def test_the_drafter_alone_may_run_eager(model_of):
     options = {"max_model_len": LIMIT, "compilation_config": {"mode": 3, "backend": "eager"}}
     drafting = {"method": "ngram", "num_speculative_tokens": 2, "enforce_eager": True}

@@ -39,9 +39,9 @@ def write(llm: LLM, asked: list[dict], max_tokens: int = 14) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(asked, params, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OWN_WAYS)
-def test_rows_and_trees_write_what_transformers_writes(name, rows):
+def test_rows_and_trees_write_what_transformers_writes(name):
     model, asked = make_tiny_model(name, **OWN_WAYS[name]), prompts(LENGTHS)
     expected = []
     for prompt in asked:
@@ -51,8 +51,9 @@ def test_rows_and_trees_write_what_transformers_writes(name, rows):
         )
         expected.append(written[0, ids.shape[1] :].tolist())
     for proposer in (None, NgramProposer(4, 1, 3), lookahead()):
-        llm = make_llm(model, proposer=proposer, max_model_len=200, max_num_seqs=rows)
-        assert write(llm, asked) == expected
+        for rows in (1, 4):
+            llm = make_llm(model, proposer=proposer, max_model_len=200, max_num_seqs=rows)
+            assert write(llm, asked) == expected
 
 
 def test_a_window_inside_the_attention_is_refused():
@@ -72,6 +73,7 @@ def phi3_long() -> torch.nn.Module:
     return make_tiny_model("phi3", sliding_window=None, original_max_position_embeddings=64, rope_parameters=rope)
 
 
+@pytest.mark.slow
 def test_longrope_does_not_depend_on_neighbours_or_drafts():
     asked = prompts((10, 40, 70, 25))
     alone = write(make_llm(phi3_long(), max_model_len=256, max_num_seqs=1), asked, 40)

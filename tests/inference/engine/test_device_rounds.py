@@ -190,6 +190,7 @@ def test_text_is_the_one_written_on_a_cpu(way, tiny_model, byte_tokenizer, reque
     assert written("cuda") == on_a_cpu
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle3, block", "eagle3, grown tree, greedy", "ngram"])
 def test_the_servers_round(name, claimed_gpu, tiny_model, byte_tokenizer):
     """Streamed, traced, and joined by others whose prompts begin alike: as few waits as without."""

@@ -16,7 +16,7 @@ PROMPTS = [[5 + (3 * i + j) % 11 for i in range(9 + j)] for j in range(len(ASKED
 
 @pytest.fixture(scope="module")
 def model(tiny_model, byte_tokenizer):
-    model = tiny_model("qwen3", vocab_size=len(byte_tokenizer), max_position_embeddings=LIMIT)
+    model = tiny_model("qwen3", vocab_size=len(byte_tokenizer), max_position_embeddings=LIMIT, num_hidden_layers=2)
     model.generation_config.eos_token_id = None
     return model
 

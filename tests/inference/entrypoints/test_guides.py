@@ -162,6 +162,7 @@ def placed(options: dict, folders: dict[str, str]) -> dict:
     return options
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GUIDES)
 def test_a_guide_runs_as_it_is(name, folders, capsys):
     target, options, (method, k) = GUIDES[name]

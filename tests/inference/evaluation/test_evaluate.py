@@ -109,6 +109,7 @@ def test_greedy_replay_counts_the_rounds_of_the_runtime(llm, drafter, folders, k
     assert sum(r.accepted for r in rounds) > 20, "a drafter that is never right proves nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 7}], ids=["plain", "top_p", "top_k"])
 def test_sampled_replay_is_the_runtime_in_expectation(llm, drafter, filters) -> None:
     """On the text that drafting wrote only the accept decisions differ from replay, and they average out."""
@@ -360,6 +361,7 @@ def test_sums_of_results_pool_texts() -> None:
     assert math.isclose((a + b).expected_acceptance_length, 1 + 2 / 6)
 
 
+@pytest.mark.slow
 def test_the_whole_evaluation_runs_on_a_device(claimed_gpu, folders):
     """Engines, replay, the float32 comparison: no host tensor among those of the device."""
     settings = EvaluationSettings(

@@ -222,6 +222,7 @@ def test_text_after_an_ignored_end_is_free(model, drafting_llm):
     assert texts[0] == texts[1] and texts[0][2] == EOS and len(texts[0]) == 12
 
 
+@pytest.mark.slow
 def test_the_distribution_within_a_grammar_is_the_targets(model, drafting_llm, byte_tokenizer):
     """χ² of whole responses: p of each token is that of the tokens its grammar allows, and no more."""
     choices = ["a", "ab", "abc", "b", "bcab", "bcb", "c", "ca", "cab", "cac", "cc", "acb"]

@@ -96,6 +96,7 @@ def test_requests_in_flight_go_on(serving, drafting_llm, model, heads):
     assert counters(url, "vllm:generation_tokens_total").popitem()[1] == 24 * 120
 
 
+@pytest.mark.slow
 def test_a_stream_goes_on_through_a_swap(serving, drafting_llm, model, heads):
     """Nothing is written twice or lost."""
     url = serving(slowly(drafting_llm("ngram", model)), enable_drafter_swap=True)
@@ -239,6 +240,7 @@ def by_drafter(url: str, name: str) -> dict[str, float]:
     return {key.split('drafter="')[1].split('"')[0]: value for key, value in found.items()}
 
 
+@pytest.mark.slow
 def test_side_by_side_they_draft_what_they_draft_alone(drafting_llm, model, heads, serving, byte_tokenizer):
     """Of greedy requests every drafter accepts as much as it does on a server of its own, reused prefixes included."""
     prompts = ["a long beginning that all of them share, and then " + text for text in "one two three four".split()] * 3

@@ -52,6 +52,12 @@ def features(target, texts):
     return [features_of(target, *text) for text in texts[:40]]
 
 
+@pytest.fixture(scope="module")
+def held_out(target, texts):
+    """Of the others."""
+    return [features_of(target, *text) for text in texts[40:]]
+
+
 def features_of(target, prompt, answer):
     ids = torch.tensor([[*prompt, *answer]])
     mask = torch.zeros_like(ids, dtype=torch.bool)
@@ -65,11 +71,10 @@ def head(target, *, fitted_to=None, seed=0, **shape) -> Eagle3:
     return drafter.attach(target).initialise_from(target, features=fitted_to).eval()
 
 
-def accepted_by_depth(target, drafter, texts) -> list[float]:
-    """Greedy acceptance of each of four depths, given the text before, over all anchors of the held-out texts."""
+def accepted_by_depth(target, drafter, held_out) -> list[float]:
+    """Greedy acceptance of each of four depths, given the text before, over all anchors of the held-out features."""
     hits, asked = torch.zeros(4), torch.zeros(4)
-    for prompt, answer in texts:
-        f = features_of(target, prompt, answer)
+    for f in held_out:
         for step in drafter.unroll(f, 4):
             predicted = drafter.head(step.hidden).argmax(-1)
             wanted = target.logits(f.last_hidden.flatten(0, 1)[step.target_index]).argmax(-1)
@@ -79,8 +84,7 @@ def accepted_by_depth(target, drafter, texts) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_fitted_head_predicts_at_every_depth_before_it_is_trained(target, texts, features):
-    held_out = texts[40:]
+def test_a_fitted_head_predicts_at_every_depth_before_it_is_trained(target, features, held_out):
     with torch.no_grad():
         plain = accepted_by_depth(target, head(target), held_out)
         fitted = accepted_by_depth(target, head(target, fitted_to=features), held_out)
@@ -91,7 +95,7 @@ def test_a_fitted_head_predicts_at_every_depth_before_it_is_trained(target, text
 @pytest.mark.slow
 def test_the_last_group_of_heads_copies(target, features):
     """Without it, text that is mostly copied from the request is predicted worse."""
-    again = told(conversations("train", 8, seed=9, workloads=["rewrite"]))
+    again = [features_of(target, *text) for text in told(conversations("train", 8, seed=9, workloads=["rewrite"]))]
     with torch.no_grad():
         drafter = head(target, fitted_to=features)
         with_copying = accepted_by_depth(target, drafter, again)
@@ -115,10 +119,10 @@ def test_the_last_group_of_heads_copies(target, features):
     ],
     ids=lambda shape: " ".join(f"{k}={v}" for k, v in shape.items()),
 )
-def test_every_shape_of_head_can_be_fitted(target, texts, features, shape):
+def test_every_shape_of_head_can_be_fitted(target, features, held_out, shape):
     with torch.no_grad():
-        plain = accepted_by_depth(target, head(target, **shape), texts[40:43])
-        fitted = accepted_by_depth(target, head(target, fitted_to=features[:16], **shape), texts[40:43])
+        plain = accepted_by_depth(target, head(target, **shape), held_out[:3])
+        fitted = accepted_by_depth(target, head(target, fitted_to=features[:16], **shape), held_out[:3])
     if "draft_vocab_size" not in shape:  # whose ids nobody has chosen here
         assert fitted[0] > 1.5 * plain[0], (plain, fitted)
     assert all(torch.isfinite(torch.tensor(fitted)))
@@ -173,6 +177,7 @@ def block(target, family, *, fitted_to=None, init="least_squares", **shape):
     return drafter.initialise_from(target, kind.options(init=init), fitted_to).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "shape"),
     [
@@ -185,20 +190,21 @@ def block(target, family, *, fitted_to=None, init="least_squares", **shape):
     ],
     ids=str,
 )
-def test_a_fitted_block_predicts_in_every_slot_before_it_is_trained(target, texts, features, family, shape):
+def test_a_fitted_block_predicts_in_every_slot_before_it_is_trained(target, features, held_out, family, shape):
     with torch.no_grad():
-        plain = accepted_by_depth(target, block(target, family, init="taps", **shape), texts[40:])
-        fitted = accepted_by_depth(target, block(target, family, fitted_to=features, **shape), texts[40:])
+        plain = accepted_by_depth(target, block(target, family, init="taps", **shape), held_out)
+        fitted = accepted_by_depth(target, block(target, family, fitted_to=features, **shape), held_out)
     assert all(f > 2 * p and f > 0.1 for f, p in zip(fitted, plain, strict=True)), (plain, fitted)
 
 
-def test_the_bias_of_the_token_before_is_fitted_too(target, texts, features):
+@pytest.mark.slow
+def test_the_bias_of_the_token_before_is_fitted_too(target, features, held_out):
     """A vanilla Markov head makes slots behind the first better; the first already reads that token."""
     with torch.no_grad():
         drafter = block(target, "dspark", fitted_to=features)
-        fitted = accepted_by_depth(target, drafter, texts[40:])
+        fitted = accepted_by_depth(target, drafter, held_out)
         drafter.markov_head.markov_w2.weight.zero_()
-        without = accepted_by_depth(target, drafter, texts[40:])
+        without = accepted_by_depth(target, drafter, held_out)
     assert all(f > w for f, w in zip(fitted[1:], without[1:], strict=True)), (without, fitted)
 
 

@@ -129,6 +129,7 @@ def test_which_steps_is_a_function_of_step_and_share(tiny_model, tmp_path) -> No
     assert wanted[0] == [trainer.wants(step, 0, step / 500) for step in range(500)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["eagle3", "mlp", "eagle"])
 def test_suffixes_reach_the_head_and_are_learnt(tiny_model, tmp_path, family) -> None:
     always = {"share": 1.0, "refresh_every": 100, "suffix_weight": 1.0}

@@ -47,6 +47,7 @@ def written_texts(llm: LLM, count: int, **filters) -> list[Response]:
     return [Response("w", tuple(o.prompt_token_ids), tuple(o.outputs[0].token_ids), 1.0, 0) for o in outputs]
 
 
+@pytest.mark.slow
 def test_what_is_expected_is_what_the_runtime_does_under_the_reports_filters() -> None:
     filters = {"top_k": 5, "top_p": 0.9}
     target, drafter = make(

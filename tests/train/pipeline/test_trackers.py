@@ -126,6 +126,7 @@ def test_wandb_offline(run):
 # ------------------------------------------------------------------ tensorboard, trackio
 
 
+@pytest.mark.slow
 def test_tensorboard(run):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

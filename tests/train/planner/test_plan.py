@@ -129,6 +129,7 @@ class Measured(TorchDispatchMode):
         self.now -= size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_without_memory_is_the_step(family, folder, tmp_path):
     """The rehearsal has the operations and the peak of memory that torch counts in the step itself, with weights."""
@@ -158,6 +159,7 @@ def test_a_step_without_memory_is_the_step(family, folder, tmp_path):
     assert peak == pytest.approx(real.peak, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_target_without_memory_is_the_target(any_architecture, tiny_model, tmp_path):
     """Packed rows and rounds over a cache have the operations that the model itself has, whatever its masks are."""
     tiny_model(any_architecture).save_pretrained(tmp_path)
@@ -257,6 +259,7 @@ def with_length(plan: Outline, length: int) -> Outline:
     return replace(plan, recipe=plan.recipe.model_copy(update={"data": data}))
 
 
+@pytest.mark.slow
 def test_more_of_anything_takes_more(real, tmp_path):
     """Memory and time of a step: rows, longer rows, a target of more layers."""
 
@@ -319,6 +322,7 @@ def pocket(monkeypatch, recipe_file: Path, share: float) -> float:
     return needed
 
 
+@pytest.mark.slow
 def test_a_run_that_fits(monkeypatch, recipe_file):
     pocket(monkeypatch, recipe_file, 1.5)
     code, output = call("plan", recipe_file, "--gpu", "pocket", "--price-per-hour", "3")
@@ -348,6 +352,7 @@ def test_advice_holds(monkeypatch, recipe_file, share):
         assert code == 0, (advice, output)
 
 
+@pytest.mark.slow
 def test_unknown_devices_and_unknown_data(recipe_file, tmp_path, folder):
     assert "expected one of h100" in refused("plan", recipe_file, "--gpu", "abacus")
     assert "one device" in refused("plan", recipe_file, "--count", "2")
@@ -374,6 +379,7 @@ def test_a_budget_of_minutes_is_the_time_of_the_training(folder):
     assert training == pytest.approx(180, rel=0.02)
 
 
+@pytest.mark.slow
 def test_stages_add_up(folder):
     """Two stages of the same steps take about twice the training of one, and are measured once."""
     fields = tree(folder)

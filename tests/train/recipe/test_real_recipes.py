@@ -190,6 +190,7 @@ def test_a_real_recipe_can_be_planned(path: Path, tmp_path: Path) -> None:
     dry_run.describe(plan.recipe)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", REAL, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_a_real_recipe_fits_the_devices_that_it_names(path: Path, tmp_path: Path) -> None:
     """Every stage, measurement in float32 among them, by the plan that its first lines name, as it is launched."""
@@ -229,6 +230,7 @@ def test_every_real_target_is_known() -> None:
     assert students == set(STUDENTS)
 
 
+@pytest.mark.slow
 def test_what_could_be_trained_but_not_measured_is_refused_before_training(tmp_path: Path) -> None:
     """Qwen3-30B-A3B trains on 80 GB, and its float32 comparison does not fit there."""
     path = RECIPES / "qwen3-30b-a3b" / "eagle3.yaml"

@@ -108,6 +108,7 @@ def test_every_family_trains_evaluates_and_saves(claimed_gpu, tmp_path, name):
 WAITS = {"eagle3": 9, "eagle": 8, "medusa": 15, "mlp": 15, "mtp": 8, "draft_model, cut": 7}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WAITS)
 def test_a_step_waits_as_often_for_many_rows_as_for_few(claimed_gpu, tmp_path, name):
     family, drafter, _ = CASES[name]
@@ -122,6 +123,7 @@ def test_a_step_waits_as_often_for_many_rows_as_for_few(claimed_gpu, tmp_path, n
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", on_policy_tests.SHAPES)
 def test_texts_are_written_on_policy(claimed_gpu, tmp_path, family):
     recipe = on_policy_tests.make_recipe(family, {}, steps=3)

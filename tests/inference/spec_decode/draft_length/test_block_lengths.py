@@ -195,6 +195,7 @@ def joint_fits(family, draft_length, small, samples=500, rows=1) -> LLM:  # noqa
     return llm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "rows", "asks"),
     [("dspark", 1, True), ("dspark", 1, False), ("dspark", 3, False), ("dflash", 1, False), ("dflash2", 3, True)],
@@ -238,6 +239,7 @@ def test_a_length_by_the_confidence_behind_a_draft_is_noticed(small, monkeypatch
         joint_fits("dspark", Ahead(K), small, samples=3000, rows=500)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asks", [True, False])
 @pytest.mark.parametrize("length", ["cheap", "dear", "hopeless", "measured"])
 @pytest.mark.parametrize("family", FAMILIES)

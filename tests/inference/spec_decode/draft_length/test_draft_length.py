@@ -239,6 +239,7 @@ def test_joint_of_the_first_tokens(length, asks, small, monkeypatch):  # noqa: F
     assert 0 < llm.engine.mean_draft_length < K
 
 
+@pytest.mark.slow
 def test_a_length_that_looks_at_the_draft_is_noticed(small, monkeypatch):  # noqa: F811
     """The power of the test above: what is shown is the probability of the token that was drawn."""
 

@@ -179,6 +179,7 @@ def distance(growth, prices, rule: str, monkeypatch) -> tuple[float, set[int]]:
     return total, sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["recursive", "traversal"])
 def test_grown_trees_are_lossless_by_enumeration(rule, monkeypatch):
     for prices in (None, [0.25 * w for w in range(5)], [0.0, 0.0, 0.3, 0.3, 0.5]):
@@ -198,6 +199,7 @@ def tree_llm(family: str, model, length, **options):  # noqa: F811
     return make_llm(target, drafter=drafter.freeze(), tree=SHAPE, draft_length=length, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["dspark", "dflash", "peagle"])
 def test_joint_of_the_first_tokens(family, small):  # noqa: F811
     """χ² of four tokens at T = 1, five rows at a time."""
@@ -210,6 +212,7 @@ def test_joint_of_the_first_tokens(family, small):  # noqa: F811
     assert 1 < counters.num_draft_tokens / counters.num_drafts < SHAPE.budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("costs", ["cheap", "dear", "measured"])
 @pytest.mark.parametrize("family", CASES)
 def test_greedy_equals_the_target_alone(costs, family, model, texts, byte_tokenizer):  # noqa: F811
