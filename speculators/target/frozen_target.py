@@ -209,9 +209,10 @@ class FrozenTarget(nn.Module):
         """UnsupportedTarget if `what` cannot be done, for it decodes with the target."""
         if self.decoding_refusal is not None:
             raise UnsupportedTarget(
-                f"{what} needs a target whose rows can be decoded and rolled back here. {self.decoding_refusal}. Its "
+                f"{what}: needs a target whose rows can be decoded and rolled back here. {self.decoding_refusal}. Its "
                 "features need none of this: train, cache and export with it, write responses at endpoints "
-                "(regeneration.endpoints), and evaluate by real vLLM (evaluation.engines: [vllm], or --engine vllm)"
+                "(regenerate.endpoints) or leave data.validation out, and evaluate by real vLLM "
+                "(evaluation.engines: [vllm], or --engine vllm)"
             )
 
     @property
@@ -353,7 +354,7 @@ class FrozenTarget(nn.Module):
         if forks is not None or spans is None:
             raise UnsupportedTarget(
                 f"target {self.name_or_path}: rows with branches of rejected drafts need attention masks, which its "
-                "layers cannot honour; train without branches (on_policy.branches: false)"
+                "layers cannot honour; train without them (on_policy.suffix_weight: 0)"
             )
         T, size = input_ids.shape[1], input_ids.numel()
         known = (segment_ids >= 0).tolist()

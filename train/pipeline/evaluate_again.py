@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from inference.report.html import write_html
+from inference.report.measurement import OUR_ENGINE
 from inference.report.schema import save_report
 from inference.report.table import print_report
 from speculators.errors import CheckpointError, ConfigError
@@ -36,6 +38,8 @@ def evaluate_run(recipe: Recipe, engines: Engines | None = None) -> int:
         raise CheckpointError(f"{folder / EXPORT}: no export to evaluate; run the recipe first, or draftsmith export")
     newest = checkpoint.latest(checkpoints(recipe))
     history = json.loads((newest / "state.json").read_text())["history"] if newest is not None else ()
+    if engines is not None and OUR_ENGINE not in recipe.evaluation.engines:
+        engines = replace(engines, needs_ours=False)
     return accept(recipe, history=history, engines=engines)
 
 
