@@ -71,11 +71,31 @@ ARCHITECTURES: dict[str, dict] = {
     "cohere2": dict(model_type="cohere2", sliding_window=4, layer_types=_MIXED, logit_scale=0.25),
     "falcon": dict(model_type="falcon", multi_query=True),  # its layers have their own attention, not transformers'
 }
+_MAMBA2 = dict(mamba_d_state=8, mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1, mamba_chunk_size=4)
+RECURRENT: dict[str, dict] = {  # of layers with states, or some of them
+    "qwen3_next": dict(
+        model_type="qwen3_next",
+        head_dim=8,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        decoder_sparse_step=2,
+    ),
+    "lfm2": dict(model_type="lfm2", layer_types=["conv", "full_attention", "conv"]),
+    "falcon_h1": dict(model_type="falcon_h1", mamba_d_ssm=64, **_MAMBA2),  # attention and states in every layer
+    "mamba": dict(model_type="mamba", state_size=4),  # no attention; its layers continue a text token by token
+}
 
 
 def make_tiny_model(name: str, **overrides):
     """A random float32 model of the architecture (or model_type) `name`, always the same one for the same arguments."""
-    settings = {**_BASE, **ARCHITECTURES.get(name, {"model_type": name}), **overrides}
+    settings = {**_BASE, **(ARCHITECTURES | RECURRENT).get(name, {"model_type": name}), **overrides}
     config = AutoConfig.for_model(settings.pop("model_type"), **copy.deepcopy(settings))
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None  # None: transformers' choice
     with torch.random.fork_rng():

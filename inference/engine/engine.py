@@ -53,7 +53,8 @@ class EngineOptions:
     max_num_seqs            rows: responses written at the same time
     max_model_len           longest prompt + response; None: the model's own limit, or its draft model's if less
     max_num_batched_tokens  tokens of one prefill forward; admitted prompts are prefilled whole before the next round
-    enable_prefix_caching   a request takes over what another row computed for the same first tokens
+    enable_prefix_caching   a request takes over what another row computed for the same first tokens (of a target with
+                            recurrent layers there is nothing to take over)
     kv_cache_memory_bytes   most memory for keys and values (see KVMemory); None: as much as max_num_seqs rows need
     compilation             how rounds are compiled (docs/runtime.md); None: they run eager
     rejection_sample_method  the verification rule at temperature > 0
@@ -92,6 +93,7 @@ class Engine:
             raise ConfigError(f"max_num_batched_tokens={options.max_num_batched_tokens}; expected at least 1")
         if options.max_model_len is None:
             raise ConfigError("EngineOptions: an engine needs max_model_len")
+        _require_abilities(target, options, proposer)
         self.target, self.options, self.max_model_len = target, options, options.max_model_len
         self.proposer, self.on_round = proposer, on_round
         compilation = options.compilation
@@ -99,7 +101,8 @@ class Engine:
         drafts = proposer.max_places + (compilation is not None) if proposer is not None else 0
         scheduler = Scheduler(options.max_num_seqs)
         cache = RaggedCache(options.max_num_seqs, self.max_model_len + drafts, device=target.device)
-        self.rows = RowManager(cache, PrefixReuse(cache, options.enable_prefix_caching), scheduler, proposer)
+        reuses = options.enable_prefix_caching and target.recurrent is None  # a state is that of a whole text
+        self.rows = RowManager(cache, PrefixReuse(cache, reuses), scheduler, proposer)
         self.reset_metrics()
         self.draft_length = draft_length or DraftLength(proposer.num_speculative_tokens if proposer is not None else 0)
         if proposer is not None:
@@ -290,9 +293,9 @@ class Engine:
             taps, last_hidden = self._forward(start, stop, on_device(padded, self.target.device))
             for i, (row, count) in enumerate(zip(range(start, stop), counts, strict=True)):
                 record_prompt_logprobs(self.target.logits, rows[row], lengths[row], last_hidden[i, :count])
-                cache.advance(row, count)
-                if lengths[row] == len(texts[i]):
+                if lengths[row] + count == len(texts[i]):
                     ends[row] = last_hidden[i, count - 1].clone()
+            cache.advance_rows(start, counts)
             if proposer is not None and proposer.reads_features:
                 proposer.prefill(start, rows[start:stop], counts, taps, last_hidden)
         begun = [(request, ends[row]) for row, request in enumerate(wave, first) if not request.output_token_ids]
@@ -375,6 +378,18 @@ class Engine:
                 proposer.reset(0)
                 proposer.prefill(0, [request], [2], *features)
                 proposer.reset(0)
+
+
+def _require_abilities(target: FrozenTarget, options: EngineOptions, proposer: Proposer | None) -> None:
+    """UnsupportedTarget for what cannot be decoded; ConfigError for options that recurrent layers rule out."""
+    target.require_rollback("decoding")
+    if target.recurrent is None:
+        return
+    layers = f"target {target.name_or_path} has recurrent layers, whose states"
+    if proposer is not None and proposer.drafts_trees:
+        raise ConfigError(f"{layers} follow one chain of drafts: a tree cannot be verified; draft chains (no tree)")
+    if options.compilation is not None:
+        raise ConfigError(f"{layers} are copied around every forward, which is not compiled; set enforce_eager=True")
 
 
 def _along(places: Sequence[Sequence[int]], features: Tensor | None) -> Tensor | None:

@@ -17,9 +17,9 @@ STEP = 64  # positions by which the caches grow, as far as the limit lets them
 
 
 class KVMemory:
-    """At most `limit` bytes for the keys and values of the target and of the drafter, all rows and positions that have
-    memory, filled or not. Beside it come weights, activations, the features that a head keeps for one round, and for
-    a moment, while the caches change their size, one layer's keys or values a second time.
+    """At most `limit` bytes for the keys, values and recurrent states of the target and of the drafter, all rows and
+    positions that have memory, filled or not. Beside it come weights, activations, the features that a head keeps for
+    one round, and for a moment, while the caches change their size, one layer's keys or values a second time.
 
     `slack`: positions that a round may write beyond the committed text. Both caches must hold something already: bytes
     per position are learnt from them. Errors: ConfigError, if not even two tokens fit.
@@ -28,6 +28,8 @@ class KVMemory:
     def __init__(self, limit: int, cache: RaggedCache, proposer: DraftCache | None, slack: int) -> None:
         self.limit, self._cache, self._proposer, self._slack = limit, cache, proposer, slack
         self._own = _bytes_per_position(cache)
+        # the states that are held, those of a forward, and those of rows that keep a part of it
+        self._states = 0 if cache.states is None else 3 * cache.states.bytes_per_row()
         self._other = 0 if proposer is None or proposer.cache is None else _bytes_per_position(proposer.cache)
         tokens, too_many = 0, cache.max_len - slack + 1
         while tokens + 1 < too_many:
@@ -78,7 +80,7 @@ class KVMemory:
             self._proposer.cache.resize(rows, self._other_capacity(capacity))
 
     def _bytes(self, rows: int, capacity: int) -> int:
-        return rows * (capacity * self._own + self._other_capacity(capacity) * self._other)
+        return rows * (self._states + capacity * self._own + self._other_capacity(capacity) * self._other)
 
     def _other_capacity(self, capacity: int) -> int:
         if self._proposer is None or self._proposer.cache is None:

@@ -4,7 +4,8 @@ A `transformers` cache assumes that every row of a batch has seen the same numbe
 breaks that: each round commits a different number of tokens per row and throws the rest away. Here a row is a slot of
 preallocated memory and an integer; new tokens are written at each row's own length, rolling back is lowering the
 integer, and what lies beyond it is masked until it is overwritten. Every layer keeps every position (sliding-window
-layers too: the window is a matter of masks), so key j of a row is always that row's token j.
+layers too: the window is a matter of masks), so key j of a row is always that row's token j. States of recurrent
+layers, which have no positions, are rolled back by speculators/target/recurrent.py.
 
 This module knows nothing of requests, drafters, verification, or any architecture: head counts, head sizes, dtype and
 the number of layers are learnt from the first keys and values that arrive.
@@ -12,7 +13,8 @@ the number of layers are learnt from the first keys and values that arrive.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from transformers.cache_utils import Cache
 
 from speculators.errors import ConfigError
 from speculators.precision import on_device
+from speculators.target.recurrent import RecurrentLayers, RecurrentStates
 
 
 class RaggedCache:
@@ -40,6 +43,7 @@ class RaggedCache:
         self.capacity = max(1, min(initial_capacity, max_len))
         self.device = torch.device(device)
         self.lengths: list[int] = [0] * max_rows
+        self.states: RecurrentStates | None = None  # of recurrent layers, once a target that has some has run
         self._keys: list[Tensor | None] = []
         self._values: list[Tensor | None] = []
         self._row_views: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # (layer, start, stop) -> keys, values
@@ -105,12 +109,19 @@ class RaggedCache:
 
     def advance(self, row: int, count: int) -> None:
         """Keeps the first `count` of the tokens last written to `row`."""
-        if count < 0 or self.lengths[row] + count > self.capacity:
-            raise ConfigError(
-                f"RaggedCache.advance: row {row} at length {self.lengths[row]} cannot advance by {count}; "
-                f"{self.capacity} positions were written at most (use truncate to roll back)"
-            )
-        self.lengths[row] += count
+        self.advance_rows(row, [count])
+
+    def advance_rows(self, start: int, counts: Sequence[int]) -> None:
+        """Keeps the first counts[i] of the tokens last written to row start + i. Recurrent states follow."""
+        for row, count in enumerate(counts, start):
+            if count < 0 or self.lengths[row] + count > self.capacity:
+                raise ConfigError(
+                    f"RaggedCache.advance: row {row} at length {self.lengths[row]} cannot advance by {count}; "
+                    f"{self.capacity} positions were written at most (use truncate to roll back)"
+                )
+            self.lengths[row] += count
+        if self.states is not None:
+            self.states.keep(start, counts)
 
     def keep(self, places: Sequence[Sequence[int]]) -> None:
         """Keeps the tokens at places[row] (ascending) of those written to rows 0, 1, … behind their lengths, closed
@@ -121,22 +132,26 @@ class RaggedCache:
             for to, place in enumerate(kept)
             if place != to
         ]
+        if moved and self.states is not None:
+            raise ConfigError("RaggedCache.keep: recurrent states follow a chain of tokens, not the branches of a tree")
         if moved:
             rows, source, target = on_device(moved, self.device).unbind(1)
             for tensor in self._tensors():
                 tensor[rows, :, target] = tensor[rows, :, source]
-        for row, kept in enumerate(places):
-            self.advance(row, len(kept))
+        self.advance_rows(0, [len(kept) for kept in places])
 
     def truncate(self, row: int, length: int) -> None:
         """Rolls `row` back to its first `length` tokens."""
         if not 0 <= length <= self.lengths[row]:
             raise ConfigError(f"RaggedCache.truncate: row {row} holds {self.lengths[row]} tokens, cannot keep {length}")
+        self._refuse_part(row, length)
         self.lengths[row] = length
 
     def reset(self, row: int) -> None:
         """Empties `row` for another request."""
         self.lengths[row] = 0
+        if self.states is not None:
+            self.states.reset(row)
 
     def swap(self, row: int, other: int) -> None:
         """Two rows change places (to keep the rows in use contiguous)."""
@@ -146,6 +161,8 @@ class RaggedCache:
             tensor[row, :, :theirs].copy_(tensor[other, :, :theirs])
             tensor[other, :, :mine].copy_(kept)
         self.lengths[row], self.lengths[other] = theirs, mine
+        if self.states is not None:
+            self.states.swap(row, other)
 
     def copy_prefix(self, src_row: int, dst_row: int, length: int) -> None:
         """`dst_row` becomes the first `length` tokens of `src_row`, which is left as it is (or rolled back, if it is
@@ -154,13 +171,24 @@ class RaggedCache:
             raise ConfigError(
                 f"RaggedCache.copy_prefix: row {src_row} holds {self.lengths[src_row]} tokens, not {length}"
             )
+        self._refuse_part(src_row, length)
         if src_row != dst_row:
             for tensor in self._tensors():
                 tensor[dst_row, :, :length].copy_(tensor[src_row, :, :length])
+            if self.states is not None:
+                self.states.copy(src_row, dst_row)
         self.lengths[dst_row] = length
 
+    def _refuse_part(self, row: int, length: int) -> None:
+        """Recurrent states are those of a row's last token."""
+        if self.states is not None and length != self.lengths[row]:
+            raise ConfigError(
+                f"RaggedCache: row {row} has the recurrent states after {self.lengths[row]} tokens, not those after "
+                f"{length}; compute them again from an empty row"
+            )
+
     def bytes(self) -> int:
-        """Memory held now, in bytes: all layers, all rows, the whole capacity."""
+        """Memory of keys and values held now, in bytes: all layers, all rows, the whole capacity."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
 
     def memory(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -184,6 +212,8 @@ class RaggedCache:
                 f"{self.max_rows} × {self.max_len}, and at least 1 of each"
             )
         kept, self.rows, self.capacity = min(rows, self.rows), rows, capacity
+        if self.states is not None:
+            self.states.resize(rows)
         self.lengths[:] = [min(n, capacity) if row < kept else 0 for row, n in enumerate(self.lengths)]
         used = max(self.lengths)
         self._row_views.clear()
@@ -296,6 +326,14 @@ class RaggedView(Cache):
             index = ((rows * heads + head) * capacity + position).reshape(-1)
             self._flat_index[heads, capacity] = index
         buffer.view(-1, dim).index_copy_(0, index, states.reshape(-1, dim))
+
+    @contextmanager
+    def recurrent(self, layers: RecurrentLayers) -> Iterator[None]:
+        """Around the forward of a target with recurrent layers: they work on a copy of the rows' states."""
+        cache = self.cache
+        cache.states = cache.states or RecurrentStates(layers, cache.rows)
+        with cache.states.forward(self._start, self._stop, self._T, fresh=self._past == 0) as self.layers:
+            yield
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Length of the longest row before this forward."""

@@ -3,7 +3,8 @@
 One forward gives the taps (hidden states a drafter reads) and the last hidden state (the input of the output head);
 `logits` turns the latter into the model's logits. No architecture is known by name: the decoder layers are the
 module list of the length in the config, taps are forward hooks on it, and masks and logit scales are observed on a
-short probe when the target is made. What cannot be confirmed is refused.
+short probe when the target is made. Every target gives features; what decoding needs beside them, masks for rows of
+different length and states that can be rolled back, a target may lack (`decoding_refusal`).
 """
 
 from __future__ import annotations
@@ -20,23 +21,28 @@ from transformers.cache_utils import Cache
 from speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
 from speculators.hub import hub_trouble, split_revision
 from speculators.layers.grouped_attention import decoding, worthwhile
-from speculators.precision import as_dtype, running_dtype, say_widened
+from speculators.precision import as_dtype, on_device, running_dtype, say_widened
 from speculators.target import longrope
 from speculators.target.packed_attention import LONG_ROW, Spans, packed, packed_mask, text_spans
 from speculators.target.probe import (
     ATTENTION,
     FULL,
     SLIDING,
+    Parts,
     additive_mask,
     attends_by_name,
     confirm_logits,
     confirm_masks,
     confirm_packing,
+    confirm_rollback,
     find_final_norm,
     find_parts,
+    find_recurrent,
+    masks_by_kind,
     needs_eager,
     refuse_incomplete,
 )
+from speculators.target.recurrent import RecurrentLayers
 
 _SHIFTED_NORMS = ("gemma", "gemma2", "gemma3", "gemma3_text")  # their norms scale by 1 + weight
 
@@ -76,23 +82,42 @@ class FrozenTarget(nn.Module):
         self.tap_layers = _check_taps(tap_layers, self.num_layers, self.name_or_path)
         self._dtype, self._device = self._parts.dtype, self._parts.device
         self._eager = self.config._attn_implementation == "eager"
-        self._window = self._parts.window
-        self._has_full, self._has_sliding = FULL in self._parts.kinds, SLIDING in self._parts.kinds
         self._collected: dict[int, Tensor] | None = None  # taps of the forward in progress
         self._handles = [self._hook_tap(tap) for tap in self.tap_layers]
         self._tapped = bool(self.tap_layers)
         self._final_norm: Callable[[Tensor], Tensor] | None = None  # found on first use
-        if not self._parts.has_values:
-            self._masks_by_kind = bool(getattr(self.config, "layer_types", None))
-            self._attends_by_name = not self._eager
-            self._head_to_logits = nn.Identity()
-            self.vocab_size: int = self._parts.lm_head.weight.shape[0]  # type: ignore[assignment,index]
-            return
+        self.recurrent: RecurrentLayers | None = None  # what its layers keep beside keys and values
+        self.decoding_refusal: str | None = None  # why drafts cannot be verified with it here; None: they can
         with torch.no_grad():
-            self._masks_by_kind = confirm_masks(self._parts)
-            self._attends_by_name = attends_by_name(self._parts)
-            self._head_to_logits, self.vocab_size = confirm_logits(self._parts)
-            confirm_packing(self._parts, self._probe_packed)
+            self._confirm(self._parts)
+
+    def _confirm(self, parts: Parts) -> None:
+        """Probes the model; of weights without memory it believes the config."""
+        self._set_parts(parts)
+        self._masks_by_kind = bool(getattr(self.config, "layer_types", None))
+        self._attends_by_name, self._packs = not self._eager, not parts.stateful
+        if not parts.has_values:
+            self._head_to_logits = nn.Identity()
+            self.vocab_size: int = parts.lm_head.weight.shape[0]  # type: ignore[assignment,index]
+            return
+        self._head_to_logits, self.vocab_size = confirm_logits(parts)
+        try:
+            parts, recurrent = find_recurrent(parts)
+            self._masks_by_kind = confirm_masks(parts)
+            self._attends_by_name = attends_by_name(parts)
+            self._set_parts(parts)
+            if recurrent is None:
+                confirm_packing(parts, self._probe_packed)
+                return
+            self.recurrent = confirm_rollback(parts, recurrent)
+        except UnsupportedTarget as error:
+            self.decoding_refusal, self._attends_by_name = str(error), False
+        self._packs = False  # each text of a row alone
+        confirm_packing(parts, self._probe_packed)
+
+    def _set_parts(self, parts: Parts) -> None:
+        self._parts, self._window = parts, parts.window
+        self._has_full, self._has_sliding = FULL in parts.kinds, SLIDING in parts.kinds
 
     @classmethod
     def from_pretrained(
@@ -175,6 +200,22 @@ class FrozenTarget(nn.Module):
         return self._has_sliding
 
     @property
+    def supports_rollback(self) -> bool:
+        """True if rows of different length can be decoded together, and rejected drafts taken back. Without it a target
+        gives features; `decoding_refusal` says why."""
+        return self.decoding_refusal is None
+
+    def require_rollback(self, what: str) -> None:
+        """UnsupportedTarget if `what` cannot be done, for it decodes with the target."""
+        if self.decoding_refusal is not None:
+            raise UnsupportedTarget(
+                f"{what}: needs a target whose rows can be decoded and rolled back here. {self.decoding_refusal}. Its "
+                "features need none of this: train, cache and export with it, write responses at endpoints "
+                "(regenerate.endpoints) or leave data.validation out, and evaluate by real vLLM "
+                "(evaluation.engines: [vllm], or --engine vllm)"
+            )
+
+    @property
     def embed_tokens(self) -> nn.Module:
         """The input embedding, with its scale where the module applies one (Gemma)."""
         return self._parts.embed_tokens
@@ -226,11 +267,15 @@ class FrozenTarget(nn.Module):
         """input_ids, position_ids [B, T] -> taps [B, T, n·H] (None without taps), last_hidden [B, T, H].
 
         `attention_mask`: None for plain causal attention over rows of equal length, or bool [B, 1, T, S], True =
-        attend; layers with a sliding window narrow it by themselves. Key j is the row's position j, unless
-        `key_position_ids` [B, S] say otherwise, as in a tree of drafts. `past_key_values` must keep every position in
-        every layer. The output head is not computed.
+        attend; layers with a sliding window narrow it by themselves, and recurrent ones do not read it. Key j is the
+        row's position j, unless `key_position_ids` [B, S] say otherwise, as in a tree of drafts. `past_key_values` must
+        keep every position in every layer, and states of recurrent layers as RaggedCache does. The output head is not
+        computed.
         """
         past = 0
+        if past_key_values is None and attention_mask is None and not self._packs:
+            return self._decode(input_ids)
+        self.require_rollback("a forward with a cache or a mask")
         if past_key_values is not None:
             past = past_key_values.get_seq_length()
             if any(past_key_values.is_sliding):
@@ -238,6 +283,8 @@ class FrozenTarget(nn.Module):
                     "target: past_key_values drops positions in its sliding layers; pass a cache that keeps them all "
                     "(RaggedCache, or DynamicCache() without a config)"
                 )
+            if self.recurrent is not None and not hasattr(past_key_values, "recurrent"):
+                raise ConfigError("target: past_key_values rolls no recurrent states back; pass a RaggedCache's view")
         places = (position_ids, key_position_ids)
         return self._run(input_ids, position_ids, attention_mask, places, past, past_key_values)
 
@@ -270,10 +317,15 @@ class FrozenTarget(nn.Module):
         autocast: bool = False,
     ) -> TargetFeatures:
         """Features of packed rows; shapes as in TargetFeatures. A token attends to earlier tokens of its own segment
-        only, and one of a branch to the text before its branch and to the branch. `gradients`: record them, to train
-        weights of the model. `autocast`: run under the active one, instead of in the model's precision."""
+        only, and one of a branch to the text before its branch and to the branch. Where masks cannot separate the texts
+        of a row, as in recurrent layers, each text is run as a row of its own, and there are no branches. `gradients`:
+        record them, to train weights of the model. `autocast`: run under the active one, instead of in the model's
+        precision."""
         kept = nullcontext() if autocast else torch.autocast(self._device.type, enabled=False)
         with torch.set_grad_enabled(gradients), kept:
+            if not self._packs:
+                taps, last_hidden = self._run_texts(input_ids, segment_ids, forks)
+                return TargetFeatures(input_ids, position_ids, segment_ids, loss_mask, taps, last_hidden)
             long = input_ids.shape[1] >= LONG_ROW and forks is None and self._attends_by_name
             spans = text_spans(segment_ids) if long else None
             if spans is not None:
@@ -295,6 +347,44 @@ class FrozenTarget(nn.Module):
             )
         return features.last_hidden
 
+    def _run_texts(self, input_ids: Tensor, segment_ids: Tensor, forks: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        """The texts of packed rows [B, T], each as a row of its own: padding behind a text reaches nothing. Padding
+        of the rows gets zeros."""
+        spans = text_spans(segment_ids)
+        if forks is not None or spans is None:
+            raise UnsupportedTarget(
+                f"target {self.name_or_path}: rows with branches of rejected drafts need attention masks, which its "
+                "layers cannot honour; train without them (on_policy.suffix_weight: 0)"
+            )
+        T, size = input_ids.shape[1], input_ids.numel()
+        known = (segment_ids >= 0).tolist()
+        texts = [
+            (row * T + start, end - start)  # its place in the flat batch, and its length
+            for row, found in enumerate(spans)
+            for start, end in found
+            if known[row][start]
+        ]
+        texts.sort(key=lambda text: -text[1])
+        index: list[Tensor] = []  # the places of the tokens of each batch of texts
+        outputs: list[tuple[Tensor | None, Tensor]] = []
+        while texts:
+            batch, texts = texts[: max(size // texts[0][1], 1)], texts[max(size // texts[0][1], 1) :]
+            first, lengths = on_device(batch, self._device).unbind(1)  # [n]
+            slots = torch.arange(batch[0][1], device=self._device)
+            inside = slots < lengths[:, None]  # [n, L]
+            places = (first[:, None] + slots).clamp(max=size - 1)
+            taps, last_hidden = self._decode(torch.where(inside, input_ids.flatten()[places], 0))
+            index.append(places[inside])
+            outputs.append((None if taps is None else taps[inside], last_hidden[inside]))
+
+        def whole(parts: list[Tensor]) -> Tensor:
+            """[n, D] of each batch -> [B, T, D]."""
+            flat = parts[0].new_zeros(size, parts[0].shape[1]).index_copy(0, torch.cat(index), torch.cat(parts))
+            return flat.view(*input_ids.shape, -1)
+
+        found_taps = [taps for taps, _ in outputs if taps is not None]
+        return whole(found_taps) if found_taps else None, whole([last for _, last in outputs])
+
     def _run_long(self, input_ids: Tensor, position_ids: Tensor, spans: Spans) -> tuple[Tensor | None, Tensor]:
         """A forward of rows too long for [T, T] masks."""
         full, sliding = (torch.zeros(1, 1, 1, 1, dtype=self._dtype, device=self._device) for _ in range(2))
@@ -305,19 +395,18 @@ class FrozenTarget(nn.Module):
     def _run(self, input_ids, position_ids, mask, places, past, past_key_values) -> tuple[Tensor | None, Tensor]:
         """A forward. `places`: positions of queries and keys, if there is a mask."""
         masks = self._masks(mask, *places, past, *input_ids.shape)
+        if self.recurrent is not None and past_key_values is not None:
+            with past_key_values.recurrent(self.recurrent):
+                return self._decode(input_ids, position_ids, masks, past_key_values)
         with decoding(self.config, self._attends_by_name and worthwhile(self._device, past_key_values)):
             return self._decode(input_ids, position_ids, masks, past_key_values)
 
-    def _decode(self, input_ids, position_ids, masks, past_key_values) -> tuple[Tensor | None, Tensor]:
+    def _decode(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, masks=None, cache: Cache | None = None
+    ) -> tuple[Tensor | None, Tensor]:
         self._collected = {}
         try:
-            output = self._parts.decoder(
-                input_ids=input_ids,
-                attention_mask=masks,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                use_cache=past_key_values is not None,
-            )
+            output = self._parts.decode(input_ids, cache, position_ids, masks)
             taps = torch.cat([self._collected[i] for i in self.tap_layers], dim=-1) if self._tapped else None
         finally:
             self._collected = None
@@ -347,7 +436,7 @@ class FrozenTarget(nn.Module):
 
     def _shape_masks(self, full: Tensor | None, sliding: Tensor | None):
         if self._masks_by_kind:
-            return {FULL: full, SLIDING: sliding}
+            return masks_by_kind(full, sliding)
         return sliding if self._has_sliding else full
 
     def _hook_tap(self, tap: int) -> torch.utils.hooks.RemovableHandle:

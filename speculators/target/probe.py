@@ -1,4 +1,4 @@
-"""Probes of a model that becomes a FrozenTarget: its modules, masks, logits and packing.
+"""Probes of a model that becomes a FrozenTarget: its modules, logits, masks, recurrent states and packing.
 
 These functions run the model on a few tokens and compare with what its config claims. What cannot be confirmed is
 refused with the reason, since a wrong mask or scale would silently change the target's output. No architecture is known
@@ -10,20 +10,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from speculators.errors import CheckpointError, UnsupportedTarget
+from speculators.target.recurrent import RecurrentLayers, RecurrentStates, StateCache
 
 ATTENTION = ("sdpa", "eager")  # the implementations that honour an arbitrary mask
 FULL, SLIDING = "full_attention", "sliding_attention"
+STATES = "states"  # a layer without keys and values: recurrent, or without memory of the text
 _RECURRENT_LAYERS = ("linear", "mamba", "ssm", "conv", "recurrent", "rwkv", "hybrid", "gated_delta")
 _RECURRENT_FIELDS = (
     "mamba_d_state",
@@ -34,6 +36,7 @@ _RECURRENT_FIELDS = (
     "conv_L_cache",
 )
 _LOGIT_SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier_scale")
+_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 _PROBE_ERRORS = (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError, NotImplementedError)
 _PROBE_ATTENTION = "draftsmith_probe"
 _PROBE_PREFIX_LIMIT = 32768  # longest past of the mask probe; longer windows are not confirmed
@@ -50,8 +53,20 @@ class Parts:
     layers: nn.ModuleList
     embed_tokens: nn.Module
     lm_head: nn.Module
-    kinds: tuple[str, ...]  # FULL or SLIDING, per layer
+    kinds: tuple[str, ...]  # per layer FULL, SLIDING or STATES, or a name of the config's that is none of them
     window: int  # of the sliding layers; 0 without any
+    cache_name: str  # its forward's name for a cache
+    stateful: bool  # its config, or transformers, says that it keeps states beside keys and values
+
+    def decode(self, input_ids: Tensor, cache: Cache | None = None, position_ids: Tensor | None = None, mask=None):
+        """The decoder's output. Without cache, positions and mask: its own plain forward over whole texts."""
+        given: dict = {"input_ids": input_ids, "use_cache": cache is not None}
+        if cache is not None:
+            given[self.cache_name] = cache
+        if self.cache_name == "past_key_values":  # others have no positions
+            given |= {"position_ids": position_ids} if position_ids is not None else {}
+            given |= {"attention_mask": mask} if mask is not None else {}
+        return self.decoder(**given)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -97,25 +112,18 @@ def find_parts(model: PreTrainedModel) -> Parts:
     embed_tokens, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
     if embed_tokens is None or lm_head is None:
         raise UnsupportedTarget(f"target {name}: no input embedding or no output head; a causal LM is needed")
-    kinds = _layer_kinds(config, name)
-    window = int(config.sliding_window) if SLIDING in kinds else 0
-    return Parts(name, config, model, decoder, layers, embed_tokens, lm_head, kinds, window)
+    kinds = _layer_kinds(config)
+    window = int(getattr(config, "sliding_window", None) or 0) if SLIDING in kinds else 0
+    names = inspect.signature(decoder.forward).parameters
+    cache_name = "cache_params" if "cache_params" in names else "past_key_values"
+    stateful = bool(_state_signs(model, config))
+    return Parts(name, config, model, decoder, layers, embed_tokens, lm_head, kinds, window, cache_name, stateful)
 
 
 def _refuse_unsupported(model: PreTrainedModel, config: PretrainedConfig, name: str) -> None:
-    """UnsupportedTarget for state that dropping keys and values cannot roll back, and for unsuitable attention."""
+    """UnsupportedTarget for what is no causal LM, and for unsuitable attention."""
     if getattr(config, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedTarget(f"target {name}: an encoder-decoder model; a decoder-only causal LM is needed")
-    recurrent = sorted(
-        {k for k in getattr(config, "layer_types", None) or () if any(r in k for r in _RECURRENT_LAYERS)}
-    )
-    fields = [field for field in _RECURRENT_FIELDS if getattr(config, field, None) is not None]
-    if recurrent or fields or getattr(model, "_is_stateful", False):
-        why = f"layers of type {recurrent}" if recurrent else f"config fields {fields}" if fields else "marked stateful"
-        raise UnsupportedTarget(
-            f"target {name}: recurrent or convolutional state ({why}) cannot be rolled back when drafts are rejected; "
-            "use a target whose layers are all attention"
-        )
     if config._attn_implementation not in ATTENTION:
         raise UnsupportedTarget(
             f"target {name}: attention implementation {config._attn_implementation!r} cannot honour arbitrary masks; "
@@ -126,6 +134,13 @@ def _refuse_unsupported(model: PreTrainedModel, config: PretrainedConfig, name: 
             f"target {name}: attn_logit_softcapping={config.attn_logit_softcapping} is silently left out by "
             f"{config._attn_implementation!r} attention; load it with attn_implementation='eager'"
         )
+
+
+def _state_signs(model: PreTrainedModel, config: PretrainedConfig) -> list[str]:
+    """What says that some layers keep states: layer types, config fields, transformers' own mark."""
+    kinds = {k for k in getattr(config, "layer_types", None) or () if any(r in k for r in _RECURRENT_LAYERS)}
+    fields = [field for field in _RECURRENT_FIELDS if getattr(config, field, None) is not None]
+    return [*sorted(kinds), *fields, *(["_is_stateful"] if getattr(model, "_is_stateful", False) else [])]
 
 
 def needs_eager(config: PretrainedConfig) -> bool:
@@ -145,18 +160,11 @@ def refuse_incomplete(info: dict, name: str) -> None:
         raise CheckpointError(f"target {name}: {'; '.join(parts)}. Such tensors would be random; fix the checkpoint")
 
 
-def _layer_kinds(config: PretrainedConfig, name: str) -> tuple[str, ...]:
-    """Full or sliding attention per layer, as the config has it; `confirm_masks` checks it."""
+def _layer_kinds(config: PretrainedConfig) -> tuple[str, ...]:
+    """The kind of each layer, as the config has it; `confirm_masks` and `find_recurrent` check it."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or [SLIDING if window else FULL] * config.num_hidden_layers
-    kinds = [*kinds, *(kind for kind in getattr(config, "attention_layers", None) or () if kind == "local")]  # GPT-Neo
-    unknown = sorted(set(kinds) - {FULL, SLIDING})
-    if unknown or (SLIDING in kinds and not window):
-        raise UnsupportedTarget(
-            f"target {name}: layer types {sorted(set(kinds))} with sliding_window={window}; only {FULL} and {SLIDING} "
-            "(with a window) can be masked for rows of different length"
-        )
-    return tuple(kinds)
+    return (*kinds, *(kind for kind in getattr(config, "attention_layers", None) or () if kind == "local"))  # GPT-Neo
 
 
 # ---------------------------------------------------------------------- the probes
@@ -179,6 +187,15 @@ class _ZeroPast(Cache):
             torch.cat([x.new_zeros(*x.shape[:2], self.length, x.shape[3]), x], dim=2)
             for x in (key_states, value_states)
         )
+
+    def update_conv_state(self, conv_states: Tensor, *args, **kwargs) -> Tensor:
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, *args, **kwargs) -> Tensor:
+        return recurrent_states
+
+    def has_previous_state(self, *args, **kwargs) -> bool:
+        return False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
@@ -217,6 +234,15 @@ def confirm_masks(parts: Parts) -> bool:
     """Confirms which keys each layer sees, and that prepared masks reach the layers unchanged.
 
     Returns True if masks are passed as a dict by kind of layer, False if as one tensor, for models of one kind."""
+    unknown = sorted(set(parts.kinds) - {FULL, SLIDING, STATES})
+    if unknown or (SLIDING in parts.kinds and not parts.window):
+        raise UnsupportedTarget(
+            f"target {parts.name}: layer types {sorted(set(parts.kinds))} with sliding_window={parts.window or None}; "
+            f"only {FULL} and {SLIDING} (with a window) can be masked for rows of different length"
+        )
+    attending = set(parts.kinds) - {STATES}
+    if not attending:
+        return False
     length = min(parts.window or 3, _PROBE_PREFIX_LIMIT)
     keys, queries = torch.arange(length + 2), torch.arange(length, length + 2)[:, None]
     causal = keys <= queries  # [2, S]
@@ -224,6 +250,8 @@ def confirm_masks(parts: Parts) -> bool:
 
     observed = _try(parts, "a forward with a cache", lambda: _masks_seen(parts, None, length))
     for i, (kind, mask) in enumerate(zip(parts.kinds, observed)):
+        if kind == STATES:
+            continue
         allowed = mask
         if mask is not None and mask.dtype != torch.bool:
             allowed = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else None
@@ -234,13 +262,13 @@ def confirm_masks(parts: Parts) -> bool:
             )
     ready = {k: additive_mask(m.to(parts.device)[None, None], parts.dtype) for k, m in expected.items()}
     reason = "layers of several kinds got others"
-    for by_kind in (True, False) if len(set(parts.kinds)) == 1 else (True,):
+    for by_kind in (True, False) if len(attending) == 1 else (True,):
         try:
-            seen = _masks_seen(parts, ready if by_kind else ready[parts.kinds[0]], length)
+            seen = _masks_seen(parts, masks_by_kind(**ready) if by_kind else ready[min(attending)], length)
         except _PROBE_ERRORS as error:
             reason = f"{type(error).__name__}: {error}"
             continue
-        if all(_same_memory(mask, ready[kind]) for kind, mask in zip(parts.kinds, seen)):
+        if all(kind == STATES or _same_memory(mask, ready[kind]) for kind, mask in zip(parts.kinds, seen)):
             return by_kind
     raise UnsupportedTarget(
         f"target {parts.name}: a mask prepared outside does not reach its layers unchanged ({reason}); rows of "
@@ -248,16 +276,17 @@ def confirm_masks(parts: Parts) -> bool:
     )
 
 
+def masks_by_kind(full_attention: Tensor | None, sliding_attention: Tensor | None) -> dict[str, Tensor | None]:
+    """Masks under transformers' names of layer types; recurrent layers, which know padding alone, get none."""
+    full, sliding = full_attention, sliding_attention
+    attention = {FULL: full, "hybrid": full, SLIDING: sliding, "hybrid_sliding": sliding}
+    return attention | dict.fromkeys(("linear_attention", "conv", "moe", "mlp"))
+
+
 def _masks_seen(parts: Parts, attention_mask: Tensor | dict | None, past: int) -> list[Tensor | None]:
     """The mask of each layer for two tokens after `past` others."""
     with _spy(parts.layers) as seen:
-        parts.decoder(
-            input_ids=_probe_ids(parts, 2),
-            attention_mask=attention_mask,
-            position_ids=torch.arange(2, device=parts.device)[None],
-            past_key_values=_ZeroPast(past),
-            use_cache=True,
-        )
+        parts.decode(_probe_ids(parts, 2), _ZeroPast(past), torch.arange(2, device=parts.device)[None], attention_mask)
     return seen
 
 
@@ -300,7 +329,7 @@ def attends_by_name(parts: Parts) -> bool:
     AttentionMaskInterface.register(_PROBE_ATTENTION, sdpa_mask)
     parts.config._attn_implementation = _PROBE_ATTENTION
     try:
-        parts.decoder(input_ids=_probe_ids(parts, 2), use_cache=False)
+        parts.decode(_probe_ids(parts, 2))
     except _PROBE_ERRORS:
         return False
     finally:
@@ -319,7 +348,7 @@ def confirm_logits(parts: Parts) -> tuple[Callable[[Tensor], Tensor], int]:
         hook.remove()
     if not hidden:
         raise UnsupportedTarget(f"target {parts.name}: its forward does not call its output head")
-    last_hidden = parts.decoder(input_ids=ids, use_cache=False).last_hidden_state
+    last_hidden = parts.decode(ids).last_hidden_state
     if hidden[0].shape != last_hidden.shape or _error(last_hidden, hidden[0]).median() > _tolerance(parts.dtype):
         raise UnsupportedTarget(
             f"target {parts.name}: the hidden states are changed between its decoder and its output head"
@@ -330,7 +359,7 @@ def confirm_logits(parts: Parts) -> tuple[Callable[[Tensor], Tensor], int]:
     if not error <= _tolerance(parts.dtype) / 10:
         raise UnsupportedTarget(
             f"target {parts.name}: its logits are not its output head followed by a known scale or soft cap "
-            f"({', '.join(_LOGIT_SCALES)}, final_logit_softcapping); they could not be reproduced from hidden states"
+            f"({', '.join((*_LOGIT_SCALES, *_SOFT_CAPS))}); they could not be reproduced from hidden states"
         )
     return transform, own.shape[-1]
 
@@ -341,7 +370,7 @@ def _logit_transforms(config: PretrainedConfig) -> list[Callable[[Tensor], Tenso
     for scale in (getattr(config, field, None) for field in _LOGIT_SCALES):
         if scale and scale != 1.0:
             scalings += [lambda x, s=scale: x / s, lambda x, s=scale: x * s]
-    cap = getattr(config, "final_logit_softcapping", None)
+    cap = next((value for field in _SOFT_CAPS if (value := getattr(config, field, None))), None)
     if not cap:
         return scalings
     return [lambda x, scaled=scaled: torch.tanh(scaled(x) / cap) * cap for scaled in scalings] + scalings
@@ -353,7 +382,7 @@ def find_final_norm(parts: Parts) -> Callable[[Tensor], Tensor]:
     keep = lambda module, args, output: seen.append(output[0] if isinstance(output, tuple) else output)
     hook = parts.layers[-1].register_forward_hook(keep)
     try:
-        last_hidden = parts.decoder(input_ids=_probe_ids(parts, 5), use_cache=False).last_hidden_state
+        last_hidden = parts.decode(_probe_ids(parts, 5)).last_hidden_state
     finally:
         hook.remove()
     inside = set(parts.layers.modules())
@@ -378,10 +407,128 @@ def confirm_packing(parts: Parts, run: Callable[[Tensor, Tensor, Tensor], Tensor
     positions = torch.cat([torch.arange(5), torch.arange(4)])[None].to(parts.device)
     packed = _try(parts, "a packed forward", lambda: run(ids, positions, segments))
     for piece in (slice(0, 5), slice(5, 9)):
-        alone = parts.decoder(input_ids=ids[:, piece], use_cache=False).last_hidden_state
+        alone = parts.decode(ids[:, piece]).last_hidden_state
         # The median, since a router at a tie may send single tokens elsewhere; a wrong mask moves nearly every token.
         if _error(packed[:, piece], alone).median() > _tolerance(parts.dtype):
             raise UnsupportedTarget(
                 f"target {parts.name}: packed sequences influence each other or positions are ignored; "
                 "such attention (ALiBi, for one) cannot be masked from outside"
             )
+
+
+# ---------------------------------------------------------------------- recurrent layers
+
+
+class _Observed(DynamicCache):
+    """transformers' own cache of a model, which records the layers that give it keys and values and the modules that
+    give it states."""
+
+    def __init__(self, config: PretrainedConfig, inside: list[nn.Module]) -> None:
+        super().__init__(config=config)
+        self.inside = inside  # the modules whose forward runs, innermost last
+        self.attending: set[int] = set()
+        self.keyed: set[nn.Module] = set()
+        self.mixers: dict[nn.Module, None] = {}  # in their order
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        self.attending.add(layer_idx)
+        self.keyed.add(self.inside[-1])
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def update_conv_state(self, conv_states: Tensor, *args, **kwargs) -> Tensor:
+        self.mixers[self.inside[-1]] = None
+        return super().update_conv_state(conv_states, *args, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, *args, **kwargs) -> Tensor:
+        self.mixers[self.inside[-1]] = None
+        return super().update_recurrent_state(recurrent_states, *args, **kwargs)
+
+
+def find_recurrent(parts: Parts) -> tuple[Parts, RecurrentLayers | None]:
+    """The modules that keep states, and the kinds of the layers by what they give to a cache. None: there are none.
+
+    Errors: UnsupportedTarget, if a layer's state is not in the cache, or cannot be told from its keys."""
+    if not parts.stateful:
+        return parts, None
+    inside: list[nn.Module] = []
+    modules = [module for layer in parts.layers for module in layer.modules()]
+    handles = [m.register_forward_pre_hook(lambda m, args: inside.append(m)) for m in modules]
+    handles += [m.register_forward_hook(lambda m, args, output: inside.pop() and None) for m in modules]
+    try:
+        cache = _try(parts, "a cache of its layer types", lambda: _Observed(parts.config, inside))
+        _try(parts, "a forward with a cache", lambda: parts.decode(_probe_ids(parts, 5), cache))
+    finally:
+        for handle in handles:
+            handle.remove()
+    both = [module for module in cache.mixers if module in cache.keyed]
+    if not cache.mixers or both:
+        why = "keep states outside of transformers' cache" if not both else "keep keys and states in one module"
+        raise UnsupportedTarget(f"target {parts.name}: its layers {why}, where they cannot be rolled back")
+    kinds = [kind if i in cache.attending else STATES for i, kind in enumerate(parts.kinds)]
+    sliding = any("sliding" in kind for kind in kinds)
+    kinds = [k if k == STATES else SLIDING if "sliding" in k else FULL for k in kinds]
+    window = int(getattr(parts.config, "sliding_window", None) or 0) if sliding else 0
+    numbers = [getattr(layer, "number_of_states", 0) for layer in cache.layers]
+    return replace(parts, kinds=tuple(kinds), window=window), RecurrentLayers(tuple(cache.mixers), tuple(numbers))
+
+
+class _Keys(StateCache):
+    """Keys and values of one row, beside its states; `keep` of them remain."""
+
+    is_sliding: tuple[bool, ...] = ()
+
+    def __init__(self, keys: dict[int, tuple[Tensor, Tensor]], layers: list, kept: int) -> None:
+        super().__init__(layers)
+        self.keys, self.kept = keys, kept
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        new = (key_states, value_states)
+        if layer_idx in self.keys:
+            new = tuple(torch.cat([old[:, :, : self.kept], x], 2) for old, x in zip(self.keys[layer_idx], new))
+        self.keys[layer_idx] = new
+        return new
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.kept
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.kept + query_length, 0
+
+
+# Tokens of each forward, and how many of them are kept: a start, a rollback, a single token, a rest.
+_ROUNDS = ((5, 2), (4, 1), (1, 1), (5, 5))
+
+
+def confirm_rollback(parts: Parts, found: RecurrentLayers) -> RecurrentLayers:
+    """Confirms that states which were rolled back continue a text as if nothing else had been read: `found`, stepwise
+    if its mixers must be. Errors: UnsupportedTarget."""
+    ids = _probe_ids(parts, sum(kept for _, kept in _ROUNDS))
+    whole = parts.decode(ids).last_hidden_state
+    reason = "its hidden states change"
+    for layers in (found, replace(found, stepwise=True)):
+        try:
+            if _rounds_error(parts, layers, ids, whole) <= _tolerance(parts.dtype):
+                return layers
+        except _PROBE_ERRORS as error:
+            reason = f"{type(error).__name__}: {error}"
+    raise UnsupportedTarget(
+        f"target {parts.name}: its recurrent states cannot be rolled back when drafts are rejected ({reason})"
+    )
+
+
+def _rounds_error(parts: Parts, found: RecurrentLayers, ids: Tensor, whole: Tensor) -> float:
+    """The largest of the median errors of all rounds, from an empty row and from one with zero states."""
+    states, worst = RecurrentStates(found, 1), 0.0
+    for begin_fresh in (True, False):
+        keys: dict[int, tuple[Tensor, Tensor]] = {}
+        past = 0
+        for T, kept in _ROUNDS:
+            read = slice(past, past + T)
+            with states.forward(0, 1, T, fresh=begin_fresh and past == 0) as layers:
+                cache, positions = _Keys(keys, layers, past), torch.arange(T, device=parts.device)[None] + past
+                hidden = parts.decode(ids[:, read], cache, positions).last_hidden_state
+            worst = max(worst, _error(hidden, whole[:, read]).median().item())
+            states.keep(0, [kept])
+            past += kept
+        states.reset(0)
+    return worst

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from inference.report.schema import load_report
 from speculators.errors import CheckpointError, ConfigError
+from speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
 from speculators.export import read_drafter_config
 from speculators.target.frozen_target import FrozenTarget
 from tests.conftest import make_tiny_model
@@ -316,3 +317,33 @@ def test_an_adapted_target_continues_the_head_of_its_base(recipe, tiny_target, t
     (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(fields))
     with pytest.raises(CheckpointError, match=r"target\.adapter .*lora: the adapter's tensors are not those"):
         run(recipe, changes)
+def of_target(recipe, folder: Path, tiny_target: Path, name: str, **config) -> list[str]:
+    """Overrides for a target of another architecture with the same tokenizer."""
+    model = make_tiny_model(name, vocab_size=4096, eos_token_id=2, max_position_embeddings=512, **config)
+    model.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tiny_target / file, folder / file)
+    return [f"target.model={folder}", "training.steps=2", "evaluation.temperatures=[0.0]"]
+
+
+@pytest.mark.integration
+def test_a_recurrent_target_goes_from_recipe_to_report(recipe, tiny_target, tmp_path):
+    """Responses, held-out texts, cached features of packed rows, export and report, lossless in float32."""
+    other = of_target(recipe, tmp_path / "hybrid", tiny_target, "qwen3_next")
+    cached = ["features.mode=cache", f"features.dir={tmp_path / 'features'}", "training.mixed_precision=no"]
+    assert run(recipe, [*other, *cached, "evaluation.repeats=0", "evaluation.baseline_transformers=false"]) == 0
+    report = json.loads((tmp_path / "run" / "acceptance.json").read_text())
+    assert report["summary"]["lossless_mismatches"] == 0 and report["summary"]["t0.acceptance_length"] >= 1
+
+
+@pytest.mark.integration
+def test_a_target_that_gives_features_alone_is_trained_and_exported(recipe, tiny_target, tmp_path, capsys):
+    """Its states are outside of the cache, so that nothing is decoded here."""
+    kinds = ["recurrent", "attention", "recurrent"]
+    other = of_target(recipe, tmp_path / "other", tiny_target, "recurrent_gemma", lru_width=32, block_types=kinds)
+    with pytest.raises(UnsupportedTarget, match="regenerate.enabled, data.validation, evaluation.engines.*--engine v"):
+        run(recipe, other)
+    alone = ["data.validation=[]", "regenerate.enabled=false", "evaluation.prompts=[]", "features.mode=cache"]
+    assert run(recipe, [*other, *alone, f"features.dir={tmp_path / 'features'}"]) == 0
+    assert read_drafter_config(tmp_path / "run" / "export").family == "eagle3"
+    assert "acceptance: not measured" in capsys.readouterr().out

@@ -26,6 +26,7 @@ from inference.evaluation.evaluate import (
 from inference.evaluation.suites import Conversation, load_suite, sha256_of, suite_files
 from inference.report.build import check_gates
 from inference.report.html import write_html
+from inference.report.measurement import OUR_ENGINE
 from inference.report.merge_engines import lay_beside, measured_before
 from inference.report.progress import training_progress
 from inference.report.schema import AcceptanceReport, Bound, SuiteFacts, SuiteFile, save_report
@@ -60,12 +61,14 @@ class Engines:
 
 
 def require_engines(recipe: Recipe) -> None:
-    """Before anything is trained: ConfigError if a gate needs vLLM and there is none."""
-    if any(split_gate(name)[1] == "vllm_gap" for name in recipe.gates):
+    """Before anything is trained: ConfigError if a gate, or the choice of engines, needs vLLM and there is none."""
+    gated = any(split_gate(name)[1] == "vllm_gap" for name in recipe.gates)
+    if gated or recipe.evaluation.engines == [VLLM]:
+        why = "gates: vllm_gap is set" if gated else "evaluation.engines names vllm alone"
         try:
             vllm_python()
         except ConfigError as error:
-            raise ConfigError(f"gates: vllm_gap is set, so the run must be measured in vLLM. {error}") from None
+            raise ConfigError(f"{why}, so the run must be measured in vLLM. {error}") from None
 
 
 def require_suites(recipe: Recipe) -> None:
@@ -86,7 +89,8 @@ def engines_of(recipe: Recipe, say: Callable[[str], None] = lambda text: None) -
     except ConfigError as error:
         say(f"acceptance: not measured in vLLM. {error}")
         return Engines()
-    return Engines(True, VllmOptions(python, e.vllm.options, e.vllm.speculative_config), e.vllm_temperatures)
+    vllm = VllmOptions(python, e.vllm.options, e.vllm.speculative_config)
+    return Engines(OUR_ENGINE in e.engines, vllm, e.vllm_temperatures)
 
 
 def evaluate_in(

@@ -95,7 +95,7 @@ class DataStage:
         t = recipe.target
         self.record = Record(t.model, t.revision, self.hashes.combined, template, recipe.data.chat_template_kwargs)
         batch = recipe.regenerate.batch_size
-        writes = target is not None and not waits_on_host(recipe, accelerator)
+        writes = target is not None and target.supports_rollback and not waits_on_host(recipe, accelerator)
         limits = {"max_num_seqs": batch, "max_num_batched_tokens": max(512, 32 * batch)}
         self.llm = LLM(target, tokenizer, **limits) if writes else None
         self.facts = facts_of(recipe, tokenizer) if self.llm is None else None

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from inference.report.html import write_html
+from inference.report.measurement import OUR_ENGINE
 from inference.report.schema import save_report
 from inference.report.table import print_report
 from speculators.errors import CheckpointError, ConfigError
@@ -38,6 +41,9 @@ def evaluate_run(recipe: Recipe, engines: Engines | None = None) -> int:
     newest = checkpoint.latest(checkpoints(recipe))
     history = json.loads((newest / "state.json").read_text())["history"] if newest is not None else ()
     return accept(with_adapted_target(recipe), history=history, engines=engines)
+    if engines is not None and OUR_ENGINE not in recipe.evaluation.engines:
+        engines = replace(engines, needs_ours=False)
+    return accept(recipe, history=history, engines=engines)
 
 
 def evaluate_folders(

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 
 from inference.evaluation.expected_acceptance import expected_acceptance
+from inference.report.measurement import OUR_ENGINE
 from inference.spec_decode.replay import ReplayResult, standard_error
 from speculators.drafter import Drafter
 from speculators.errors import ConfigError
@@ -140,6 +141,28 @@ def load_target(recipe: Recipe, accelerator: Accelerator, tap_layers: Sequence[i
     )
 
 
+def require_abilities(recipe: Recipe, target: FrozenTarget) -> None:
+    """Before any data is made: UnsupportedTarget if the recipe has the target decode and it gives features alone;
+    ConfigError for branches of rejected drafts behind recurrent layers."""
+    keys: dict[str, None] = {}  # of the recipe, that have it decode
+    for _, part in recipe.training_stages():
+        if part.regenerate.enabled and not part.regenerate.endpoints:
+            keys["regenerate.enabled"] = None
+        if part.data.validation and not part.regenerate.endpoints:
+            keys["data.validation"] = None
+        if part.on_policy:
+            keys["on_policy"] = None
+            if target.recurrent is not None and part.on_policy.suffix_weight > 0:
+                raise ConfigError(
+                    "on_policy.suffix_weight: rejected drafts are branches of a training row, which the recurrent "
+                    f"layers of target {target.name_or_path} cannot read; set it to 0"
+                )
+    if OUR_ENGINE in recipe.evaluation.engines and (recipe.evaluation.prompts or recipe.data.validation):
+        keys["evaluation.engines: [draftsmith]"] = None
+    if keys:
+        target.require_rollback(", ".join(keys))
+
+
 # ---------------------------------------------------------------- training
 
 
@@ -151,6 +174,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
         unasked = "; endpoints are not compared with it" if recipe.regenerate.endpoints else ""
         stages.say(f"      the target waits in the host's memory, and goes to the devices a layer at a time{unasked}")
     target, tokenizer = load_target(recipe, accelerator, config.tap_layers), recipe.target.load_tokenizer()
+    require_abilities(recipe, target)
     drafter, history, previous = None, [], ""
     for name, part in recipe.training_stages():
         data = prepare_data(part, target, tokenizer, accelerator, stages, name)

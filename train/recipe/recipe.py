@@ -177,7 +177,7 @@ class Recipe(Section):
                 "leave one of the two out"
             )
         compared = [temperature for temperature, figure in map(split_gate, self.gates) if figure == "vllm_gap"]
-        if compared and "vllm" not in self.evaluation.engines:
+        if compared and len(self.evaluation.engines) < 2:
             raise ValueError("gates: vllm_gap compares two engines; needs evaluation.engines: [draftsmith, vllm]")
         if missing := set(compared) - {None, *self.evaluation.vllm_temperatures}:
             raise ValueError(

@@ -347,7 +347,8 @@ class EvaluationSection(Section):
     engines: list[Literal["draftsmith", "vllm"]] = Field(
         ["draftsmith"],
         min_length=1,
-        description="vllm needs DRAFTSMITH_VLLM_PYTHON, and is skipped without it unless a gate needs it",
+        description="vllm needs DRAFTSMITH_VLLM_PYTHON, and is skipped without it unless a gate needs it, or it stands "
+        "alone, for a target that this runtime cannot decode",
     )
     vllm: VllmSection = Field(VllmSection(), description="how vLLM is run, if it is")
     temperatures: list[Annotated[float, Field(ge=0)]] = Field(
@@ -390,13 +391,6 @@ class EvaluationSection(Section):
     def _once(cls, value: list[float]) -> list[float]:
         if len(set(value)) != len(value):
             raise ValueError(f"each temperature may be given once, got {value}")
-        return value
-
-    @field_validator("engines")
-    @classmethod
-    def _this_one_too(cls, value: list[str]) -> list[str]:
-        if "draftsmith" not in value:
-            raise ValueError("expected draftsmith among them: a run's report is of this runtime")
         return value
 
     @model_validator(mode="after")

@@ -34,6 +34,7 @@ class Proposer:
                             Others report `Proposal.confidence`.
     place_prices            set by an adaptive budget of trees: what a forward over the last token and w places of every
                             row must gain, in tokens, for w = 0 … K; a tree grows while places gain more than they cost
+    drafts_trees            its proposals may have several tokens after one
     whole_blocks            the first draft costs a whole block, and the drafts after it little
     """
 
@@ -41,6 +42,7 @@ class Proposer:
     reads_logits: bool = False
     num_scaffold_tokens: int = 0
     stops_early: bool = False
+    drafts_trees: bool = False
     whole_blocks: bool = False
     go_on: GoOn | None = None
     place_prices: Sequence[float] | None = None

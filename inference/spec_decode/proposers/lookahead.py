@@ -105,6 +105,7 @@ class LookaheadProposer(Proposer):
     """
 
     reads_logits = True
+    drafts_trees = True
 
     def __init__(
         self,

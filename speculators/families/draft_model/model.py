@@ -176,7 +176,14 @@ class DraftModel(TokenDrafter):
         if not self._runners:
             trained = [p for p in self.model.parameters() if p.requires_grad]
             with torch.autocast(self.model.device.type, enabled=False):  # its probes compare in the model's precision
-                self._runners = [FrozenTarget(self.model)]
+                runner = FrozenTarget(self.model)
+            runner.require_rollback("a draft model")
+            if runner.recurrent is not None:
+                raise ConfigError(
+                    f"draft model {runner.name_or_path}: its recurrent layers keep states of the last token alone, and "
+                    "drafts are taken back token by token; start from a model whose layers are all attention"
+                )
+            self._runners = [runner]
             for parameter in trained:
                 parameter.requires_grad_(True)
             self.model.train(self.training)

@@ -62,7 +62,7 @@ def test_a_window_inside_the_attention_is_refused():
         "gpt_neo", num_layers=2, num_hidden_layers=2, attention_types=[[["global", "local"], 1]], num_heads=4
     )
     with pytest.raises(UnsupportedTarget, match="local"):
-        FrozenTarget(model)
+        make_llm(model)
 
 
 def phi3_long() -> torch.nn.Module:

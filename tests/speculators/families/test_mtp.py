@@ -19,15 +19,17 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     Qwen3NextRotaryEmbedding,
 )
 
+from inference import SamplingParams
 from inference.kv_cache.ragged_cache import RaggedCache
 from speculators.drafter import DraftInput
-from speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
+from speculators.errors import CheckpointError, ConfigError
 from speculators.export import export_drafter, load_drafter, load_weights, read_drafter_config
 from speculators.export.convert import write_back
 from speculators.families.mtp import Mtp, MtpConfig
 from speculators.layers.target_layer import BorrowedLayer, layer_fields, pack_experts, unpack_experts
 from speculators.registry import build_config, config_for_target
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from tests.inference.modules import make_llm
 from train.pipeline.drafter_stage import make_drafter
 from train.recipe.drafter_config import drafter_config
 from train.recipe.recipe import recipe_class
@@ -235,12 +237,14 @@ def test_qwen3_next_trains_and_drafts_alike(qwen3_next) -> None:
             torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_target_of_qwen3_next_is_refused_by_the_runtime() -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_next", **QWEN3_NEXT))
-    with pytest.raises(UnsupportedTarget, match="cannot be rolled back"):
-        FrozenTarget(model)
+def test_a_target_of_qwen3_next_writes_the_same_with_a_module_of_its_kind(tiny_model) -> None:
+    target = FrozenTarget(tiny_model("qwen3_next"))
+    drafter = shaken(Mtp(config_for_target(target, "mtp")).attach(target))
+    assert drafter.config.layout == "qwen3_next"
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    plain, drafting = make_llm(target), make_llm(target, drafter=drafter, num_speculative_tokens=2)
+    texts = [llm.generate({"prompt_token_ids": [5, 9, 11, 42]}, params, False)[0] for llm in (plain, drafting)]
+    assert texts[0].outputs[0].token_ids == texts[1].outputs[0].token_ids
 
 
 @torch.no_grad()

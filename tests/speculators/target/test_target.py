@@ -6,10 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache
 
 from speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
 from speculators.target.frozen_target import FrozenTarget
+from tests.conftest import ARCHITECTURES, RECURRENT
 
 
 def close(a, b, tolerance=1e-5):
@@ -29,6 +30,23 @@ def reference(model, ids):
         out = model(input_ids=ids, output_hidden_states=True, use_cache=False)
     norm.remove()
     return [*out.hidden_states[:-1], inside["before"]], out.hidden_states[-1], out.logits
+
+
+def alone(target, ids):
+    """taps, last_hidden of the model's own forward, with nothing of ours around it."""
+    outputs = {}
+    for tap in target.tap_layers:
+        layer = target.layers[tap - 1]
+        keep = lambda module, args, out, tap=tap: outputs.update({tap: out[0] if isinstance(out, tuple) else out})
+        layer._forward_hooks[-tap] = keep
+    with torch.no_grad():
+        last = target.decoder(input_ids=ids, use_cache=False).last_hidden_state
+    for tap in target.tap_layers:
+        del target.layers[tap - 1]._forward_hooks[-tap]
+    return torch.cat([outputs[tap] for tap in target.tap_layers], dim=-1), last
+
+
+OF_FEATURES_ALONE = {"bloom": dict(n_head=4), "rwkv": dict(attention_hidden_size=32)}
 
 
 @pytest.fixture
@@ -76,8 +94,10 @@ def test_decoding_with_a_plain_cache(tiny_model, any_architecture, ids):
         start += size
 
 
-def test_packed_features_equal_each_sequence_alone(tiny_model, any_architecture):
-    model = tiny_model(any_architecture)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *RECURRENT, "bloom", "rwkv"])
+def test_packed_features_equal_each_sequence_alone(tiny_model, architecture):
+    """Also where states, or attention that takes no masks, would carry one sequence into the next."""
+    model = tiny_model(architecture, **OF_FEATURES_ALONE.get(architecture, {}))
     target = FrozenTarget(model, tap_layers=[1, 3])
     generator = torch.Generator().manual_seed(2)
     lengths = [[7, 9, 0], [5, 1, 6]]  # the rest of the 18 columns is padding
@@ -95,9 +115,9 @@ def test_packed_features_equal_each_sequence_alone(tiny_model, any_architecture)
         start = 0
         for count in filter(None, counts):
             piece = slice(start, start + count)
-            hidden, last, _ = reference(model, ids[row : row + 1, piece])
+            taps, last = alone(target, ids[row : row + 1, piece])
             close(features.last_hidden[row, piece], last[0])
-            close(features.taps[row, piece], torch.cat([hidden[1], hidden[3]], dim=-1)[0])
+            close(features.taps[row, piece], taps[0])
             start += count
 
 
@@ -160,21 +180,39 @@ def test_taps_twice(tiny_model):
         FrozenTarget(tiny_model("llama"), tap_layers=[1, 1])
 
 
-def test_recurrent_state_is_refused():
-    config = AutoConfig.for_model(
-        "mamba", vocab_size=50, hidden_size=16, num_hidden_layers=1, state_size=4, pad_token_id=0
-    )
-    with pytest.raises(UnsupportedTarget, match="rolled back"):
-        FrozenTarget(AutoModelForCausalLM.from_config(config))
+@pytest.mark.parametrize(("name", "stepwise"), [("qwen3_next", False), ("lfm2", False), ("mamba", True)])
+def test_recurrent_layers_are_found_by_what_they_give_a_cache(tiny_model, name, stepwise):
+    target = FrozenTarget(tiny_model(name))
+    assert target.supports_rollback and target.recurrent.stepwise == stepwise
+    states = {"qwen3_next": (1, 0, 1), "lfm2": (1, 0, 1), "mamba": (1, 1, 1)}[name]
+    assert target.recurrent.num_states == states and len(target.recurrent.mixers) == sum(states)
 
 
-def test_hybrid_layers_are_refused():
-    config = AutoConfig.for_model(
-        "lfm2", vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, layer_types=["conv", "full_attention"],
-    )  # fmt: skip
-    with pytest.raises(UnsupportedTarget, match="conv.*rolled back"):
-        FrozenTarget(AutoModelForCausalLM.from_config(config))
+@pytest.mark.parametrize("name", ["rwkv", "bloom"])
+def test_a_target_that_gives_features_alone_says_why(tiny_model, ids, name):
+    target = FrozenTarget(tiny_model(name, **OF_FEATURES_ALONE[name]))
+    why = {"rwkv": "outside of transformers' cache", "bloom": "a mask prepared outside"}[name]
+    assert not target.supports_rollback and why in target.decoding_refusal
+    with pytest.raises(UnsupportedTarget, match=why):
+        target(ids, attention_mask=torch.ones(2, 1, 11, 11, dtype=torch.bool))
+    with pytest.raises(UnsupportedTarget, match="branches"):
+        target.features(ids, ids, torch.zeros_like(ids), ids, forks=torch.full_like(ids, -1))
+
+
+def test_states_that_are_not_where_they_are_rolled_back_are_noticed(tiny_model):
+    """The power of the probe: a convolution that forgets the tokens before a chunk."""
+    model = tiny_model("lfm2")
+    forward = type(model.model.layers[0].conv).forward
+
+    class Forgetful(type(model.model.layers[0].conv)):
+        def forward(self, hidden_states, past_key_values=None, **kwargs):
+            output = forward(self, hidden_states, past_key_values, **kwargs)
+            if past_key_values is not None and past_key_values.layers:
+                past_key_values.layers[self.layer_idx].conv_states[0].zero_()
+            return output
+
+    model.model.layers[0].conv.__class__ = Forgetful
+    assert "cannot be rolled back" in FrozenTarget(model).decoding_refusal
 
 
 def test_encoder_decoders_are_refused():
@@ -188,8 +226,9 @@ def test_encoder_decoders_are_refused():
 def test_a_window_other_than_the_configs_is_refused(tiny_model):
     model = tiny_model("llama")
     model.config.sliding_window = 4  # Llama ignores it
+    target = FrozenTarget(model)
     with pytest.raises(UnsupportedTarget, match="layer 0 is sliding_attention.*keys it may see"):
-        FrozenTarget(model)
+        target.require_rollback("decoding")
 
 
 def test_a_soft_cap_that_sdpa_would_leave_out_is_refused(tiny_model):
@@ -197,12 +236,6 @@ def test_a_soft_cap_that_sdpa_would_leave_out_is_refused(tiny_model):
     model.set_attn_implementation("sdpa")
     with pytest.raises(UnsupportedTarget, match="attn_logit_softcapping.*eager"):
         FrozenTarget(model)
-
-
-def test_alibi_is_refused():
-    config = AutoConfig.for_model("bloom", vocab_size=50, hidden_size=16, n_layer=2, n_head=2)
-    with pytest.raises(UnsupportedTarget):
-        FrozenTarget(AutoModelForCausalLM.from_config(config))
 
 
 def test_an_unknown_treatment_of_logits_is_refused(tiny_model):

@@ -6,19 +6,20 @@ import pytest
 from typer.testing import CliRunner
 
 from inference.vllm_bridge.engine import PYTHON, VllmOptions
-from speculators.errors import ConfigError
+from speculators.errors import ConfigError, UnsupportedTarget
+from speculators.target.frozen_target import FrozenTarget
 from tests.quickstart_data import source as quickstart
 from train.cli import app
 from train.pipeline import evaluate_again
 from train.pipeline.acceptance_stage import Engines, engines_of, gate_bounds, require_engines
-from train.pipeline.run import run
+from train.pipeline.run import require_abilities, run
 from train.recipe.recipe import make_recipe
 
 SOURCES = [quickstart("test", 2)]
 BOTH = {"engines": ["draftsmith", "vllm"]}
 
 
-def recipe(gates: dict | None = None, **evaluation):
+def recipe(gates: dict | None = None, on_policy: dict | None = None, regenerate: dict | None = None, **evaluation):
     return make_recipe(
         {
             "name": "tiny",
@@ -26,6 +27,8 @@ def recipe(gates: dict | None = None, **evaluation):
             "data": {"train": SOURCES, "validation": SOURCES},
             "evaluation": evaluation,
             "gates": gates or {},
+            "on_policy": on_policy,
+            "regenerate": regenerate or {},
         }
     )
 
@@ -46,6 +49,8 @@ def test_a_gate_on_vllm_stops_a_run_before_it_trains(nowhere, tmp_path) -> None:
     with pytest.raises(ConfigError, match=rf"vllm_gap is set.*{PYTHON}"):
         require_engines(recipe({"t0.vllm_gap": {"max": 0.02}}, **BOTH))
     require_engines(recipe({"t0.acceptance_length": {"min": 1}}, **BOTH))
+    with pytest.raises(ConfigError, match=rf"names vllm alone.*{PYTHON}"):
+        require_engines(recipe(engines=["vllm"]))
     written = tmp_path / "recipe.yaml"
     written.write_text(recipe({"vllm_gap": {"max": 0.02}}, **BOTH).resolved_yaml())
     with pytest.raises(ConfigError, match="vllm_gap is set"):
@@ -63,7 +68,7 @@ def test_the_gap_is_gated_over_the_temperatures_of_both() -> None:
     [
         ({"vllm_gap": {"max": 0.02}}, {}, r"needs evaluation.engines: \[draftsmith, vllm\]"),
         ({"t1.vllm_gap": {"max": 0.02}}, {**BOTH, "vllm": {"temperatures": [0]}}, "at temperature 1 needs it in"),
-        ({}, {"engines": ["vllm"]}, "expected draftsmith among them"),
+        ({"vllm_gap": {"max": 0.02}}, {"engines": ["vllm"]}, r"needs evaluation.engines: \[draftsmith, vllm\]"),
         ({}, {**BOTH, "vllm": {"temperatures": [0.5]}}, r"\[0.5\] are not among evaluation.temperatures"),
     ],
 )
@@ -78,6 +83,19 @@ def test_what_vllm_is_told_comes_from_the_recipe(monkeypatch) -> None:
     engines = engines_of(recipe(**BOTH, vllm=section))
     assert engines.vllm == VllmOptions("python of vLLM", {"tensor_parallel_size": 2}, {"x": 1})
     assert engines.ours and engines.temperatures == [0]
+    assert not engines_of(recipe(engines=["vllm"])).ours
+
+
+def test_what_needs_a_target_that_decodes_is_refused_before_it_begins(tiny_model) -> None:
+    features_alone = FrozenTarget(tiny_model("bloom", n_head=4))
+    with pytest.raises(UnsupportedTarget, match=r"regenerate.enabled, data.validation, evaluation.engines: \[draftsm"):
+        require_abilities(recipe(), features_alone)
+    there = {"enabled": True, "endpoints": [{"url": "http://x/v1"}]}
+    require_abilities(recipe(engines=["vllm"], regenerate=there), features_alone)
+    recurrent = FrozenTarget(tiny_model("lfm2"))
+    require_abilities(recipe(on_policy={"suffix_weight": 0}), recurrent)
+    with pytest.raises(ConfigError, match="on_policy.suffix_weight.*recurrent layers.*set it to 0"):
+        require_abilities(recipe(on_policy={}), recurrent)
 
 
 @pytest.mark.parametrize(

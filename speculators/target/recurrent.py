@@ -1,0 +1,232 @@
+"""Recurrent layers of a target: where their states are, and how these are rolled back.
+
+Linear-attention, state-space and short-convolution layers fold a text into states of a fixed size, from which a
+rejected draft cannot be masked out. So a forward runs on a copy of the states. For a row that keeps only some of its
+tokens, the modules that hold states (mixers) run again over these tokens, from the state before the forward, with the
+inputs that the forward gave them; nothing else of the model runs twice. Mixers are found by observation: they are the
+modules that hand states to the cache. Knows no architecture, no drafts, and no keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, LinearAttentionLayer
+
+from speculators.errors import ConfigError
+from speculators.precision import on_device
+
+Key = tuple[int, str, int]  # layer, conv_states or recurrent_states, number of the state
+KINDS = ("conv_states", "recurrent_states")
+
+
+@dataclass(frozen=True)
+class RecurrentLayers:
+    """The mixers of a model.
+
+    num_states  per layer of the cache: how many states of each kind it has; 0: it is not recurrent
+    stepwise    a mixer that continues a text must be given its tokens one by one
+    """
+
+    mixers: tuple[nn.Module, ...]
+    num_states: tuple[int, ...]
+    stepwise: bool = False
+
+    def cache_layers(self) -> list[LinearAttentionLayer | None]:
+        """What transformers' cache has for each layer, without any state yet."""
+        return [LinearAttentionLayer(number_of_states=n) if n else None for n in self.num_states]
+
+    @contextmanager
+    def recording(self, calls: list[Call], shape: tuple[int, int], fresh: bool) -> Iterator[None]:
+        """Inside, mixers write their inputs to `calls`. shape: [b, T] of the forward; fresh: it continues no text."""
+        before = [mixer.__dict__.get("forward") for mixer in self.mixers]
+        for mixer in self.mixers:
+            own = mixer.forward
+
+            def forward(*args: Any, own: Callable = own, **kwargs: Any) -> Any:
+                calls.append((own, args, kwargs))
+                return self.mix(own, args, kwargs, shape, fresh)
+
+            mixer.forward = forward  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for mixer, own in zip(self.mixers, before):
+                del mixer.forward
+                if own is not None:
+                    mixer.forward = own  # type: ignore[method-assign]
+
+    def mix(self, forward: Callable, args: tuple, kwargs: dict, shape: tuple[int, int], fresh: bool) -> Any:
+        """A mixer's output, token by token where it cannot continue with several."""
+        b, T = shape
+        if fresh or T == 1 or not self.stepwise:
+            return forward(*args, **kwargs)
+        outputs = []
+        for t in range(T):
+            cut = partial(_cut, shape=shape, rows=slice(0, b), slots=slice(t, t + 1))
+            outputs.append(forward(*map(cut, args), **{name: cut(value) for name, value in kwargs.items()}))
+        if isinstance(outputs[0], Tensor):
+            return torch.cat(outputs, dim=1)
+        return (torch.cat([output[0] for output in outputs], dim=1), *outputs[-1][1:])
+
+
+Call = tuple[Callable, tuple, dict]  # a mixer's forward, and its inputs
+
+
+def _cut(value: Any, shape: tuple[int, int], rows: Any, slots: slice, cache: Cache | None = None) -> Any:
+    """An input of a mixer for some rows and slots. `cache` takes the place of the forward's."""
+    if isinstance(value, Cache):
+        return value if cache is None else cache
+    if isinstance(value, (tuple, list)):
+        return type(value)(_cut(each, shape, rows, slots, cache) for each in value)
+    if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != shape[1]:
+        return value
+    if value.shape[0] == shape[0]:
+        return value[rows][:, slots]
+    return value[:, slots] if value.shape[0] == 1 else value
+
+
+class StateCache(Cache):
+    """`past_key_values` of mixers alone."""
+
+    layer_class_to_replicate = None
+    offloading = False
+
+    def __init__(self, layers: list) -> None:
+        self.layers = layers
+
+
+@dataclass
+class _Forward:
+    """A forward over T tokens of rows [start, stop)."""
+
+    start: int
+    stop: int
+    T: int
+    fresh: bool
+    layers: list
+    calls: list[Call] = field(default_factory=list)
+    left: set[int] = field(default_factory=set)  # rows of which nothing was kept yet
+
+
+class RecurrentStates:
+    """The states of `rows` rows, in memory of their own: per state [rows, …], zero for an empty row.
+
+    `forward` runs on a copy, and `keep` moves the states on; a forward of which nothing is kept changes nothing.
+    """
+
+    def __init__(self, of: RecurrentLayers, rows: int) -> None:
+        self.of, self.rows = of, rows
+        self._held: dict[Key, Tensor] = {}
+        self._forward: _Forward | None = None
+
+    @contextmanager
+    def forward(self, start: int, stop: int, T: int, fresh: bool) -> Iterator[list]:
+        """Around a forward of the target over T tokens of rows [start, stop): yields the layers that its cache must
+        have. fresh: the rows are empty."""
+        fresh = fresh or not self._held
+        made = self._forward = _Forward(start, stop, T, fresh, self._load(slice(start, stop), fresh))
+        made.left = set(range(start, stop))
+        with self.of.recording(made.calls, (stop - start, T), fresh):
+            yield made.layers
+
+    def keep(self, start: int, counts: Sequence[int]) -> None:
+        """The states of row start + i move on by the first counts[i] tokens of the last forward."""
+        made, groups = self._forward, {}
+        for row, count in enumerate(counts, start):
+            if count:
+                groups.setdefault(count, []).append(row)
+        for count, rows in groups.items():
+            if made is None or not made.left.issuperset(rows) or count > made.T:
+                raise ConfigError(f"RecurrentStates.keep: {count} tokens of rows {rows} were not in the last forward")
+            index = on_device(rows, self._device(made.layers))
+            if count == made.T:
+                self._store(index, made.layers, index - made.start)
+            else:
+                self._store(index, self._again(made, index, count), None)
+            made.left.difference_update(rows)
+        if made is not None and not made.left:
+            self._forward = None
+
+    def _again(self, made: _Forward, rows: Tensor, count: int) -> list:
+        """The layers of a cache after the first `count` tokens of these rows."""
+        layers = self._load(rows, made.fresh)
+        shape = made.stop - made.start, made.T
+        cut = partial(_cut, shape=shape, rows=rows - made.start, slots=slice(0, count), cache=StateCache(layers))
+        for forward, args, kwargs in made.calls:
+            inputs = tuple(map(cut, args)), {name: cut(value) for name, value in kwargs.items()}
+            self.of.mix(forward, *inputs, (len(rows), count), made.fresh)
+        return layers
+
+    # ------------------------------------------------------------------ rows
+
+    def reset(self, row: int) -> None:
+        for held in self._held.values():
+            held[row] = 0
+
+    def swap(self, row: int, other: int) -> None:
+        for held in self._held.values():
+            kept = held[row].clone()
+            held[row] = held[other]
+            held[other] = kept
+
+    def copy(self, src_row: int, dst_row: int) -> None:
+        for held in self._held.values():
+            held[dst_row] = held[src_row]
+
+    def resize(self, rows: int) -> None:
+        """Memory for so many rows; what has no place in it is dropped."""
+        kept, self.rows = min(rows, self.rows), rows
+        for key, held in self._held.items():
+            self._held[key] = self._allocate(held)
+            self._held[key][:kept] = held[:kept]
+
+    def bytes_per_row(self) -> int:
+        """Of the states that are held, known from the first forward on; a forward, and rows that keep a part of it,
+        need the same again."""
+        made = dict(_states(self._forward.layers)) if self._forward is not None else {}
+        return sum(state[0].numel() * state.element_size() for state in (self._held or made).values())
+
+    # ------------------------------------------------------------------ memory
+
+    def _load(self, rows: slice | Tensor, fresh: bool) -> list:
+        layers = self.of.cache_layers()
+        if not fresh:
+            for (layer, kind, i), held in self._held.items():
+                made, state = layers[layer], held[rows].clone()
+                assert made is not None
+                getattr(made, kind)[i] = state
+                getattr(made, f"is_{kind}_initialized")[i] = True
+                if kind == "conv_states":
+                    made.conv_kernel_size[i] = state.shape[-1]
+                made.has_previous_state[i] = True
+        return layers
+
+    def _store(self, rows: Tensor, layers: list, inside: Tensor | None) -> None:
+        """inside: the rows of the layers that these are; None: all in their order."""
+        for key, state in _states(layers):
+            if key not in self._held:
+                self._held[key] = self._allocate(state)
+            self._held[key][rows] = state if inside is None else state[inside]
+
+    def _allocate(self, like: Tensor) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.zeros((self.rows, *like.shape[1:]), dtype=like.dtype, device=like.device)
+
+    def _device(self, layers: list) -> torch.device:
+        return next(state.device for _, state in _states(layers))
+
+
+def _states(layers: list) -> Iterator[tuple[Key, Tensor]]:
+    """Every state that the layers of a cache hold."""
+    for number, layer in enumerate(layers):
+        for kind in KINDS if layer is not None else ():
+            for i, state in getattr(layer, kind).items():
+                if state is not None:
+                    yield (number, kind, i), state
