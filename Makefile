@@ -11,6 +11,7 @@ SHELL := bash
 
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+PEERS_VENV ?= .venv-peers
 BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -24,6 +25,7 @@ LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --
 	--dynamo_backend no --num_cpu_threads_per_process
 
 .PHONY: docs help venv quickstart test test-fast test-vllm lint format compare distill-table bench-losses bench-runtime check-gpu clean
+.PHONY: help venv quickstart test test-fast test-vllm lint format compare distill-table bench-losses bench-peers bench-runtime check-gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,6 +78,9 @@ bench-runtime: $(VENV)/.installed  ## every way of drafting side by side, and wh
 bench-losses: $(VENV)/.installed  ## memory and time of the chunked objective against the plain one
 	$(BIN)/python scripts/bench_losses.py $(ARGS)
 
+bench-peers: $(VENV)/.installed  ## the EAGLE-3 training step beside that of vLLM's speculators (makes .venv-peers first: 2 GB)
+	$(BIN)/python scripts/bench_peers.py --venv $(PEERS_VENV) $(ARGS)
+
 check-gpu: $(VENV)/.installed  ## what this machine's GPU does, part by part (ten minutes; ARGS="--device cpu" elsewhere)
 	$(BIN)/python scripts/check_gpu.py $(ARGS)
 
@@ -83,5 +88,6 @@ docs: $(VENV)/.installed  ## build the documentation as a site, build/docs/index
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 clean:  ## remove caches and build outputs; runs/, .venv and .venv-vllm stay
+clean:  ## remove caches and build outputs; runs/ and the environments stay
 	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info
-	find . \( -path ./$(VENV) -o -path ./$(VLLM_VENV) \) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+	find . \( -path ./$(VENV) -o -path ./$(VLLM_VENV) -o -path ./$(PEERS_VENV) \) -prune -o -type d -name __pycache__ -exec rm -rf {} +

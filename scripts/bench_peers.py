@@ -257,31 +257,32 @@ def main(
     if unknown := [name for name in names if name not in SETTINGS]:
         raise typer.BadParameter(f"{', '.join(unknown)}: expected {', '.join(SETTINGS)}", param_hint="--setting")
     attention = attention or ("sdpa" if device == "cpu" else "simple_flex_attention")
-    chosen = {"device": device, "dtype": dtype, "threads": threads, "attention": attention}
+    console, results = Console(stderr=True), {}  # results by setting
+    chosen: dict[str, Any] = {"device": device, "dtype": dtype, "threads": threads, "attention": attention}
     try:
         if peer_python is None:
             environment = PeerEnvironment(venv.absolute(), "pip")
             environment.make(*(("cuda",) if device == "cuda" else ()))
             peer_python = environment.python
-        results = []
         for name in names:
-            of_row = {"tokens": tokens} if tokens else {}
-            results.append(
-                measure(replace(SETTINGS[name], **chosen, **of_row), (sys.executable, peer_python.absolute()), pairs)
-            )
+            chosen |= {"tokens": tokens or SETTINGS[name].tokens}
+            result = measure(replace(SETTINGS[name], **chosen), (sys.executable, peer_python.absolute()), pairs)
+            results[name] = result
+            console.print(f"{name}: equal, {speedup(result['seconds']):.2f} times the tokens/s", highlight=False)
+            if json_file is not None:
+                save_json(json_file, {"results": results})
     except (setup_vllm.SetupError, DifferentNumbers, WorkerFailed) as error:
-        Console(stderr=True).print(f"bench_peers: {error}", markup=False)
+        console.print(f"bench_peers: {error}", markup=False)
         raise typer.Exit(1) from error
-    library = results[0]["versions"][1]["version"]
+    any_result = results[names[0]]
+    library = any_result["versions"][1]["version"]
     title = f"a step, ours : that of {library}; {dtype}, {device}, {threads} threads, medians of {pairs} pairs"
-    unequal = [f"Δ {kind}" for kind in results[0]["equality"]]
+    unequal = [f"Δ {kind}" for kind in any_result["equality"]]
     shown = table(title, "setting", "T", "seconds", "tokens/s", "CPU", "MiB", "memory", *unequal)
-    for name, result in zip(names, results):
+    for name, result in results.items():
         shown.add_row(*cells(name, result))
     Console().print(shown)
     print("tokens/s: ours ÷ theirs; CPU: the same by CPU time; Δ: relative difference of loss and of gradients")
-    if json_file is not None:
-        save_json(json_file, {"results": results})
 
 
 if __name__ == "__main__":

@@ -114,6 +114,7 @@ class Environment:
                 print("  not available there", flush=True)
 
     def _install(self, *arguments: str | Path, step: str) -> None:
+        command: list[str | Path]
         if self.installer == "uv":
             command = ["uv", "pip", "install", "--quiet", "--compile-bytecode", "--python", self.python]
         else:

@@ -80,12 +80,17 @@ def test_a_ratio_is_that_of_neighbours():
 
 def test_a_side_that_ends_is_an_error(tmp_path):
     with pytest.raises(WorkerFailed, match="worker of ours ended with status 1"):
-        Worker("ours", shutil.which("false"), tmp_path, threads=1)
+        Worker("ours", shutil.which("false") or "", tmp_path, threads=1)
 
 
 def test_the_environment_pins_torch_and_is_made_once(tmp_path, monkeypatch):
     run: list[list[str]] = []
-    monkeypatch.setattr(PeerEnvironment, "_run", lambda self, step, command: run.append([*map(str, command)]) or "it\n")
+
+    def record(self, step, command):
+        run.append([str(part) for part in command])
+        return "versions\n"
+
+    monkeypatch.setattr(PeerEnvironment, "_run", record)
     monkeypatch.setattr(PeerEnvironment, "_start_anew", lambda self: None)
     environment = PeerEnvironment(tmp_path, "pip")
     environment.python.parent.mkdir()
