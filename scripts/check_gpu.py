@@ -275,7 +275,7 @@ def decoded(size: Figures, device: torch.device, dtype: str) -> dict[str, tuple[
         "compiled": {"enforce_eager": False, "compilation_config": {"cudagraph_mode": "NONE"}},
     }
     if device.type == "cuda":
-        modes["cuda_graphs"] = {"enforce_eager": False}
+        modes |= {"cuda_graphs": {"enforce_eager": False}, "default": {}}
     model, figures = make_target(size["config"], device, dtype), {}
     prompt = {"prompt_token_ids": [3 + 7 * i % (size["config"]["vocab_size"] - 3) for i in range(size["prompt"])]}
     params = SamplingParams(temperature=0, max_tokens=size["written"], ignore_eos=True)

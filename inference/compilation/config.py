@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from speculators.errors import ConfigError
 
+MOST_ROWS = 8  # a round of so few takes its time by launches, which CUDA graphs save
 MODES = ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE")  # vLLM's, by number
 OWN_WAY = frozenset(  # options of vLLM's that say how it compiles: its passes, its caches, its pieces
     {
@@ -31,6 +32,7 @@ class Compilation:
     row_sizes   numbers of rows that batches are padded to; None: powers of two
     drafter     whether the drafter's steps are compiled too
     inductor    options of torch's inductor
+    when_warm   only from `LLM.warm_up` on, and if the device has room for all keys and values: nobody asked for it
     """
 
     backend: str = "inductor"
@@ -38,6 +40,7 @@ class Compilation:
     row_sizes: tuple[int, ...] | None = None
     drafter: bool = True
     inductor: dict[str, Any] = field(default_factory=dict)
+    when_warm: bool = False
 
 
 class CompilationConfig(BaseModel):
@@ -100,18 +103,23 @@ def read_compilation(
     device: torch.device,
     *,
     eager_drafter: bool = False,
+    max_num_seqs: int = 1,
 ) -> Compilation | None:
-    """How rounds are compiled; None: they are not, which is so unless somebody asks for it.
+    """How rounds are compiled; None: they are not.
 
     Asking is `enforce_eager=False`, or a config with a mode or a cudagraph_mode that is not NONE; `enforce_eager=True`
-    has the last word. `eager_drafter`: what the speculative_config says of the drafter. ConfigError names options that
-    are not known, and what this device cannot do.
+    has the last word. Unasked, rounds of at most MOST_ROWS rows are recorded as CUDA graphs by `LLM.warm_up` on CUDA,
+    unless the config says NONE. `eager_drafter`: what the speculative_config says of the drafter. ConfigError names
+    options that are not known, and what this device cannot do.
     """
     if enforce_eager not in (None, True, False):
-        raise ConfigError(f"LLM: enforce_eager={enforce_eager!r}; expected True, False or None (eager unless asked)")
+        raise ConfigError(f"LLM: enforce_eager={enforce_eager!r}; expected True, False or None (by the device)")
     asked = _parse(config)
     if enforce_eager or not (asked.asks or enforce_eager is False):
-        return None
+        refused = enforce_eager or asked.mode is not None or asked.cudagraph_mode is not None
+        if refused or device.type != "cuda" or max_num_seqs > MOST_ROWS:
+            return None
+        return Compilation("cudagraphs", row_sizes=asked.row_sizes, drafter=not eager_drafter, when_warm=True)
     cudagraphs, backend = asked.cudagraph_mode != "NONE", asked.backend or "inductor"
     if asked.mode == "NONE":
         if not cudagraphs or (asked.cudagraph_mode is None and device.type != "cuda"):

@@ -7,6 +7,7 @@ rolls the rest back by not counting it. No tokenizer and no particular drafter b
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -38,11 +39,13 @@ from speculators.target.frozen_target import FrozenTarget
 if TYPE_CHECKING:
     from inference.compilation.compiled_rounds import CompiledRounds
 
-
 # What was judged in a round, before it is committed: the requests in their rows, their drafts, the new tokens of each
 # (the accepted drafts and one more; what follows the end of a response among them will be dropped).
 OnRound = Callable[[Sequence[Request], Proposal, Sequence[Sequence[int]]], None]
 
+logger = logging.getLogger(__name__)
+
+FREE_SHARE = 0.8  # of a device's free memory, for keys and values that nobody limited
 PHASES = ("schedule", "draft", "verify", "sample", "commit", "prefill")
 
 
@@ -111,11 +114,35 @@ class Engine:
         if options.kv_cache_memory_bytes is not None:
             self._probe()
             self.rows.memory_limit = KVMemory(options.kv_cache_memory_bytes, cache, proposer, drafts)
-        if compilation is not None:
-            from inference.compilation.compiled_rounds import CompiledRounds  # torch's compiler takes seconds to import
+        self._slack = drafts
+        if compilation is not None and not compilation.when_warm:
+            self.compiled = self._compiled_rounds(compilation)
 
-            memory = self.rows.memory_limit
-            self.compiled = CompiledRounds(compilation, target, cache, proposer, self.max_model_len, memory)
+    def start_graphs(self) -> None:
+        """From here on rounds run as CUDA graphs where that is the default and waited for this; they stay eager, with a
+        warning, if the device has no room for all keys and values at once. While no row holds anything."""
+        compilation, cache, limit = self.options.compilation, self.rows.cache, self.rows.memory_limit
+        if self.compiled is not None or compilation is None:
+            return
+        if limit is None and self.target.device.type == "cuda":
+            self._probe()
+            self.reset_prefix_cache()
+            free = int(FREE_SHARE * torch.cuda.mem_get_info(self.target.device)[0])
+            limit = KVMemory(free, cache, self.proposer, self._slack)
+        if limit is None or limit.fits(cache.max_rows, cache.max_len):
+            self.compiled = self._compiled_rounds(compilation)
+            return
+        logger.warning(
+            "rounds run eager: CUDA graphs keep the keys and values of all %d rows of %d positions from the start, %d "
+            "bytes, and there are %d; lower max_model_len or max_num_seqs (enforce_eager=True: eager without asking)",
+            cache.max_rows, cache.max_len, limit.bytes(cache.max_rows, cache.max_len), limit.limit,
+        )  # fmt: skip
+
+    def _compiled_rounds(self, compilation: Compilation) -> CompiledRounds:
+        from inference.compilation.compiled_rounds import CompiledRounds  # torch's compiler takes seconds to import
+
+        memory = self.rows.memory_limit
+        return CompiledRounds(compilation, self.target, self.rows.cache, self.proposer, self.max_model_len, memory)
 
     # ------------------------------------------------------------------ requests
 
@@ -198,6 +225,8 @@ class Engine:
         self.on_round = other.on_round
         self.rows.scheduler, self.rows.counters = other.scheduler, other.counters
         self.timers, self._row_rounds = other.timers, other._row_rounds
+        if other.compiled is not None:
+            self.start_graphs()
 
     # ------------------------------------------------------------------ one step
 

@@ -72,7 +72,7 @@ class LLM:
     seed                     of the requests that bring none: each gets its own from this and its number
     tensor_parallel_size     accepted with a warning if not 1: the target is kept on one device, which changes no output
     enforce_eager            False: rounds run compiled, at static shapes (docs/runtime.md); None: as compilation_config
-                             says, eager where it says nothing
+                             says; where it says nothing eager, but on CUDA graphs from `warm_up` on (up to 8 rows)
     compilation_config       how; see CompilationConfig
     on_round                 called after every verification with what was drafted and kept (see Engine)
 
@@ -104,7 +104,11 @@ class LLM:
     ) -> None:
         device = known_device(device)
         compilation = read_compilation(
-            enforce_eager, compilation_config, default_device(device), eager_drafter=drafts_eagerly(speculative_config)
+            enforce_eager,
+            compilation_config,
+            default_device(device),
+            eager_drafter=drafts_eagerly(speculative_config),
+            max_num_seqs=max_num_seqs,
         )
         source: dict[str, Any] = dict(trust_remote_code=trust_remote_code, revision=revision)
         config = parse_speculative_config(complete(read_options(others, speculative_config), model, **source))
@@ -238,6 +242,7 @@ class LLM:
     def warm_up(self) -> int:
         """Compiles every shape that rounds can have, so that none stalls a request later; nothing where rounds run
         eager. Returns how many graphs there are. From the thread that will run the rounds, before any request."""
+        self.engine.start_graphs()
         compiled = self.engine.compiled
         if compiled is None:
             return 0

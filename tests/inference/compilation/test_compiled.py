@@ -211,9 +211,11 @@ def test_a_limit_of_memory_must_hold_all_rows_at_their_longest(model_of):
 @pytest.mark.parametrize(
     ("enforce_eager", "config", "device", "expected"),
     [
-        (None, None, CUDA, None),
-        (None, {}, CUDA, None),
-        (None, {"cudagraph_capture_sizes": [1, 2]}, CUDA, None),
+        (None, None, CPU, None),
+        (None, None, CUDA, Compilation("cudagraphs", when_warm=True)),
+        (None, {"cudagraph_capture_sizes": [1, 2]}, CUDA, Compilation("cudagraphs", row_sizes=(1, 2), when_warm=True)),
+        (None, {"cudagraph_mode": "NONE"}, CUDA, None),
+        (True, None, CUDA, None),
         (None, 0, CUDA, None),
         (True, 3, CUDA, None),
         (False, None, CPU, Compilation()),
@@ -233,6 +235,24 @@ def test_a_limit_of_memory_must_hold_all_rows_at_their_longest(model_of):
 )  # fmt: skip
 def test_options_mean_what_they_mean_in_vllm(enforce_eager, config, device, expected):
     assert read_compilation(enforce_eager, config, device) == expected
+
+
+def test_unasked_cuda_graphs_are_for_few_rows():
+    assert read_compilation(None, None, CUDA, max_num_seqs=8) is not None
+    assert read_compilation(None, None, CUDA, max_num_seqs=9) is None
+    assert read_compilation(False, None, CUDA, max_num_seqs=9) is not None
+
+
+def test_unasked_graphs_wait_for_the_warm_up_and_for_room(model_of, caplog):
+    model, warm = model_of("off"), Compilation("eager", row_sizes=(2,), when_warm=True)
+    expected = write(llm_of("off", model, 2, None))
+    llm = llm_of("off", model, 2, warm)
+    assert write(llm) == expected and llm.engine.compiled is None
+    assert llm.warm_up() == llm.engine.compiled.num_graphs > 0
+    assert write(llm) == expected
+    narrow = llm_of("off", model, 2, warm, kv_cache_memory_bytes=llm.engine.rows.cache.bytes() - 1)
+    assert narrow.warm_up() == 0 and "rounds run eager" in caplog.text
+    assert write(narrow) == expected
 
 
 @pytest.mark.parametrize(
