@@ -32,6 +32,7 @@ from speculators.families.autoregressive import ChainDrafter
 from speculators.families.draft_model.model import DraftModel
 from speculators.precision import on_device
 from speculators.target.frozen_target import FrozenTarget
+from speculators.target.plain_decoder import TargetForward
 
 if TYPE_CHECKING:
     from speculators.drafter import Drafter
@@ -45,11 +46,16 @@ class Compiled:
     def __init__(self, what: str, compilation: Compilation) -> None:
         self.what, self._compilation = what, compilation
         self._found: dict[Hashable, Callable[..., Any]] = {}
+        self._made = 0  # compiled so far, those forgotten included
         self.failure: str | None = None  # why it runs eager
 
     def __len__(self) -> int:
         """Keys it was compiled for."""
         return len(self._found)
+
+    def forget(self) -> None:
+        """Every key is compiled again when it is next asked for."""
+        self._found.clear()
 
     def run(self, key: Hashable, make: Callable[[], Callable[..., Any]], *inputs: Any) -> tuple[Tensor, ...] | None:
         """make()(*inputs), compiled; None: it cannot be. ConfigError without a C++ compiler."""
@@ -58,7 +64,8 @@ class Compiled:
         step, new = self._found.get(key), False
         if step is None:
             logger.info("compiling %s for %s", self.what, key)
-            step, new = self._compile(make(), len(self._found)), True
+            step, new = self._compile(make(), self._made), True
+            self._made += 1
         try:
             with warnings.catch_warnings():
                 if new:  # the cache of a function of two constants is passed over: nothing to worry about
@@ -168,6 +175,7 @@ class CompiledRounds:
         self,
         compilation: Compilation,
         target: FrozenTarget,
+        target_forward: TargetForward,
         cache: RaggedCache,
         proposer: Proposer | None,
         max_model_len: int,
@@ -186,7 +194,7 @@ class CompiledRounds:
 
         def forward(rows: StaticRows, token_ids: Tensor) -> tuple[Tensor | None, Tensor]:
             positions = rows.position_ids().clamp(max=max_model_len - 1)  # padding only
-            return target(token_ids, positions, rows.mask(), rows.view())
+            return target_forward(token_ids, positions, rows.mask(), rows.view())
 
         self.target = CachedStep(f"the target {target.name_or_path}", forward, cache, buckets, compilation)
         self.drafter = CompiledDrafter(compilation)
@@ -199,6 +207,10 @@ class CompiledRounds:
         without, which show what each step is given."""
         for each in (self.target, *self.drafter.warm):
             each.warm_up()
+
+    def forget_target(self) -> None:
+        """The target is made of other modules or memory: its steps are compiled anew."""
+        self.target.compiled.forget()
 
     @property
     def num_graphs(self) -> int:

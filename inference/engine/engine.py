@@ -35,6 +35,7 @@ from inference.spec_decode.verification.rejection_sampler import AUTO, verify_an
 from speculators.errors import ConfigError, DraftsmithError
 from speculators.precision import on_device
 from speculators.target.frozen_target import FrozenTarget
+from speculators.target.plain_decoder import TargetForward
 
 if TYPE_CHECKING:
     from inference.compilation.compiled_rounds import CompiledRounds
@@ -99,6 +100,7 @@ class Engine:
         _require_abilities(target, options, proposer)
         self.target, self.options, self.max_model_len = target, options, options.max_model_len
         self.proposer, self.on_round = proposer, on_round
+        self._target_forward = TargetForward(target)
         compilation = options.compilation
         # Compiled rounds write to padding rows too, which may hold a finished text of max_model_len: one token more.
         drafts = proposer.max_places + (compilation is not None) if proposer is not None else 0
@@ -143,6 +145,10 @@ class Engine:
 
         memory = self.rows.memory_limit
         return CompiledRounds(compilation, self.target, self.rows.cache, self.proposer, self.max_model_len, memory)
+            memory = self.rows.memory_limit
+            self.compiled = CompiledRounds(
+                compilation, target, self._target_forward, cache, proposer, self.max_model_len, memory
+            )
 
     # ------------------------------------------------------------------ requests
 
@@ -188,6 +194,7 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forgets what could be reused, as must be done when weights of the target or the drafter change."""
         self.rows.prefix_cache.forget()
+        self._target_forward.read_weights()
 
     def refusal(self, num_prompt_tokens: int, end: int) -> str | None:
         """The reason why a request of that prompt, which may grow to `end` tokens, can never run; None if it can."""
@@ -307,6 +314,8 @@ class Engine:
         """Feeds the texts of the newly added rows, as far as they are not there, in chunks of at most
         max_num_batched_tokens; then samples the first token of each that has none."""
         started = perf_counter()
+        if self._target_forward.renew() and self.compiled is not None:
+            self.compiled.forget_target()
         rows, cache, proposer = self.scheduler.running, self.rows.cache, self.rows.proposer
         lengths = cache.lengths
         first = len(rows) - len(wave)
@@ -378,7 +387,7 @@ class Engine:
             key_position_ids = first + torch.where(index < 0, index, depths.gather(1, index.clamp(0, T - 1)))
         if max(cache.lengths[start:stop]) + T > self.max_model_len:  # padding only: drafts keep to the limit
             position_ids = position_ids.clamp(max=self.max_model_len - 1)
-        return self.target(token_ids, position_ids, mask, cache.view(start, stop, T), key_position_ids)
+        return self._target_forward(token_ids, position_ids, mask, cache.view(start, stop, T), key_position_ids)
 
     def _rehearse(self, rows: int, T: int) -> None:
         """A forward over T tokens of each of the first rows, forgotten: for its time to be taken."""

@@ -169,7 +169,15 @@ def cached_attends(view: Any, mask: Tensor | None, new_tokens: int, layers: int)
     mask: bool [b, 1, T, S], True = attend; None: causal, over rows of equal length that were empty or add one token.
     """
     causal = mask is None and new_tokens > 1
-    repeated: list[Tensor] = []
+    added: dict[int, Tensor] = {}  # repeat -> the mask as what is added to the scores, which all layers share
+
+    def bias(like: Tensor, repeat: int) -> Tensor | None:
+        if mask is None:
+            return None
+        if repeat not in added:
+            whole = torch.where(mask, torch.zeros((), dtype=like.dtype, device=like.device), float("-inf"))
+            added[repeat] = repeat_mask(whole, repeat) if repeat > 1 else whole
+        return added[repeat]
 
     def attend(layer: int) -> Callable:
         def inner(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -178,12 +186,14 @@ def cached_attends(view: Any, mask: Tensor | None, new_tokens: int, layers: int)
                 return q
             repeat = q.shape[1] // k.shape[1]
             if repeat == 1 or causal or not shares_keys(q.shape[2], q.device):
+            if repeat == 1 or causal or q.shape[2] > MOST_QUERIES:
+                if repeat > 1 and mask is not None:  # kernels that take masks know no groups
+                    k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+                grouped = repeat > 1 and mask is None
                 return nn.functional.scaled_dot_product_attention(
-                    q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=repeat > 1
+                    q, k, v, attn_mask=bias(q, 1), is_causal=causal, scale=scale, enable_gqa=grouped
                 )
-            if mask is not None and not repeated:
-                repeated.append(repeat_mask(mask, repeat))
-            return attend_grouped(q, k, v, repeated[0] if repeated else None, scale)
+            return attend_grouped(q, k, v, bias(q, repeat), scale)
 
         return inner
 

@@ -109,6 +109,13 @@ class Attention(nn.Module):
         q, k = qk.to(v.dtype).split([self.heads, self.kv_heads], dim=1)
         return q, k, v.transpose(1, 2)
 
+    @torch.no_grad()
+    def join_norms(self) -> None:
+        """Of a fused projection: one weight for the norms of queries and keys."""
+        if self.qk_norm and self.fused is not None:
+            norms = self.q_norm.weight.expand(self.heads, -1), self.k_norm.weight.expand(self.kv_heads, -1)
+            self.qk_weight = torch.cat(norms).to(self.q_proj.weight.dtype)
+
     def context_projections(self) -> tuple[nn.Linear, nn.Linear]:
         """The projections to keys and values, which a block family reads the context with."""
         return self.k_proj, self.v_proj
@@ -191,14 +198,16 @@ class DecoderLayer(nn.Module):
         x = residual + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(self.post_attention_layernorm(x))
 
-    def fuse(self) -> None:
-        """Projections of one input become one product, a step of decoding being mostly calls."""
+    def fuse(self, *, shared: bool = False) -> None:
+        """Projections of one input become one product, a step of decoding being mostly calls. `shared`: without a copy
+        of the weights, and only where calls take a share of the time (`FrozenLinear.worth_joining`)."""
         a, m = self.self_attn, self.mlp
-        a.fused = FrozenLinear(a.q_proj, a.k_proj, a.v_proj)
-        if a.qk_norm:
-            norms = a.q_norm.weight.expand(a.heads, -1), a.k_norm.weight.expand(a.kv_heads, -1)
-            a.qk_weight = torch.cat(norms).detach().to(a.q_proj.weight.dtype)
-        m.fused = FrozenLinear(m.gate_proj, m.up_proj)
+        qkv = a.q_proj, a.k_proj, a.v_proj
+        if not shared or FrozenLinear.worth_joining(*qkv):
+            a.fused = FrozenLinear(*qkv, shared=shared)
+            a.join_norms()
+        if isinstance(m, GatedMLP) and (not shared or FrozenLinear.worth_joining(m.gate_proj, m.up_proj)):
+            m.fused = FrozenLinear(m.gate_proj, m.up_proj, shared=shared)
 
     def unfuse(self) -> None:
         self.self_attn.fused = self.self_attn.qk_weight = self.mlp.fused = None

@@ -450,6 +450,7 @@ class FrozenTarget(nn.Module):
             if self._collected is not None:
                 self._collected[tap] = output[0] if isinstance(output, tuple) else output
 
+        before.is_tap = after.is_tap = True  # type: ignore[attr-defined]  # it changes nothing
         if tap == 0:
             return self._parts.layers[0].register_forward_pre_hook(before, with_kwargs=True)
         return self._parts.layers[tap - 1].register_forward_hook(after)

@@ -7,6 +7,7 @@ no loss and no checkpoint.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -14,10 +15,12 @@ from torch import Tensor
 
 from speculators.drafter import Drafter, DraftInput, DraftLogits, DraftSteps, Grow
 from speculators.errors import ConfigError
-from speculators.families.draft_model.fast_decoder import PlainDecoder, plain_decoder
 from speculators.precision import on_device
 from speculators.target.frozen_target import FrozenTarget
+from speculators.target.plain_decoder import PlainDecoder, plain_decoder
 from speculators.vocab.token_map import TokenMap
+
+logger = logging.getLogger(__name__)
 
 
 class TokenDrafter(Drafter):
@@ -33,7 +36,10 @@ class TokenDrafter(Drafter):
 
     @torch.no_grad()
     def freeze(self) -> Drafter:
-        self._plain = plain_decoder(self.runner)
+        found = plain_decoder(self.runner)
+        if isinstance(found, str):
+            logger.info("draft model %s: drafting runs transformers' forward: %s", self.runner.name_or_path, found)
+        self._plain = None if isinstance(found, str) else found
         return super().freeze()
 
     def thaw(self) -> None:

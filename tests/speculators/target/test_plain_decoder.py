@@ -1,0 +1,207 @@
+"""Plain decoders run with few calls: taps and states as transformers computes them, over ragged rows, or not at all."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from inference.kv_cache.ragged_cache import RaggedCache
+from speculators.layers import frozen_linear
+from speculators.target.frozen_target import FrozenTarget
+from speculators.target.plain_decoder import PlainDecoder, TargetForward, plain_decoder
+from tests.conftest import ARCHITECTURES, make_tiny_model
+
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+PLAIN = {
+    "llama": {},
+    "llama, biases": {"attention_bias": True, "mlp_bias": True},
+    "llama, scaled positions": {
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+        }
+    },
+    "mistral": {"sliding_window": None},
+    "mixtral": {},
+    "qwen2": {},
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 24},
+    "qwen3": {},
+    "qwen3, one key head": {"num_key_value_heads": 1},
+    "qwen3_moe": {**_EXPERTS, "mlp_only_layers": [1]},
+}  # fmt: skip
+TAPS = (0, 1, 3)
+CLOSE = {"atol": 1e-4, "rtol": 1e-4}
+
+
+@cache
+def target_of(name: str) -> FrozenTarget:
+    return FrozenTarget(make_tiny_model(name.split(",")[0], **PLAIN[name]), TAPS)
+
+
+def features(run, cache: RaggedCache, pieces: list[list[list[int]]]) -> list[torch.Tensor]:
+    """`run` over rows that grow by the pieces, each [rows][tokens], of unequal lengths: taps and states of real
+    tokens."""
+    found = []
+    for piece in pieces:
+        width, rows = max(map(len, piece)), len(piece)
+        ids = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in piece])
+        places, mask = cache.position_ids(0, rows, width), cache.mask(0, rows, width)
+        out = torch.cat(run(ids, places, mask, cache.view(0, rows, width)), dim=-1)
+        for row, tokens in enumerate(piece):
+            cache.advance(row, len(tokens))
+            found.append(out[row, : len(tokens)])
+    return found
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("copies", [False, True])
+def test_taps_and_states_are_those_of_the_model(name: str, copies: bool) -> None:
+    target = target_of(name)
+    long = [3 + 7 * i % 90 for i in range(20)]
+    pieces = [[[5, 9, 11, 42, 7], [90, 33]], [[8], [61]], [long, long[::-1]], [[20, 3, 4], [17, 2, 9]], [[50], [60]]]
+    with torch.inference_mode(copies), torch.no_grad():
+        wanted = features(target, RaggedCache(2, 64), pieces)
+        plain = plain_decoder(target, copies=copies)
+        assert isinstance(plain, PlainDecoder)
+        found = features(plain, RaggedCache(2, 64), pieces)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_so_they_are_in_a_tree_of_drafts(name: str) -> None:
+    target = target_of(name)
+    text, drafts = torch.tensor([[5, 9, 11, 42, 7]] * 2), torch.tensor([[8, 61, 20, 3]] * 2)
+    visible = torch.eye(4, dtype=torch.bool)
+    visible[:, 0] = visible[3, 1] = True  # 0 has the children 1 and 2, and 1 the child 3
+    positions = 5 + torch.tensor([[0, 1, 1, 2]] * 2)
+    found = []
+    for run in (target, plain_decoder(target, copies=False)):
+        cache = RaggedCache(2, 64)
+        run(text, cache.position_ids(0, 2, 5), None, cache.view(0, 2, 5))
+        cache.advance(0, 5), cache.advance(1, 5)
+        mask, _ = cache.tree_mask(0, 2, [5, 5], visible.expand(2, -1, -1))
+        found.append(torch.cat(run(drafts, positions, mask, cache.view(0, 2, 4)), dim=-1))
+    torch.testing.assert_close(*found, **CLOSE)
+
+
+def test_in_bfloat16_they_agree_within_its_precision() -> None:
+    for copies in (False, True):
+        target = FrozenTarget(make_tiny_model("qwen3").bfloat16(), TAPS)
+        assert isinstance(plain_decoder(target, copies=copies), PlainDecoder)
+
+
+# ---------------------------------------------------------------------- what runs as it is, and says why
+
+
+@pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - set(PLAIN)))
+def test_other_architectures_run_as_they_are(name: str) -> None:
+    reason = "sliding window" if name == "qwen3_sliding" else "model_type"
+    assert reason in plain_decoder(FrozenTarget(make_tiny_model(name)))
+
+
+def _other_numbers(model) -> None:
+    model.model.layers[1].post_attention_layernorm.variance_epsilon = 0.5
+
+
+def _replaced(model) -> None:
+    attention = model.model.layers[1].self_attn
+    attention.forward = lambda *args, run=attention.forward, **kwargs: (run(*args, **kwargs)[0] * 1.5, None)
+
+
+def _quantised(model) -> None:
+    class Int8Linear(nn.Linear):
+        pass
+
+    model.model.layers[2].mlp.up_proj = Int8Linear(32, 48, bias=False)
+
+
+CHANGES = {
+    "its layers compute something else": _other_numbers,
+    "the forward of layers.1.self_attn was replaced": _replaced,
+    "up_proj of layer 2 is a Int8Linear": _quantised,
+    "layers.0.mlp has a forward hook": lambda model: model.model.layers[0].mlp.register_forward_hook(lambda *_: None),
+    "attn_implementation is eager": lambda model: model.set_attn_implementation("eager"),
+}
+
+
+@pytest.mark.parametrize("reason", CHANGES)
+def test_a_model_that_was_changed_runs_as_it_is_and_the_log_says_why(reason: str, caplog) -> None:
+    model = make_tiny_model("llama")
+    CHANGES[reason](model)
+    with caplog.at_level(logging.INFO):
+        forward = TargetForward(FrozenTarget(model))
+    assert not forward.is_plain
+    assert f"decoding runs transformers' forward: {reason}" in caplog.text
+
+
+def test_an_adapter_runs_as_it_is() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = make_tiny_model("llama")
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    assert "q_proj of layer 0 is a Linear, not" in plain_decoder(FrozenTarget(model), copies=False)
+
+
+# ---------------------------------------------------------------------- the weights
+
+
+def test_weights_exist_once_and_follow_what_is_written_to_them(tmp_path) -> None:
+    target = FrozenTarget(make_tiny_model("qwen3"), TAPS)
+    before = {name: each.clone() for name, each in target.model.state_dict().items()}
+    forward, ids = TargetForward(target), torch.arange(3, 9)[None]
+    assert forward.is_plain
+    attention = target.layers[0].self_attn
+    storages = {getattr(attention, part).weight.untyped_storage().data_ptr() for part in ("q_proj", "k_proj", "v_proj")}
+    assert len(storages) == 1
+    weights = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in target.parameters()}
+    assert sum(weights.values()) == sum(each.nbytes for each in target.parameters())
+
+    save_file(target.model.state_dict(), tmp_path / "model.safetensors")
+    saved = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(saved[name], each) for name, each in before.items())
+
+    again = TargetForward(target)  # as by a second engine: nothing is moved
+    assert {getattr(attention, part).weight.untyped_storage().data_ptr() for part in ("q_proj", "k_proj")} == storages
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+        for each in (forward, again):
+            each.read_weights()
+            assert not each.renew()
+            (found,), (wanted,) = (features(run, RaggedCache(1, 64), [ids.tolist()]) for run in (each, target))
+            torch.testing.assert_close(found, wanted, **CLOSE)
+
+
+def test_a_model_that_changes_later_is_looked_at_again() -> None:
+    target = FrozenTarget(make_tiny_model("llama"))
+    forward = TargetForward(target)
+    assert not forward.renew()
+    target.double()
+    assert forward.renew()
+    assert forward.is_plain
+    called = []
+    handle = target.layers[1].self_attn.o_proj.register_forward_hook(lambda *_: called.append(True))
+    assert forward.renew()
+    assert not forward.is_plain
+    cache = RaggedCache(1, 8)
+    forward(torch.tensor([[5]]), cache.position_ids(0, 1, 1), None, cache.view(0, 1, 1))
+    assert called
+    handle.remove()
+
+
+def test_large_projections_are_not_moved(monkeypatch) -> None:
+    monkeypatch.setattr(frozen_linear, "MOST_JOINED", 0)
+    target = FrozenTarget(make_tiny_model("qwen3"), TAPS)
+    places = [each.data_ptr() for each in target.parameters()]
+    plain, pieces = plain_decoder(target, copies=False), [[[5, 9, 11]], [[8]]]
+    assert isinstance(plain, PlainDecoder)
+    assert [each.data_ptr() for each in target.parameters()] == places
+    with torch.no_grad():
+        found, wanted = (features(run, RaggedCache(1, 64), pieces) for run in (plain, target))
+    torch.testing.assert_close(found, wanted, **CLOSE)
