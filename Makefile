@@ -24,8 +24,7 @@ ARGS ?=
 LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no \
 	--dynamo_backend no --num_cpu_threads_per_process
 
-.PHONY: docs help venv quickstart test test-fast test-vllm lint format compare distill-table bench-losses bench-runtime check-gpu clean
-.PHONY: help venv quickstart test test-fast test-vllm lint format compare distill-table bench-losses bench-peers bench-runtime check-gpu clean
+.PHONY: docs help venv quickstart test test-fast test-vllm lint format compare distill-table bench-losses bench-peers bench-runtime check-gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -87,7 +86,6 @@ check-gpu: $(VENV)/.installed  ## what this machine's GPU does, part by part (te
 docs: $(VENV)/.installed  ## build the documentation as a site, build/docs/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
-clean:  ## remove caches and build outputs; runs/, .venv and .venv-vllm stay
 clean:  ## remove caches and build outputs; runs/ and the environments stay
 	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info
 	find . \( -path ./$(VENV) -o -path ./$(VLLM_VENV) -o -path ./$(PEERS_VENV) \) -prune -o -type d -name __pycache__ -exec rm -rf {} +

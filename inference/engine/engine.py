@@ -144,11 +144,9 @@ class Engine:
         from inference.compilation.compiled_rounds import CompiledRounds  # torch's compiler takes seconds to import
 
         memory = self.rows.memory_limit
-        return CompiledRounds(compilation, self.target, self.rows.cache, self.proposer, self.max_model_len, memory)
-            memory = self.rows.memory_limit
-            self.compiled = CompiledRounds(
-                compilation, target, self._target_forward, cache, proposer, self.max_model_len, memory
-            )
+        return CompiledRounds(
+            compilation, self.target, self._target_forward, self.rows.cache, self.proposer, self.max_model_len, memory
+        )
 
     # ------------------------------------------------------------------ requests
 

@@ -145,7 +145,7 @@ def _attend(
     scale: float,
     *own: Tensor,
 ) -> Tensor:
-    """One chunk of c queries over S keys of depth 0, and i own keys each. `part`: which of `queries`, of which slots."""
+    """One chunk of c queries over S keys of depth 0, and i own keys each. `part`: which of `queries`, and slots."""
     B, h, c, d = q.shape
     g, S, repeat, width = k.shape[1], k.shape[2], h // k.shape[1], v.shape[-1]
     q = q.reshape(B, g, repeat * c, d)  # query heads of one group share its keys
@@ -186,7 +186,6 @@ def cached_attends(view: Any, mask: Tensor | None, new_tokens: int, layers: int)
                 return q
             repeat = q.shape[1] // k.shape[1]
             if repeat == 1 or causal or not shares_keys(q.shape[2], q.device):
-            if repeat == 1 or causal or q.shape[2] > MOST_QUERIES:
                 if repeat > 1 and mask is not None:  # kernels that take masks know no groups
                     k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
                 grouped = repeat > 1 and mask is None

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from inference.report.schema import load_report
-from speculators.errors import CheckpointError, ConfigError
 from speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
 from speculators.export import read_drafter_config
 from speculators.target.frozen_target import FrozenTarget
@@ -317,6 +316,8 @@ def test_an_adapted_target_continues_the_head_of_its_base(recipe, tiny_target, t
     (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(fields))
     with pytest.raises(CheckpointError, match=r"target\.adapter .*lora: the adapter's tensors are not those"):
         run(recipe, changes)
+
+
 def of_target(recipe, folder: Path, tiny_target: Path, name: str, **config) -> list[str]:
     """Overrides for a target of another architecture with the same tokenizer."""
     model = make_tiny_model(name, vocab_size=4096, eos_token_id=2, max_position_embeddings=512, **config)

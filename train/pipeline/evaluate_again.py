@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,10 +39,9 @@ def evaluate_run(recipe: Recipe, engines: Engines | None = None) -> int:
         raise CheckpointError(f"{folder / EXPORT}: no export to evaluate; run the recipe first, or draftsmith export")
     newest = checkpoint.latest(checkpoints(recipe))
     history = json.loads((newest / "state.json").read_text())["history"] if newest is not None else ()
-    return accept(with_adapted_target(recipe), history=history, engines=engines)
     if engines is not None and OUR_ENGINE not in recipe.evaluation.engines:
         engines = replace(engines, needs_ours=False)
-    return accept(recipe, history=history, engines=engines)
+    return accept(with_adapted_target(recipe), history=history, engines=engines)
 
 
 def evaluate_folders(

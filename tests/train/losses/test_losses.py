@@ -390,7 +390,7 @@ def test_nothing_of_size_tokens_by_vocabulary(mix: dict, reduced: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_default_chunk_moves_the_head_seldom_within_bounds_of_memory(kind: str) -> None:
-    """Of a usual vocabulary as many rows as the products need to outweigh the head's moves; of a vast one the fewest."""
+    """Of a usual vocabulary as many rows as outweigh the moves of the head; of a vast one the fewest."""
     device, vocabularies = torch.device(kind), [100, 4096, 32_000, 10**6, 10**7]
     rows = [default_chunk_size(vocabulary, device) for vocabulary in vocabularies]
     assert rows == sorted(rows, reverse=True) and rows[2] == CHUNK_ROWS[kind] and rows[-1] == rows[-2]
