@@ -121,6 +121,7 @@ class _Emulation:
     def __init__(self) -> None:
         self._counts: Counter[str] | None = None
         self.sites: Counter[str] = Counter()  # file:line of this project -> waits there
+        self.in_engine = False  # autograd's, which passes bare tensors to the backward of a Function
 
     @contextlib.contextmanager
     def waits(self) -> Iterator[Counter[str]]:
@@ -203,7 +204,7 @@ class _Emulation:
             self._wait("upload")
 
     def _check(self, func: Any, name: str, args: tuple, tensors: list[Tensor]) -> None:
-        if func in FREE or name in ("__get__", "__set__"):
+        if self.in_engine or func in FREE or name in ("__get__", "__set__"):
             return
         host = [t for t in tensors if not isinstance(t, _Claiming) and t.device.type == "cpu"]
         wrong = host if func in JOINED else [t for t in host if t.dim()]
@@ -248,9 +249,17 @@ class _Emulation:
 
     # autograd's engine takes bare tensors; what it runs goes through the mode again
 
+    @contextlib.contextmanager
+    def _engine(self) -> Iterator[None]:
+        before, self.in_engine = self.in_engine, True
+        try:
+            yield
+        finally:
+            self.in_engine = before
+
     def _backward(self, tensor: Tensor, gradient: Tensor | None = None, *_: Any, **__: Any) -> None:
         start = torch.ones_like(_bare(tensor)) if gradient is None else _bare(gradient)
-        with _Mode(self):
+        with _Mode(self), self._engine():
             torch.autograd.graph._engine_run_backward(
                 (tensor,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
@@ -259,7 +268,7 @@ class _Emulation:
         outputs, inputs = (tuple(x) if isinstance(x, list | tuple) else (x,) for x in (outputs, inputs))
         given = grad_outputs if isinstance(grad_outputs, list | tuple) else (grad_outputs,) * len(outputs)
         starts = tuple(torch.ones_like(_bare(o)) if g is None else _bare(g) for o, g in zip(outputs, given))
-        with _Mode(self):
+        with _Mode(self), self._engine():
             found = torch.autograd.graph._engine_run_backward(
                 outputs, starts, bool(retain_graph), create_graph, inputs,
                 allow_unreachable=bool(rest.get("allow_unused")), accumulate_grad=False,

@@ -21,7 +21,7 @@ Head = Callable[[Tensor], Tensor]
 # Rows of a chunk: fewer, and reading the head's weights and adding up their gradient is no longer small beside the
 # products, which do more operations per byte on a GPU.
 CHUNK_ROWS = {"cpu": 512, "cuda": 2048}
-CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 5 << 28}  # of its logits in float32, at most ...
+CHUNK_BYTES = {"cpu": 96 << 20, "cuda": 5 << 28}  # of its logits in float32, at most ...
 SMALLEST_CHUNK = {"cpu": 128, "cuda": 512}  # ... unless it has no more rows than these
 # Bytes of one block's float32 logits: on a CPU, for each thread, they stay in its cache.
 BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}

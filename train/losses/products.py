@@ -39,7 +39,7 @@ class Products(TorchFunctionMode):
         """True if these logits are what the last product returned: backward does not read them, and their memory can be
         written. Asked once, as the product is then no longer held."""
         last, self._made = self._made, None
-        return logits is last
+        return logits is last and logits._base is None
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not isinstance(weight, nn.Parameter) or weight.ndim != 2 or hasattr(weight, "__tensor_flatten__"):
