@@ -10,17 +10,17 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import TorchDynamoException
-from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
+from inference.compilation.compiled_step import Compiled
 from inference.compilation.config import Compilation
 from inference.compilation.static_shapes import Buckets, Shape, StaticRows, at_least, padded
+from inference.compilation.whole_chain import WholeChain
 from inference.kv_cache.memory_limit import KVMemory
 from inference.kv_cache.ragged_cache import RaggedCache
 from inference.spec_decode.proposal import Proposal
@@ -38,79 +38,6 @@ if TYPE_CHECKING:
     from speculators.drafter import Drafter
 
 logger = logging.getLogger(__name__)
-
-
-class Compiled:
-    """One function, compiled once per key. `what` names it in messages."""
-
-    def __init__(self, what: str, compilation: Compilation) -> None:
-        self.what, self._compilation = what, compilation
-        self._found: dict[Hashable, Callable[..., Any]] = {}
-        self._made = 0  # compiled so far, those forgotten included
-        self.failure: str | None = None  # why it runs eager
-
-    def __len__(self) -> int:
-        """Keys it was compiled for."""
-        return len(self._found)
-
-    def forget(self) -> None:
-        """Every key is compiled again when it is next asked for."""
-        self._found.clear()
-
-    def run(self, key: Hashable, make: Callable[[], Callable[..., Any]], *inputs: Any) -> tuple[Tensor, ...] | None:
-        """make()(*inputs), compiled; None: it cannot be. ConfigError without a C++ compiler."""
-        if self.failure is not None:
-            return None
-        step, new = self._found.get(key), False
-        if step is None:
-            logger.info("compiling %s for %s", self.what, key)
-            step, new = self._compile(make(), self._made), True
-            self._made += 1
-        try:
-            with warnings.catch_warnings():
-                if new:  # the cache of a function of two constants is passed over: nothing to worry about
-                    warnings.filterwarnings("ignore", message=".*lru_cache.*")
-                outputs = step(*inputs)
-        except (TorchDynamoException, CppCompileError, InvalidCxxCompiler) as error:
-            if not new:
-                raise
-            self._refuse(error)
-            return None
-        self._found[key] = step
-        return tuple(None if x is None else x.clone() for x in outputs) if self._replays else outputs
-
-    @property
-    def _replays(self) -> bool:
-        """True if outputs lie in memory that the next replay of a CUDA graph overwrites."""
-        return self._compilation.cudagraphs and torch.cuda.is_available()
-
-    def _compile(self, step: Callable[..., Any], number: int) -> Callable[..., Any]:
-        # functions made by one definition share its code, and with it torch's limit of recompilations
-        step.__code__ = step.__code__.replace(co_name=f"{step.__code__.co_name}_{number}")
-        options: dict[str, Any] = {}
-        if self._compilation.backend == "inductor":
-            options = {"triton.cudagraphs": self._compilation.cudagraphs, **self._compilation.inductor}
-        # modules do not change while an engine runs, and checking that they did not would cost more than a small step
-        options["guard_filter_fn"] = torch.compiler.skip_guard_on_all_nn_modules_unsafe
-        return torch.compile(step, fullgraph=True, dynamic=False, backend=self._compilation.backend, options=options)
-
-    def _refuse(self, error: Exception) -> None:
-        cause: BaseException | None = error
-        while cause is not None:
-            if isinstance(cause, InvalidCxxCompiler):
-                raise ConfigError(
-                    f"LLM: enforce_eager=False: {self.what} is compiled with torch's inductor, which needs a C++ "
-                    f"compiler: {cause} Install one (g++ or clang), name it in CXX, or leave enforce_eager=True"
-                ) from error
-            cause = getattr(cause, "inner_exception", None) or cause.__cause__
-        lines = [line.strip() for line in str(error).strip().split("\n")]
-        parts = [lines[0], *(line for line in lines[1:] if line.startswith("Explanation:"))]
-        self.failure = " ".join(parts)
-        warnings.warn(
-            f"LLM: {self.what} cannot be compiled and runs eager; outputs are the same. "
-            f"{type(error).__name__}: {self.failure}",
-            stacklevel=2,
-        )
 
 
 class CachedStep:
@@ -241,11 +168,13 @@ class CompiledDrafter:
     def __init__(self, compilation: Compilation) -> None:
         self._compilation = compilation
         self.steps: list[Compiled] = []
-        self.warm: list[CachedStep | RowStep] = []
+        self.warm: list[CachedStep | RowStep | WholeChain] = []
         self.most_graphs = 0
 
-    def __call__(self, drafter: Drafter, cache: RaggedCache, depth: int) -> Drafter:
-        """`cache`: its keys and values; `depth`: tokens of the longest chain."""
+    def __call__(self, drafter: Drafter, cache: RaggedCache, depth: int) -> tuple[Drafter, WholeChain | None]:
+        """The twin, and its greedy chains as one step, where it has them. `cache`: its keys and values; `depth`: tokens
+        of the longest chain."""
+        chain = None
         name, twin = f"the drafter ({type(drafter).__name__})", copy.copy(drafter)
         cache.resize(cache.max_rows, cache.max_len)
         buckets = Buckets(cache.max_rows, depth + 1, cache.max_len, self._compilation.row_sizes)
@@ -255,11 +184,14 @@ class CompiledDrafter:
         elif isinstance(drafter, ChainDrafter) or (isinstance(drafter, DraftModel) and drafter.token_map is None):
             twin._extend = self._extending(name, drafter, cache, buckets)  # type: ignore[union-attr]
             twin.head = self._by_rows(f"the output head of {name}", drafter.head, buckets)  # type: ignore[method-assign]
-            self.most_graphs = buckets.most + len(buckets.rows)
+            chain = WholeChain(name, drafter, cache, buckets, self._compilation, depth)
+            self.steps.append(chain.compiled)
+            self.warm.append(chain)
+            self.most_graphs = 2 * buckets.most + len(buckets.rows)
         else:
             why = "its steps have no fixed shape" if isinstance(drafter, DraftModel) else "its steps are not known"
             warnings.warn(f"LLM: {name} is not compiled and runs eager; outputs are the same: {why}", stacklevel=2)
-        return twin
+        return twin, chain
 
     def _extending(
         self, name: str, drafter: ChainDrafter | DraftModel, cache: RaggedCache, buckets: Buckets

@@ -246,10 +246,13 @@ class LLM:
         compiled = self.engine.compiled
         if compiled is None:
             return 0
-        few = SamplingParams(temperature=0, max_tokens=min(4, self.engine.max_model_len - 1), ignore_eos=True)
-        drafted = (True,) if isinstance(self.engine.proposer, HeadProposer) else ()  # others have nothing to compile
-        for speculate in (*drafted, False):  # what each step is given
-            self.generate({"prompt_token_ids": [0]}, few, use_tqdm=False, speculate=speculate)
+        most = min(4, self.engine.max_model_len - 1)
+        drafted = isinstance(self.engine.proposer, HeadProposer)  # others have nothing to compile
+        for speculate, temperature in ((True, 0), (True, 1), (False, 0)) if drafted else ((False, 0),):
+            few = SamplingParams(temperature=temperature, max_tokens=most, ignore_eos=True, seed=0)
+            self.generate(
+                {"prompt_token_ids": [0]}, few, use_tqdm=False, speculate=speculate
+            )  # what each step is given
         with torch.inference_mode():
             compiled.warm_up()
         self.engine.reset_prefix_cache()  # rows were written over

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from speculators.target.frozen_target import FrozenTarget
 
 
+# All drafts of a chain at temperature 0 as one step, [b, K]; None: they are to be drafted one by one.
+BestChain = Callable[[DraftInput], Tensor | None]
+
 MAX_LOGIT = 6.0  # of a confidence
 SPARE = 16  # slots that may wait beyond a round's own while nothing is drafted, so that few forwards are run for them
 
@@ -74,13 +77,14 @@ class HeadProposer(Proposer):
         self._room = depth + 1 + SPARE
         longest = self.cache_length(max_model_len + self.max_places)
         self._cache = RaggedCache(max_rows, longest, device=self._device)
+        self._best_chain: BestChain | None = None
         self._taps: Tensor | None = None  # [max_rows, room, n·H], the waiting ones
         self._last_hidden: Tensor | None = None  # [max_rows, room, H]
 
-    def run_drafter(self, made: Callable[[Drafter, RaggedCache, int], Drafter]) -> None:
+    def run_drafter(self, made: Callable[[Drafter, RaggedCache, int], tuple[Drafter, BestChain | None]]) -> None:
         """Chains are drafted by what is made of the drafter, its cache and their greatest length; trees as before."""
         if self._tree is None:
-            self._drafter = made(self._drafter, self._cache, self._depth)
+            self._drafter, self._best_chain = made(self._drafter, self._cache, self._depth)
 
     # ------------------------------------------------------------------ features in
 
@@ -187,11 +191,17 @@ class HeadProposer(Proposer):
         Where all depths are there at once, and on a GPU, where its answer would wait for the device, `go_on` is not
         asked; whoever set it gets the confidences [b, depth].
         """
+        inputs = self._take_waiting(requests)
+        processed = any(request.processors.active(len(request.token_ids)) for request in requests)
+        if self._best_chain is not None and sample == self._best and self.go_on is None and not processed:
+            token_ids = self._best_chain(inputs)
+            if token_ids is not None:
+                return token_ids[:, :depth], None
         drafted: list[Tensor] = []
         confidences: list[Tensor] = []
         # a row's drafts must not depend on how many its neighbours may have
         steps_made = self._depth if self._drafter.whole_blocks else depth
-        with closing(self._drafter.draft_steps(self._take_waiting(requests), steps_made)) as steps:
+        with closing(self._drafter.draft_steps(inputs, steps_made)) as steps:
             for _ in range(depth):
                 step = steps.send(drafted[-1] if drafted else None)
                 logits = process_chain_logits(step.logits, requests, drafted, self._draft_to_target, self._vocab_size)
