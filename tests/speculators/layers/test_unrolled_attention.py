@@ -135,7 +135,9 @@ class Flash:
             lse[:, part] = norm
         return out, lse, torch.zeros(2, dtype=torch.uint64), torch.zeros(0), torch.zeros(0)
 
-    def backward(self, grad, q, k, v, out, lse, offsets, same, longest, _, dropout, causal, seed, unused, *, scale, **rest):
+    def backward(
+        self, grad, q, k, v, out, lse, offsets, same, longest, _, dropout, causal, seed, unused, *, scale, **rest
+    ):
         dq, dk, dv, repeat = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), q.shape[1] // k.shape[1]
         for part, own, keys, _, p in self.probabilities(q, k, offsets, scale, lse):
             dp = torch.einsum("qhd,khd->hqk", grad[part], v[part].repeat_interleave(repeat, 1))
