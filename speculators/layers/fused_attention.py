@@ -1,9 +1,9 @@
 """Causal attention of packed rows by torch's fused kernels, which keep no scores and return every query's log-sum-exp.
 
 A kernel knows nothing of packed rows and chosen queries. On a CPU it is called for every run of queries of one
-document; on a CUDA device once for all documents, with a query for every slot. Its backward pass reads an output and a log-sum-exp: given those of a softmax
-over further keys too, it returns the gradients of its own keys in that softmax, and those of the queries through them
-(P = exp(S - lse) and δ = rowsum(out · grad) are then the whole softmax's).
+document; on a CUDA device once for all documents, with a query for every slot. Its backward pass reads an output and a
+log-sum-exp: given those of a softmax over further keys too, it returns the gradients of its own keys in that softmax,
+and those of the queries through them (P = exp(S - lse) and δ = rowsum(out · grad) are then the whole softmax's).
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def over_group(gradient: Tensor, dim: int) -> Tensor:
-    """The gradient of what the query heads of a group share: its sum over `dim`, the heads. A sum over one is a copy."""
+    """The gradient of what the query heads of a group share: its sum over `dim`, the heads."""
     return gradient.squeeze(dim) if gradient.shape[dim] == 1 else gradient.sum(dim)
 
 
@@ -217,7 +217,7 @@ def _cuda_backward(
     seed, unused = (
         torch.zeros(2, dtype=torch.uint64, device=q.device),
         q.new_empty(0),
-    )  # of dropout, which there is none
+    )  # of dropout: none
     dq, dk, dv = aten._flash_attention_backward(
         of_documents, q, k, v, out, lse.t().contiguous(), offsets, offsets, longest, longest, 0.0, True, seed, unused,
         scale=scale,
