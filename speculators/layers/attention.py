@@ -109,7 +109,7 @@ def explicit_attention(
     for start in range(0, M, width):
         rows = slice(start, min(start + width, M))
         keys = slice(0, rows.stop if queries.chosen is None else T)
-        arguments = (
+        arguments: tuple[Any, ...] = (
             query[:, :, rows],
             key[:, :, keys],
             value[:, :, keys],

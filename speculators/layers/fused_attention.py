@@ -85,9 +85,10 @@ class PackedQueries:
     @cached_property
     def documents(self) -> Documents | None:
         """Those of all rows; None: one is interrupted by another, or by padding."""
-        starts, padding, longest = [0], [], 1
+        padding: list[int] = []
+        starts, longest = [0], 1
         for segments in self.segment_ids.tolist():
-            seen = set()
+            seen: set[int] = set()
             for segment, slots in groupby(segments):
                 length = sum(1 for _ in slots)
                 if segment in seen and segment >= 0:
