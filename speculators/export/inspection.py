@@ -106,7 +106,7 @@ def inspect_folder(
     result.config = _read_config(result, result.layout, layers)
     if result.config is not None:
         _read_tensors(result, result.layout, result.config)
-        _check_drafts(result, result.config, tokenizer, unchecked=target is not None and tokenizer is None)
+        _check_drafts(result, result.config, tokenizer)
         if target is not None:
             _compare(result, result.config, target)
     return result
@@ -348,9 +348,8 @@ def _check_mask_token(result: Inspection, plain: dict[str, Any]) -> None:
         plain[BLOCK_SECTION] = section
 
 
-def _check_drafts(result: Inspection, config: Any, tokenizer: Any, unchecked: bool) -> None:
-    """Drafts and taps that engines do not check, and what SGLang cannot serve. `unchecked`: there is a target, but no
-    tokenizer of its."""
+def _check_drafts(result: Inspection, config: Any, tokenizer: Any) -> None:
+    """Drafts and taps that engines do not check, and what SGLang cannot serve."""
     if config.family not in (*BLOCKS, "peagle"):
         return
     methods = (result.fields.get("speculators_config") or {}).get("proposal_methods") or [{}]
@@ -360,8 +359,6 @@ def _check_drafts(result: Inspection, config: Any, tokenizer: Any, unchecked: bo
         result.add("too_many_drafts", f"{drafts} drafts per round; {most} were trained")
     if tokenizer is not None and (word := _word_in_texts(tokenizer, config.mask_token_id)):
         result.add("mask_token_in_text", f"mask_token_id {config.mask_token_id} is {word!r}")
-    if unchecked:
-        result.add("mask_token_unchecked", f"mask_token_id is {config.mask_token_id}")
     if config.family in BLOCKS and config.reduced_vocabulary:
         result.add("reduced_vocabulary", f"draft_vocab_size is {config.draft_vocab_size} of {config.vocab_size}")
 

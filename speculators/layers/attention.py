@@ -109,7 +109,7 @@ def explicit_attention(
     for start in range(0, M, width):
         rows = slice(start, min(start + width, M))
         keys = slice(0, rows.stop if queries.chosen is None else T)
-        arguments = (
+        arguments: tuple[Any, ...] = (
             query[:, :, rows],
             key[:, :, keys],
             value[:, :, keys],
@@ -145,7 +145,7 @@ def _attend(
     scale: float,
     *own: Tensor,
 ) -> Tensor:
-    """One chunk of c queries over S keys of depth 0, and i own keys each. `part`: which of `queries`, and slots."""
+    """One chunk of c queries over S keys of depth 0, and i own keys each. `part`: the queries, and the slots."""
     B, h, c, d = q.shape
     g, S, repeat, width = k.shape[1], k.shape[2], h // k.shape[1], v.shape[-1]
     q = q.reshape(B, g, repeat * c, d)  # query heads of one group share its keys

@@ -2,8 +2,8 @@
 
 A kernel knows nothing of packed rows and chosen queries. On a CPU it is called for every run of queries of one
 document; on a CUDA device once for all documents, with a query for every slot. Its backward pass reads an output and a
-log-sum-exp: given those of a softmax over further keys too, it returns the gradients of its own keys in that softmax, and those of the queries through them
-(P = exp(S - lse) and δ = rowsum(out · grad) are then the whole softmax's).
+log-sum-exp: given those of a softmax over further keys too, it returns the gradients of its own keys in that softmax,
+and those of the queries through them (P = exp(S - lse) and δ = rowsum(out · grad) are then the whole softmax's).
 """
 
 from __future__ import annotations
@@ -85,9 +85,10 @@ class PackedQueries:
     @cached_property
     def documents(self) -> Documents | None:
         """Those of all rows; None: one is interrupted by another, or by padding."""
-        starts, padding, longest = [0], [], 1
+        padding: list[int] = []
+        starts, longest = [0], 1
         for segments in self.segment_ids.tolist():
-            seen = set()
+            seen: set[int] = set()
             for segment, slots in groupby(segments):
                 length = sum(1 for _ in slots)
                 if segment in seen and segment >= 0:
@@ -127,7 +128,7 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def over_group(gradient: Tensor, dim: int) -> Tensor:
-    """The gradient of what the query heads of a group share: its sum over `dim`, the heads. One head needs none."""
+    """The gradient of what the query heads of a group share: its sum over `dim`, the heads."""
     return gradient.squeeze(dim) if gradient.shape[dim] == 1 else gradient.sum(dim)
 
 
@@ -217,7 +218,7 @@ def _cuda_backward(
     seed, unused = (
         torch.zeros(2, dtype=torch.uint64, device=q.device),
         q.new_empty(0),
-    )  # of dropout, which there is none
+    )  # of dropout: none
     dq, dk, dv = aten._flash_attention_backward(
         of_documents, q, k, v, out, lse.t().contiguous(), offsets, offsets, longest, longest, 0.0, True, seed, unused,
         scale=scale,

@@ -86,6 +86,8 @@ def inspect(
     target = TargetSection(model=model).sketch() if model else None
     tokenizer = _tokenizer(model) if model else None
     result = inspect_folder(drafter, target, num_target_layers=target_layers, tokenizer=tokenizer)
+    if model and tokenizer is None and (mask := getattr(result.config, "mask_token_id", None)) is not None:
+        result.add("mask_token_unchecked", f"mask_token_id is {mask}")
     if as_json:
         typer.echo(json.dumps(_as_data(result, drafter, model), indent=2))
     else:

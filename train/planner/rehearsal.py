@@ -73,7 +73,7 @@ def step(plan: Outline, rows: int) -> dict[str, Tally]:
     process: Any = SimpleNamespace(
         device=CPU, process_index=0, num_processes=1, distributed_type=None, autocast=lambda: autocast
     )
-    with _attention_of(plan.device.type), Trace() as trace:
+    with _sizes_of(plan.device.type), Trace() as trace:
         trainer = Trainer(recipe, target, head, packed, accelerator=process, folder=Path(), joint=joint)
         trainer.module.train()
         batch, objective = trainer.features.batch(range(rows)), trainer._objective
@@ -171,7 +171,7 @@ def replay(plan: Outline, prompt: int, response: int) -> Work:
     target, drafter = _target(plan, plan.target.dtype), _served(plan, plan.target.dtype)
     K = plan.recipe.evaluation.num_speculative_tokens
     texts = [([0] * prompt, [0] * response)] * max(BATCH_TOKENS // (prompt + response), 1)
-    with torch.no_grad(), _attention_of(plan.device.type), Trace() as trace:
+    with torch.no_grad(), _sizes_of(plan.device.type), Trace() as trace:
         features = teacher_forced(target, texts)
         accept_tables(target, drafter, features, texts, SamplingParams(), min(K, drafter.max_depth or K))
     return trace.tally.work * (1 / len(texts))
@@ -218,14 +218,17 @@ def _served(plan: Outline, dtype: torch.dtype) -> Drafter:
 
 
 @contextmanager
-def _attention_of(kind: str) -> Iterator[None]:
-    """Gives attention the kernel and the chunks that it has on a device of this kind."""
-    before = SCORES["cpu"], KERNELS["cpu"]
-    SCORES["cpu"], KERNELS["cpu"] = SCORES.get(kind, SCORES["cuda"]), KERNELS.get(kind, KERNELS["cuda"])
+def _sizes_of(kind: str) -> Iterator[None]:
+    """Gives attention and the objective the kernel and the chunks that they have on a device of this kind."""
+    tables: list[dict[str, Any]] = [SCORES, KERNELS, CHUNK_ROWS, CHUNK_BYTES, SMALLEST_CHUNK, BLOCK_BYTES]
+    before = [table["cpu"] for table in tables]
+    for table in tables:
+        table["cpu"] = table.get(kind, table["cuda"])
     try:
         yield
     finally:
-        SCORES["cpu"], KERNELS["cpu"] = before
+        for table, value in zip(tables, before, strict=True):
+            table["cpu"] = value
 
 
 def packed_rows(plan: Outline, count: int) -> list[PackedRow]:
