@@ -19,6 +19,8 @@ from train.planner.outline import outline
 from train.recipe.recipe import make_recipe
 from train.recipe.sections import TargetSection
 
+TOKENIZER = Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "target"
+
 OLD = {"architecture": "x86_64", "avx512_f": True, "avx512_bf16": False, "amx_bf16": False}
 CPUS = {
     "old": (OLD, False),
@@ -96,7 +98,7 @@ def test_a_target_runs_wide_and_is_exported_as_it_was(cpu, folder, caplog):
 def test_all_who_say_auto_mean_the_same(cpu, folder, name, dtype, monkeypatch):
     """The runtime, the plan, training and vLLM beside them."""
     cpu(name)
-    llm = LLM(str(folder), device="cpu")
+    llm = LLM(str(folder), str(TOKENIZER), device="cpu")
     assert llm.engine.target.dtype == dtype
     llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=3, temperature=0))
     sketch = TargetSection(model=str(folder)).sketch("cpu")

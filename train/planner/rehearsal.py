@@ -31,6 +31,7 @@ from speculators.target.frozen_target import FrozenTarget
 from speculators.target.probe import needs_eager
 from train.data.loss_mask import TokenRow
 from train.data.packing import PackedRow, pack
+from train.losses.chunked import BLOCK_BYTES, CHUNK_BYTES, CHUNK_ROWS, SMALLEST_CHUNK
 from train.planner.trace import CPU, Tally, Trace, without_memory
 from train.planner.work import Work
 from train.trainer.joint_target import JointTarget

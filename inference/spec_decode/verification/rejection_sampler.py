@@ -165,7 +165,7 @@ def _walks(
     dice = [_Numbers(generator, count) for generator, count in zip(generators, most, strict=True)]
     if rule in ("sample_match", "traversal"):
         noise = [each.taken + [0.0] * (max(most) - len(each.taken)) for each in dice]
-        if rule == "sample_match":
+        if rule == "sample_match" or not proposal.width:  # without drafts both rules draw one token from p
             walks = match_together(p, proposal, on_device(noise, p.device, torch.float64))
             used = [1 + len(path) for path, _ in walks]
         else:

@@ -89,9 +89,8 @@ def test_on_cuda_no_mask_repeats_keys_and_values(tiny_model, monkeypatch, reques
             cache.advance(row, length)
         view, mask = cache.view(0, 2, T), cache.mask(0, 2, T)
         if device == "cuda":
-            monkeypatch.setattr(
-                "transformers.integrations.sdpa_attention.repeat_kv", lambda *_: pytest.fail("repeated")
-            )
+            repeat = "transformers.integrations.sdpa_attention.repeat_kv"
+            monkeypatch.setattr(repeat, lambda *_: pytest.fail("repeated"))
         found[device] = target(ids[:, :T].to(device), cache.position_ids(0, 2, T), mask, view)[1].cpu()
         target.close()
     torch.testing.assert_close(found["cuda"], found["cpu"], atol=1e-5, rtol=1e-4)
