@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,8 @@ def cpu(monkeypatch):
 @pytest.fixture
 def folder(tmp_path) -> Path:
     make_tiny_model("qwen3").to(torch.bfloat16).save_pretrained(tmp_path / "target")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / name, tmp_path / "target" / name)
     return tmp_path / "target"
 
 
@@ -98,7 +101,7 @@ def test_a_target_runs_wide_and_is_exported_as_it_was(cpu, folder, caplog):
 def test_all_who_say_auto_mean_the_same(cpu, folder, name, dtype, monkeypatch):
     """The runtime, the plan, training and vLLM beside them."""
     cpu(name)
-    llm = LLM(str(folder), str(TOKENIZER), device="cpu")
+    llm = LLM(str(folder), device="cpu")
     assert llm.engine.target.dtype == dtype
     llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=3, temperature=0))
     sketch = TargetSection(model=str(folder)).sketch("cpu")

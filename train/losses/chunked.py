@@ -24,7 +24,7 @@ CHUNK_ROWS = {"cpu": 512, "cuda": 2048}
 CHUNK_BYTES = {"cpu": 96 << 20, "cuda": 5 << 28}  # of its logits in float32, at most ...
 SMALLEST_CHUNK = {"cpu": 128, "cuda": 512}  # ... unless it has no more rows than these
 # Bytes of one block's float32 logits: on a CPU, for each thread, they stay in its cache.
-BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
+BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 128 << 20}
 
 
 @dataclass(frozen=True)
