@@ -30,6 +30,7 @@ from speculators.target.frozen_target import FrozenTarget
 from speculators.target.probe import needs_eager
 from train.data.loss_mask import TokenRow
 from train.data.packing import PackedRow, pack
+from train.losses.chunked import BLOCK_BYTES
 from train.planner.trace import CPU, Tally, Trace, without_memory
 from train.planner.work import Work
 from train.trainer.joint_target import JointTarget
@@ -218,13 +219,15 @@ def _served(plan: Outline, dtype: torch.dtype) -> Drafter:
 
 @contextmanager
 def _chunks_of(kind: str) -> Iterator[None]:
-    """Gives attention the chunks that it has on a device of this kind."""
-    before = SCORES["cpu"]
+    """Gives attention the chunks, and the objective the blocks, that they have on a device of this kind."""
+    before = SCORES["cpu"], BLOCK_BYTES["cpu"]
     SCORES["cpu"] = SCORES.get(kind, SCORES["cuda"])
+    if kind != "cpu":
+        BLOCK_BYTES["cpu"] = BLOCK_BYTES.get(kind, BLOCK_BYTES["cuda"]) // torch.get_num_threads()
     try:
         yield
     finally:
-        SCORES["cpu"] = before
+        SCORES["cpu"], BLOCK_BYTES["cpu"] = before
 
 
 def packed_rows(plan: Outline, count: int) -> list[PackedRow]:
