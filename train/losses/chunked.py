@@ -171,8 +171,7 @@ def walk(
     for chunk in in_chunks(groups, task.chunk_size):
         first, stop = chunk[0].first, chunk[-1].stop
         rows = order[first:stop] if isinstance(order, Tensor) else slice(first, stop)
-        positions = [group.targets() if index is None else index[group.targets()] for group in chunk]
-        read = task.target_hidden[positions[0] if index is None else torch.cat(positions)]
+        read = task.target_hidden[rows if index is None else torch.cat([index[group.targets()] for group in chunk])]
         states = hidden[rows].detach().requires_grad_(needs_hidden)
         with torch.no_grad(), products:
             target_logits = task.target_logits(read)  # [u, V]
@@ -195,9 +194,8 @@ def walk(
         del target_logits
         if not want:
             continue
-        grads = list(
-            torch.autograd.grad(logits, [states, *inputs] if needs_hidden else inputs, grad, allow_unused=True)
-        )
+        wanted = [states, *inputs] if needs_hidden else inputs
+        grads = list(torch.autograd.grad(logits, wanted, grad, allow_unused=True))
         del logits, values, grad
         if grad_hidden is not None:
             grad_hidden[rows] = grads.pop(0)

@@ -44,10 +44,16 @@ class Products(TorchFunctionMode):
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not isinstance(weight, nn.Parameter) or weight.ndim != 2 or hasattr(weight, "__tensor_flatten__"):
             return linear(input, weight, bias)  # computed anew for every chunk, or in a layout of its own
-        kind, w, b = input.device.type, weight, bias
+        kind = input.device.type
+        w: Tensor = weight
+        b = bias
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-            input, w, b = _cast(input, dtype), self._cast_once(weight, dtype), _cast(bias, dtype)
+            input, w, b = (
+                _cast(input, dtype),
+                self._cast_once(weight, dtype),
+                None if bias is None else _cast(bias, dtype),
+            )
         if not torch.is_grad_enabled() or not (input.requires_grad or weight.requires_grad):
             return linear(input, w, b)
         self._made = _Linear.apply(input, weight, b, w.detach(), self)
@@ -84,7 +90,7 @@ class _Linear(torch.autograd.Function):
         return linear(input, low, bias)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
+    def backward(ctx, grad: Tensor):
         input, low = ctx.saved_tensors
         wanted, rows = ctx.needs_input_grad, grad.flatten(0, -2)  # [n, out]
         if wanted[1]:
@@ -97,6 +103,6 @@ def precise(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """As autocast does: float64 stays."""
-    return x if x is None or x.dtype == torch.float64 else x.to(dtype)
+    return x if x.dtype == torch.float64 else x.to(dtype)

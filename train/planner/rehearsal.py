@@ -74,7 +74,7 @@ def step(plan: Outline, rows: int) -> dict[str, Tally]:
     process: Any = SimpleNamespace(
         device=CPU, process_index=0, num_processes=1, distributed_type=None, autocast=lambda: autocast
     )
-    with _sizes_of(plan.device.type), Trace() as trace:
+    with _sizes_of(plan.device.type, plan.target.vocab_size), Trace() as trace:
         trainer = Trainer(recipe, target, head, packed, accelerator=process, folder=Path(), joint=joint)
         trainer.module.train()
         batch, objective = trainer.features.batch(range(rows)), trainer._objective
@@ -172,7 +172,7 @@ def replay(plan: Outline, prompt: int, response: int) -> Work:
     target, drafter = _target(plan, plan.target.dtype), _served(plan, plan.target.dtype)
     K = plan.recipe.evaluation.num_speculative_tokens
     texts = [([0] * prompt, [0] * response)] * max(BATCH_TOKENS // (prompt + response), 1)
-    with torch.no_grad(), _sizes_of(plan.device.type), Trace() as trace:
+    with torch.no_grad(), _sizes_of(plan.device.type, plan.target.vocab_size), Trace() as trace:
         features = teacher_forced(target, texts)
         accept_tables(target, drafter, features, texts, SamplingParams(), min(K, drafter.max_depth or K))
     return trace.tally.work * (1 / len(texts))
@@ -218,13 +218,18 @@ def _served(plan: Outline, dtype: torch.dtype) -> Drafter:
     return without_memory(drafter).attach(_target(plan, dtype))
 
 
+ROWS = 32  # of a block, at least
+
+
 @contextmanager
-def _sizes_of(kind: str) -> Iterator[None]:
-    """Gives attention and the objective the kernel and the chunks that they have on a device of this kind."""
+def _sizes_of(kind: str, vocabulary: int) -> Iterator[None]:
+    """Gives attention and the objective the kernel and the chunks that they have on a device of this kind. A block of
+    the objective has no fewer than ROWS rows: their number changes no count, and each takes as long to walk."""
     tables: list[dict[str, Any]] = [SCORES, KERNELS, CHUNK_ROWS, CHUNK_BYTES, SMALLEST_CHUNK, BLOCK_BYTES]
     before = [table["cpu"] for table in tables]
     for table in tables:
         table["cpu"] = table.get(kind, table["cuda"])
+    BLOCK_BYTES["cpu"] = max(BLOCK_BYTES["cpu"], 4 * ROWS * vocabulary) // torch.get_num_threads()
     try:
         yield
     finally:

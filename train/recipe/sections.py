@@ -122,7 +122,7 @@ class TrainingSection(Section):
     save_every: PositiveInt | None = Field(None, description="steps between checkpoints; null: with every evaluation")
     keep_last: PositiveInt = Field(1, description="checkpoints kept beside the best one")
     loss_chunk_size: PositiveInt | None = Field(
-        None, description="tokens whose logits exist at once; null: about 64 MB"
+        None, description="tokens whose logits exist at once; null: by device and vocabulary"
     )
     keep_features_gb: float = Field(
         0.0, ge=0, description="memory for features of training rows, which later epochs then read; 0: none"

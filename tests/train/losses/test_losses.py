@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_iter
 
 from inference.evaluation.expected_acceptance import accept_probabilities
 from speculators.errors import ConfigError
-from train.losses.chunked import CHUNK_BYTES, CHUNK_ROWS
+from train.losses.chunked import CHUNK_BYTES, CHUNK_ROWS, Group, in_chunks, walk_order
 from train.losses.divergences import CLOSED_FORM, DIVERGENCES, ON_CHAINS, ON_STATES, Mix, overlap
 from train.losses.objective import (
     chunked_objective,
@@ -189,6 +190,45 @@ def test_shared_targets_change_nothing(mix: dict, reduced: bool) -> None:
     shared = chunked_objective(hidden, head, distinct, *rest, chunk_size=5, target_index=index)
     assert_same(shared, copied, setup, atol=1e-11)
     assert torch.equal(shared[1].agreement, copied[1].agreement)
+
+
+def test_a_walk_meets_every_row_once_beside_those_of_its_target() -> None:
+    """Also where more rows share a target than a chunk may hold; only the last chunk may be much smaller."""
+    torch.manual_seed(5)
+    index, most = torch.cat([torch.randint(0, 9, (40,)), torch.full((11,), 20)]), 8
+    order, groups = walk_order(index, most)
+    assert torch.equal(order.sort().values, torch.arange(len(index)))
+    for group in groups:
+        assert group.shared <= most
+        rows = index[order[group.first : group.stop]].view(group.count, group.shared)
+        assert (rows == rows[:, :1]).all() and torch.equal(rows[:, 0], index[order][group.targets()])
+    chunks = list(in_chunks(groups, most))
+    assert chunks[0][0].first == 0
+    ends = [(chunk[0].first, chunk[-1].stop) for chunk in chunks]
+    assert all(stop == first for (_, stop), (first, _) in itertools.pairwise(ends)) and ends[-1][1] == len(index)
+    assert all(0 < stop - first <= most for first, stop in ends)
+    assert list(in_chunks([Group(0, 20, 1)], 8)) == [[Group(0, 8, 1)], [Group(8, 8, 1)], [Group(16, 4, 1)]]
+
+
+def test_a_weight_is_cast_once_and_its_gradient_never_made_per_chunk() -> None:
+    """Under autocast, however many chunks there are."""
+    setup = Setup(False, torch.float32)
+    setup.head = setup.head[1]
+    moved = []
+    for chunk in (2, N):
+        counted = 0
+
+        class Casts(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
+                nonlocal counted
+                out = func(*args, **(kwargs or {}))
+                counted += func is torch.ops.aten._to_copy.default and tuple(args[0].shape) == (V, D)
+                return out
+
+        with Casts(), torch.autocast("cpu", torch.bfloat16):
+            chunked_objective(*setup.arguments(), chunk_size=chunk)[0].backward()
+        moved.append(counted)
+    assert moved == [2, 2], "the head's weight and the target's"
 
 
 @pytest.mark.parametrize("mix", MIXES[:3] + MIXES[-4:], ids=lambda mix: "+".join(mix))
@@ -390,7 +430,7 @@ def test_nothing_of_size_tokens_by_vocabulary(mix: dict, reduced: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_default_chunk_moves_the_head_seldom_within_bounds_of_memory(kind: str) -> None:
-    """Of a usual vocabulary as many rows as outweigh the moves of the head; of a vast one the fewest."""
+    """Of a usual vocabulary so many that the head is moved seldom; of a vast one the fewest."""
     device, vocabularies = torch.device(kind), [100, 4096, 32_000, 10**6, 10**7]
     rows = [default_chunk_size(vocabulary, device) for vocabulary in vocabularies]
     assert rows == sorted(rows, reverse=True) and rows[2] == CHUNK_ROWS[kind] and rows[-1] == rows[-2]
