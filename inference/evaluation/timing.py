@@ -22,6 +22,7 @@ from inference.sampling.sampler import argmax, seeded
 from inference.sampling_params import SamplingParams
 from speculators.drafter import Drafter, DraftInput
 from speculators.target.frozen_target import FrozenTarget
+from speculators.target.plain_decoder import TargetForward
 from speculators.vocab.draft_vocab import to_target_ids
 
 Run = Callable[[], tuple[int, int, int]]  # does one pass: output tokens, drafting rounds, accepted drafts
@@ -95,6 +96,7 @@ class IsolatedCosts:
         kept: int = 1,
     ) -> None:
         self.target, self.k, self.rows = target, k, rows
+        self._target_forward = TargetForward(target)  # the engine's
         self.drafter: Any = drafter
         self.kept = min(kept, len(token_ids) - 1)
         self.context = len(token_ids)
@@ -132,7 +134,7 @@ class IsolatedCosts:
         """ids [rows, T] after what the cache holds; the cache is left as it was."""
         T = ids.shape[1]
         positions, mask = self.cache.position_ids(0, self.rows, T), self.cache.mask(0, self.rows, T)
-        return self.target(ids, positions, mask, self.cache.view(0, self.rows, T))
+        return self._target_forward(ids, positions, mask, self.cache.view(0, self.rows, T))
 
     def _fill_head(self, ids: Tensor, taps: Tensor | None, last_hidden: Tensor) -> None:
         """All true slots of the context but the last `kept`, which every trial appends anew."""
