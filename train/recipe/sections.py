@@ -425,6 +425,7 @@ GATE_METRICS = {
     "lossless_mismatches": "responses whose tokens differ with drafting on and off; takes no temperature",
     "acceptance_length": "tokens committed per verification, bonus included",
     "speedup_vs_autoregressive": "tokens per second against the same engine with drafting off",
+    "speedup_vs_transformers": "tokens/s with drafting against transformers.generate",
     "efficiency": "measured speedup divided by the cost model's limit",
     "expected_measured_gap": "|expected - measured| acceptance length, divided by the measured one",
     "vllm_gap": "|acceptance length in vLLM - in this runtime|, divided by the latter",
