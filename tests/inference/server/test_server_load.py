@@ -79,7 +79,7 @@ def hang_up(url: str, request: dict) -> None:
             next(answer.iter_lines())
     else:
         with pytest.raises(httpx2.TimeoutException):
-            CLIENT.post(f"{url}/v1/completions", json=request, timeout=0.2)
+            CLIENT.post(f"{url}/v1/completions", json=request, timeout=0.05)
 
 
 def wait_until(holds, seconds: float = 10.0) -> None:
