@@ -105,7 +105,7 @@ def resolve(
     except (ValueError, OSError) as error:  # an id that is none; the Hub's errors, and those of files
         raise CheckpointError(
             f"{what} {path_or_id}: no such folder, and the Hub did not give it: {hub_trouble(error) or error}; "
-            "give the folder that an export wrote, or a repository id"
+            "give a folder that holds it, or a repository id"
         ) from error
 
 

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable)
 
+BLOCK_ROWS = 32  # of a block of the objective without memory, at least
+
 
 def remembered(by: Callable[[Outline], tuple] = lambda plan: ()) -> Callable[[F], F]:
     """Calls a function of an outline once for the same arguments and the same `by(outline)` (`Outline.known`)."""
@@ -218,18 +220,17 @@ def _served(plan: Outline, dtype: torch.dtype) -> Drafter:
     return without_memory(drafter).attach(_target(plan, dtype))
 
 
-ROWS = 32  # of a block, at least
-
-
 @contextmanager
 def _sizes_of(kind: str, vocabulary: int) -> Iterator[None]:
-    """Gives attention and the objective the kernel and the chunks that they have on a device of this kind. A block of
-    the objective has no fewer than ROWS rows: their number changes no count, and each takes as long to walk."""
+    """Gives attention and the objective the kernel and the chunks that they have on a device of this kind. Blocks of the
+    objective have at least BLOCK_ROWS rows of a large `vocabulary`, as each takes as long to walk."""
     tables: list[dict[str, Any]] = [SCORES, KERNELS, CHUNK_ROWS, CHUNK_BYTES, SMALLEST_CHUNK, BLOCK_BYTES]
     before = [table["cpu"] for table in tables]
     for table in tables:
         table["cpu"] = table.get(kind, table["cuda"])
-    BLOCK_BYTES["cpu"] = max(BLOCK_BYTES["cpu"], 4 * ROWS * vocabulary) // torch.get_num_threads()
+    threads = torch.get_num_threads()  # which a block on a CPU is shared among
+    block = BLOCK_BYTES["cpu"] * (threads if kind == "cpu" else 1)
+    BLOCK_BYTES["cpu"] = max(block, 4 * BLOCK_ROWS * vocabulary) // threads
     try:
         yield
     finally:
