@@ -157,7 +157,7 @@ def load_tokenizer(model: Any, tokenizer: Any, *, trust_remote_code: bool = Fals
         ) from error
     if len(found) <= len(
         getattr(found, "added_tokens_decoder", ())
-    ):  # transformers makes an empty one where there are no files
+    ):  # empty: there were no files
         raise CheckpointError(f"tokenizer {source}: there is no vocabulary beside config.json; {advice}")
     return found
 

@@ -222,8 +222,8 @@ def _served(plan: Outline, dtype: torch.dtype) -> Drafter:
 
 @contextmanager
 def _sizes_of(kind: str, vocabulary: int) -> Iterator[None]:
-    """Gives attention and the objective the kernel and the chunks that they have on a device of this kind. Blocks of the
-    objective have at least BLOCK_ROWS rows of a large `vocabulary`, as each takes as long to walk."""
+    """Gives attention and the objective the kernel and the chunks that they have on a device of this kind. Blocks of
+    the objective have at least BLOCK_ROWS rows of a large `vocabulary`, as each takes as long to walk."""
     tables: list[dict[str, Any]] = [SCORES, KERNELS, CHUNK_ROWS, CHUNK_BYTES, SMALLEST_CHUNK, BLOCK_BYTES]
     before = [table["cpu"] for table in tables]
     for table in tables:
