@@ -155,9 +155,7 @@ def load_tokenizer(model: Any, tokenizer: Any, *, trust_remote_code: bool = Fals
         raise CheckpointError(
             f"tokenizer {source}: could not be loaded: {hub_trouble(error) or error}; {advice}"
         ) from error
-    if len(found) <= len(
-        getattr(found, "added_tokens_decoder", ())
-    ):  # empty: there were no files
+    if len(found) <= len(getattr(found, "added_tokens_decoder", ())):  # empty: there were no files
         raise CheckpointError(f"tokenizer {source}: there is no vocabulary beside config.json; {advice}")
     return found
 
