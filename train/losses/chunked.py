@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from train.losses.divergences import Mix, dot, has_closed_form, value_and_gradient
+from train.losses.divergences import Mix, Rows, dot, has_closed_form, value_and_gradient
 from train.losses.products import Products, precise
 
 Head = Callable[[Tensor], Tensor]
@@ -231,18 +231,17 @@ def score(
         least = torch.minimum(target.p, q)
         alpha = least.sum(-1)
         log_z = (z.gather(-1, best) - q.gather(-1, best).log())[..., 0]  # at the largest logit q never underflows
-        given = (target.p, target.p_log_p, target.mass, log_z, alpha, labels, weight / task.temperature)
-        found = value_and_gradient(task.mix, z, q, *given, least if grad is not None else None)
+        rows = Rows(z, target.p, target.p_log_p, target.mass, log_z, alpha, labels)
+        found = value_and_gradient(task.mix, rows, q, weight / task.temperature, least if grad is not None else None)
         if found is not None:
             value, gradient = found
             if grad is not None and gradient is not None:
                 grad.copy_(gradient)
             return weight * value, alpha, agreement
-    rows = z.shape[0] * z.shape[1]
     with torch.set_grad_enabled(grad is not None):
         z = z.detach().requires_grad_(grad is not None)
         log_q = torch.log_softmax(z, dim=-1)
-        p = target.p.expand_as(z).reshape(rows, -1)
+        p = target.p.expand_as(z).flatten(0, 1)
         value = weight * task.mix(log_q.flatten(0, 1), p, labels.flatten()).view_as(weight)
     alpha = torch.minimum(target.p, log_q.detach().exp()).sum(-1)
     if grad is not None:

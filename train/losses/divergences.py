@@ -23,6 +23,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -252,9 +253,32 @@ def has_closed_form(mix: Mix) -> bool:
     return all(term.name in CLOSED_FORM for term in mix.terms)
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Draft logits of m rows for each of g targets, and what the terms of a mix share of them. Float32 or float64."""
+
+    z: Tensor  # [g, m, Vd] draft logits
+    p: Tensor  # [g, 1, Vd] the target's probabilities
+    p_log_p: Tensor  # [g, 1] sum p log p
+    mass: Tensor  # [g, 1] sum p
+    log_z: Tensor  # [g, m] logsumexp(z)
+    alpha: Tensor  # [g, m] sum min(p, q)
+    labels: Tensor  # [g, m], -1 outside the draft vocabulary
+
+    @cached_property
+    def best(self) -> Tensor:
+        """[g, m] the target's favourites."""
+        return self.p.argmax(-1).expand_as(self.labels)
+
+    @cached_property
+    def kl(self) -> Tensor:
+        """[g, m] KL(p || q)."""
+        return self.p_log_p - dot(self.p, self.z) + self.mass * self.log_z
+
+
 @dataclass
-class _Rows:
-    """The value so far and the coefficients of the three vectors in its gradient, per row [g, m]."""
+class _Terms:
+    """The value so far and the coefficients of the vectors in its gradient, per row [g, m]."""
 
     value: Tensor
     kl: Tensor  # of P q - p
@@ -264,48 +288,34 @@ class _Rows:
 
 
 def value_and_gradient(
-    mix: Mix,
-    z: Tensor,
-    q: Tensor,
-    p: Tensor,
-    p_log_p: Tensor,
-    mass: Tensor,
-    log_z: Tensor,
-    alpha: Tensor,
-    labels: Tensor,
-    weight: Tensor,
-    scratch: Tensor | None,
+    mix: Mix, rows: Rows, q: Tensor, weight: Tensor, scratch: Tensor | None
 ) -> tuple[Tensor, Tensor | None] | None:
-    """The mix's value [g, m] and weight * d value / dz [g, m, Vd], of m rows for each of g targets; None when alpha is
-    too small for -log alpha.
+    """The mix's value [g, m] and weight * d value / dz [g, m, Vd]; None when alpha is too small for -log alpha.
 
-    z [g, m, Vd] draft logits; q [g, m, Vd] = softmax(z), *overwritten by the gradient*; p [g, 1, Vd] constant;
-    p_log_p [g, 1] = sum p log p; mass [g, 1] = sum p; log_z [g, m] = logsumexp(z); alpha [g, m] = sum min(p, q);
-    labels [g, m], -1 outside the draft vocabulary; weight [g, m]; scratch [g, m, Vd]: overwritten, or None, and there
-    is no gradient. Float32 or float64, no autograd.
+    q [g, m, Vd] = softmax(z), *overwritten by the gradient*; weight [g, m]; scratch [g, m, Vd]: overwritten, or None,
+    and there is no gradient. No autograd.
     """
     names = {term.name for term in mix.terms}
-    if "neg_log_acceptance" in names and bool((alpha < SMALLEST_OVERLAP).any()):
+    if "neg_log_acceptance" in names and bool((rows.alpha < SMALLEST_OVERLAP).any()):
         return None
-    best = p.argmax(-1).expand_as(labels) if "cross_entropy_argmax" in names else labels  # [g, m]
-    rows = _combine(mix, z, p, p_log_p, mass, log_z, alpha, labels, best)
+    terms = _combine(mix, rows)
     if scratch is None:
-        return rows.value, None
-    on_q = rows.kl * mass + rows.label + rows.best  # [g, m]
+        return terms.value, None
+    on_q = terms.kl * rows.mass + terms.label + terms.best  # [g, m]
     gradient = q
     if names & {"tv", "neg_log_acceptance", "lk_hybrid"}:
-        below = torch.lt(q, p, out=scratch).mul_(q)  # [g, m, Vd], q 1[q < p]
-        on_q = on_q + rows.accept * below.sum(-1)
-        gradient = q.mul_((on_q * weight)[..., None]).addcmul_(below, -(rows.accept * weight)[..., None])
+        below = torch.lt(q, rows.p, out=scratch).mul_(q)  # [g, m, Vd], q 1[q < p]
+        on_q = on_q + terms.accept * below.sum(-1)
+        gradient = q.mul_((on_q * weight)[..., None]).addcmul_(below, -(terms.accept * weight)[..., None])
     else:
         gradient = q.mul_((on_q * weight)[..., None])
     if names & {"forward_kl", "lk_hybrid"}:
-        gradient.addcmul_(p, -(rows.kl * weight)[..., None])
+        gradient.addcmul_(rows.p, -(terms.kl * weight)[..., None])
     if "cross_entropy" in names:
-        gradient.scatter_add_(-1, labels.clamp_min(0)[..., None], -(rows.label * weight)[..., None])
+        gradient.scatter_add_(-1, rows.labels.clamp_min(0)[..., None], -(terms.label * weight)[..., None])
     if "cross_entropy_argmax" in names:
-        gradient.scatter_add_(-1, best[..., None], -(rows.best * weight)[..., None])
-    return rows.value, gradient
+        gradient.scatter_add_(-1, rows.best[..., None], -(terms.best * weight)[..., None])
+    return terms.value, gradient
 
 
 def dot(x: Tensor, y: Tensor) -> Tensor:
@@ -315,44 +325,31 @@ def dot(x: Tensor, y: Tensor) -> Tensor:
     return torch.bmm(y, x.transpose(1, 2))[..., 0]
 
 
-def _combine(
-    mix: Mix,
-    z: Tensor,
-    p: Tensor,
-    p_log_p: Tensor,
-    mass: Tensor,
-    log_z: Tensor,
-    alpha: Tensor,
-    labels: Tensor,
-    best: Tensor,
-) -> _Rows:
-    """Values and gradient coefficients of every term, summed over the mix [g, m]. Shapes as above; best [g, m]: the
-    target's favourites."""
-    zero = torch.zeros_like(alpha)
-    rows = _Rows(zero, zero, zero, zero, zero)
-    needs_kl = any(term.name in ("forward_kl", "lk_hybrid") for term in mix.terms)
-    kl = p_log_p - dot(p, z) + mass * log_z if needs_kl else zero
+def _combine(mix: Mix, rows: Rows) -> _Terms:
+    """Values and gradient coefficients of every term, summed over the mix [g, m]."""
+    zero = torch.zeros_like(rows.alpha)
+    sums = _Terms(zero, zero, zero, zero, zero)
     for term in mix.terms:
         w = term.weight
         if term.name == "forward_kl":
-            rows.value, rows.kl = rows.value + w * kl, rows.kl + w
+            sums.value, sums.kl = sums.value + w * rows.kl, sums.kl + w
         elif term.name == "tv":
-            rows.value, rows.accept = rows.value + w * (1.0 - alpha), rows.accept + w
+            sums.value, sums.accept = sums.value + w * (1.0 - rows.alpha), sums.accept + w
         elif term.name == "neg_log_acceptance":
-            rows.value, rows.accept = rows.value - w * alpha.log(), rows.accept + w / alpha
+            sums.value, sums.accept = sums.value - w * rows.alpha.log(), sums.accept + w / rows.alpha
         elif term.name == "lk_hybrid":
-            mixing = torch.exp(-3.0 * alpha)
-            rows.value = rows.value + w * (mixing * kl + (1.0 - mixing) * (1.0 - alpha))
-            rows.kl, rows.accept = rows.kl + w * mixing, rows.accept + w * (1.0 - mixing)
+            mixing = torch.exp(-3.0 * rows.alpha)
+            sums.value = sums.value + w * (mixing * rows.kl + (1.0 - mixing) * (1.0 - rows.alpha))
+            sums.kl, sums.accept = sums.kl + w * mixing, sums.accept + w * (1.0 - mixing)
         elif term.name == "cross_entropy":
-            picked = z.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
-            supported = (labels >= 0) & picked.isfinite()
-            inside = supported.to(z.dtype)
+            picked = rows.z.gather(-1, rows.labels.clamp_min(0)[..., None])[..., 0]
+            supported = (rows.labels >= 0) & picked.isfinite()
+            inside = supported.to(rows.z.dtype)
             picked = torch.where(supported, picked, 0.0)
-            rows.value, rows.label = rows.value + w * inside * (log_z - picked), rows.label + w * inside
+            sums.value, sums.label = sums.value + w * inside * (rows.log_z - picked), sums.label + w * inside
         elif term.name == "cross_entropy_argmax":
-            picked = z.gather(-1, best[..., None])[..., 0]
-            rows.value, rows.best = rows.value + w * (log_z - picked), rows.best + w
+            picked = rows.z.gather(-1, rows.best[..., None])[..., 0]
+            sums.value, sums.best = sums.value + w * (rows.log_z - picked), sums.best + w
         else:
             raise AssertionError(f"{term.name} has no closed form")
-    return rows
+    return sums
