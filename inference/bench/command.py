@@ -7,18 +7,22 @@ import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from inference.bench.compare import MODES, Server, compare, draw
+from inference.bench.advice import LARGEST_BATCH, SCHEDULE
+from inference.bench.compare import ADVISED, Mode, Server, compare, draw
 from inference.bench.options import BenchOptions, read_options
 from inference.bench.run import measure, prepare, without_details
 from inference.bench.servers import started
-from inference.bench.tables import print_comparison, print_result
+from inference.bench.tables import print_advice, print_comparison, print_result
 from inference.whole_file import write_whole
 from speculators.errors import ConfigError
+
+ADVICE = "speculative_config.json"
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -37,26 +41,85 @@ def run(arguments: Sequence[str]) -> int:
 
 def _compare(options: BenchOptions, console: Console) -> int:
     folder, existing = Path(options.result_dir), options.baseline_url is not None
-    comparison = compare(options, prepare(options), _servers(options), together=existing or options.together)
-    if not existing:
+    if existing:
+        servers = {"off": _existing(str(options.baseline_url)), "on": _existing(options.url)}
+        comparison = compare(options, prepare(options), servers, together=True)
+    else:
+        config = _config(options)
+        modes, configs = serving_modes(options, config)
+        servers = {name: _started(options, name, each) for name, each in configs.items()}
+        comparison = compare(options, prepare(options), servers, together=options.together, modes=modes,
+                             config=None if SCHEDULE in config else config)  # fmt: skip
         comparison |= {"speculative_config": options.speculative_config, "serve_args": options.serve_args or None}
     file = folder / (options.result_filename or "comparison.json")
     _save(comparison, file)
     draw(comparison, file.with_suffix(".png"))
     print_comparison(comparison, console)
     console.print(f"{file}, {file.with_suffix('.png')}", highlight=False, soft_wrap=True)
-    return 1 if any(level[mode]["failed"] for level in comparison["levels"] for mode in MODES) else 0
+    if "advice" in comparison:
+        print_advice(comparison, console)
+        if options.advised is None:
+            _save(comparison["advice"]["speculative_config"], folder / ADVICE)
+            use = f'--speculative-config "$(cat {folder / ADVICE})", of `vllm serve` and of `draftsmith serve`'
+            console.print(use, highlight=False, soft_wrap=True, markup=False)
+    return 1 if comparison["failed"] else 0
 
 
-def _servers(options: BenchOptions) -> dict[str, Server]:
-    if options.baseline_url is not None:
-        urls = {"off": options.baseline_url, "on": options.url}
-        return {mode: _existing(url) for mode, url in urls.items()}
-    flags, folder, ready_s = shlex.split(options.serve_args), Path(options.result_dir), options.ready_check_timeout_sec
-    return {
-        mode: partial(started, str(options.model), config, flags, folder / f"server-{mode}.log", ready_s)
-        for mode, config in (("off", None), ("on", options.speculative_config))
-    }
+def _config(options: BenchOptions) -> dict[str, Any]:
+    """speculative_config with its method and K, read from the drafter where they are not given."""
+    from inference.entrypoints.speculative_defaults import complete
+
+    config = complete(dict(options.speculative_config or {}), str(options.model),
+                      trust_remote_code=options.trust_remote_code)  # fmt: skip
+    if not isinstance(config.get("num_speculative_tokens"), int) or not config.get("method"):
+        raise ConfigError(
+            "--compare: speculative_config needs method and num_speculative_tokens, or a drafter's folder"
+        )
+    if options.draft_lengths and SCHEDULE in config:
+        raise ConfigError(f"--draft-lengths measure what {SCHEDULE} says by batch size; leave one out")
+    return config
+
+
+def serving_modes(
+    options: BenchOptions, config: dict[str, Any]
+) -> tuple[dict[str, Mode], dict[str, dict[str, Any] | None]]:
+    """What is measured, and the speculative_config of each server that this needs. Our server takes K with each
+    request, so that one serves them all; vLLM has one for each K."""
+    own = config["num_speculative_tokens"]
+    lengths = sorted({own, *options.draft_lengths})
+    flags = shlex.split(options.serve_args)
+    vllm = "--engine=vllm" in flags or ("--engine", "vllm") in pairwise(flags)
+    modes, configs = {"off": Mode("off")}, {"off": None, "on": config}
+    for tokens in lengths:
+        name = "on" if tokens == own else f"K={tokens}"
+        if lengths == [own]:
+            modes[name] = Mode("on", tokens=own)
+        elif vllm:
+            wait = {SCHEDULE: [[1, LARGEST_BATCH, 0]]}
+            configs[name] = config | ({"num_speculative_tokens": tokens} if tokens else wait)
+            modes[name] = Mode(name, tokens=tokens)
+        else:
+            configs["on"] = config | {"num_speculative_tokens": lengths[-1]}
+            modes[name] = Mode("on", {"num_speculative_tokens": tokens}, tokens)
+    if options.advised is not None:
+        modes[ADVISED], configs[ADVISED] = Mode(ADVISED), _read_advice(Path(options.advised))
+    return modes, configs
+
+
+def _read_advice(path: Path) -> dict[str, Any] | None:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--advised {path}: {error}; give a speculative_config.json of `bench --compare`") from error
+    if config is not None and not isinstance(config, dict):
+        raise ConfigError(f"--advised {path}: expected a JSON object of options, or null: no drafter")
+    return config
+
+
+def _started(options: BenchOptions, name: str, config: dict[str, Any] | None) -> Server:
+    log = Path(options.result_dir) / f"server-{name.replace('=', '-')}.log"
+    return partial(started, str(options.model), config, shlex.split(options.serve_args), log,
+                   options.ready_check_timeout_sec)  # fmt: skip
 
 
 def _existing(url: str) -> Server:
@@ -71,7 +134,7 @@ def _filename(result: dict[str, Any]) -> str:
     return f"{label}-{result['request_rate']}qps{concurrency}-{model}-{result['date']}.json"
 
 
-def _save(result: dict[str, Any], path: Path) -> None:
+def _save(result: dict[str, Any] | None, path: Path) -> None:
     try:
         write_whole(path, json.dumps(result) + "\n")
     except OSError as error:

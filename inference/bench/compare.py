@@ -1,22 +1,25 @@
-"""Drafting off and on under the same load, at rising concurrency: ratios, the Pareto front, and its picture.
+"""Drafting off and on under the same load, at rising concurrency: ratios, the Pareto front, its picture, the advice.
 
-A ratio is on ÷ off. Tokens/s per user are 1 ÷ TPOT.
+A ratio is on ÷ off. Tokens/s per user are 1 ÷ TPOT. Of several repeats the one with the median speed is reported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
+from inference.bench.advice import LevelSpeeds, advise, followed
 from inference.bench.options import BenchOptions
 from inference.bench.run import LOAD_ONLY, Work, measure, without_details
 
 MODES = ("off", "on")
+ADVISED = "advised"  # the mode that follows the advice of an earlier comparison
 STYLES: dict[str, Any] = {"off": {"color": "#d98a29", "marker": "s"}, "on": {"color": "#2f6db3", "marker": "o"}}
 RATIOS = (
     "output_throughput", "total_token_throughput", "request_throughput", "tokens_per_second_per_user",
@@ -27,41 +30,100 @@ WARMUPS = 2  # of each server, unless --num-warmups says otherwise
 Server = Callable[[], AbstractContextManager[str]]  # opened, it gives the base URL of a server that answers
 
 
-def compare(options: BenchOptions, work: Work, servers: dict[str, Server], *, together: bool) -> dict[str, Any]:
-    """Measures both servers at every concurrency. `together`: both run at the same time and take turns, so that a slow
-    machine slows both; otherwise one after the other, which needs the memory of one."""
-    levels = sorted(set(options.concurrencies))
-    results: dict[tuple[str, int], dict[str, Any]] = {}
+@dataclass(frozen=True)
+class Mode:
+    """One way of serving: a server by its name, fields of every request, and the fixed K, if it is one."""
 
-    def measure_at(mode: str, url: str, concurrency: int) -> None:
-        cold = not any(measured == mode for measured, _ in results)
+    server: str
+    body: dict[str, Any] = field(default_factory=dict)
+    tokens: int | None = None
+
+
+OFF_AND_ON = {mode: Mode(mode) for mode in MODES}
+
+
+def compare(
+    options: BenchOptions,
+    work: Work,
+    servers: dict[str, Server],
+    *,
+    together: bool,
+    modes: dict[str, Mode] = OFF_AND_ON,
+    config: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Measures every mode at every concurrency, in each repeat. `together`: all servers run at the same time and take
+    turns, so that a slow machine slows all; otherwise they are started one after the other, anew in each repeat, which
+    needs the memory of one. `config`: the speculative_config that is measured, for the advice."""
+    levels = sorted(set(options.concurrencies))
+    results: dict[tuple[str, int], list[dict[str, Any]]] = {(mode, level): [] for mode in modes for level in levels}
+
+    def measure_at(mode: str, url: str, concurrency: int, cold: bool) -> None:
         warmups = (WARMUPS if options.num_warmups is None else options.num_warmups) if cold else 0
-        changes = {"base_url": url, "max_concurrency": concurrency, "num_warmups": warmups}
-        results[mode, concurrency] = measure(options.model_copy(update=changes), work)
+        body = options.extra_body | modes[mode].body
+        changes = {"base_url": url, "max_concurrency": concurrency, "num_warmups": warmups, "extra_body": body}
+        results[mode, concurrency].append(measure(options.model_copy(update=changes), work))
+
+    def turn(urls: dict[str, str], repeat: int, cold: bool) -> None:
+        """Every mode of these servers at every level; who begins changes with the repeat."""
+        names = [mode for mode in modes if modes[mode].server in urls]
+        names = names[repeat % len(names) :] + names[: repeat % len(names)]
+        for level in levels:
+            for mode in names:
+                measure_at(mode, urls[modes[mode].server], level, cold and level == levels[0])
 
     with ExitStack() as running:
-        if together:
-            urls = {mode: running.enter_context(servers[mode]()) for mode in MODES}
-            for level in levels:
-                for mode in MODES:
-                    measure_at(mode, urls[mode], level)
-        else:
-            for mode in MODES:
-                with servers[mode]() as url:
-                    for level in levels:
-                        measure_at(mode, url, level)
-    compared = [_level(n, results["off", n], results["on", n], options.body.get("temperature") == 0) for n in levels]
+        urls = {name: running.enter_context(server()) for name, server in servers.items()} if together else {}
+        for repeat in range(options.repeats):
+            if together:
+                turn(urls, repeat, cold=repeat == 0)
+                continue
+            for name, server in servers.items():
+                with server() as url:
+                    turn({name: url}, repeat, cold=True)
+    greedy = options.body.get("temperature") == 0
+    compared = [_level(n, _median(results["off", n]), _median(results["on", n]), greedy) for n in levels]
     measured = list(points(compared))
     front = pareto_front([(user, total) for _, user, total in measured])
     for i, (result, *_) in enumerate(measured):
         result["on_pareto_front"] = i in front
-    return {
+    failed = sum(result["failed"] for repeats in results.values() for result in repeats)
+    comparison: dict[str, Any] = {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
         "model_id": work.model_id,
         "dataset_name": options.dataset_name,
         **({"note": LOAD_ONLY} if options.load_only else {}),
+        "failed": failed,
         "levels": compared,
     }
+    return comparison if config is None or failed else comparison | _advice(results, levels, modes, config)
+
+
+def _median(repeats: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The repeat with the median speed; of an even number the slower of the two."""
+    return sorted(repeats, key=lambda result: result["output_throughput"])[(len(repeats) - 1) // 2]
+
+
+def _advice(
+    results: dict[tuple[str, int], list[dict[str, Any]]],
+    levels: Sequence[int],
+    modes: dict[str, Mode],
+    config: dict[str, Any],
+) -> dict[str, Any]:
+    """The advice, and how a server that follows an earlier one did."""
+
+    def speeds(mode: str, level: int) -> tuple[float, ...]:
+        return tuple(result["output_throughput"] for result in results[mode, level])
+
+    measured = [
+        LevelSpeeds(
+            n, speeds("off", n), {m.tokens: speeds(name, n) for name, m in modes.items() if m.tokens is not None}
+        )
+        for n in levels
+    ]
+    advice: dict[str, Any] = {"advice": advise(measured, config)}
+    if ADVISED in modes:
+        advice["advised"] = [followed(level, speeds(ADVISED, level.concurrency)) for level in measured]
+    return advice
 
 
 def _level(concurrency: int, off: dict[str, Any], on: dict[str, Any], greedy: bool) -> dict[str, Any]:

@@ -25,7 +25,11 @@ from inference.flags import FlagParser, JsonObject, add_flags, flag_name, spelle
 ROUTES = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 FILES = ("custom", *SUITES)
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
-COMPARING = ("baseline_url", "speculative_config", "serve_args", "concurrencies", "together")
+COMPARING = (
+    "baseline_url", "speculative_config", "serve_args", "concurrencies", "together", "repeats",
+    "draft_lengths", "advised",
+)  # fmt: skip
+SHAPES = ("speculative_token_tree", "speculative_eagle_topk")  # drafts that are no chain
 GROUPS = {  # in --help, by their first option
     "backend": "server",
     "dataset_name": "prompts",
@@ -111,7 +115,12 @@ class BenchOptions(BaseModel):
     baseline_url: str | None = option(None, "a server that does not draft; the one of --base-url does")
     speculative_config: JsonObject | None = option(None, "JSON: start both servers, of --model (-sc)")
     serve_args: str = option("", "more flags of `draftsmith serve` for both, such as '--engine vllm'")
-    together: bool = option(False, "start both and measure them in turn; default: one after the other")
+    together: bool = option(False, "start all servers and measure them in turn; default: one after the other")
+    repeats: PositiveInt = option(1, "of every measurement, in turn; the advice's spread is theirs")
+    draft_lengths: Annotated[tuple[NonNegativeInt, ...], CommaSeparated] = option(
+        (), "each K to advise on besides that of --speculative-config; 0: a drafter that waits"
+    )
+    advised: str | None = option(None, "a speculative_config.json of an earlier --compare: measure it beside each K")
     ready_check_timeout_sec: PositiveFloat = option(600.0, "seconds until a server is ready")
 
     @property
@@ -166,6 +175,12 @@ class BenchOptions(BaseModel):
             raise ValueError("--compare: --speculative-config starts servers of --model, without --base-url")
         if self.baseline_url is not None and self.serve_args:
             raise ValueError("--compare: --serve-args is for servers started with --speculative-config")
+        if self.baseline_url is not None and given & {"draft_lengths", "advised"}:
+            raise ValueError(
+                "--compare: --draft-lengths and --advised are for servers started with --speculative-config"
+            )
+        if self.draft_lengths and (shape := [name for name in SHAPES if name in (self.speculative_config or {})]):
+            raise ValueError(f"--draft-lengths are lengths of chains, and {shape[0]} drafts trees; leave one out")
         if "max_concurrency" in given:
             raise ValueError("--compare: give --concurrencies instead of --max-concurrency")
         return self

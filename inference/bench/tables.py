@@ -65,10 +65,43 @@ def print_comparison(comparison: dict[str, Any], console: Console) -> None:
     title = f"{comparison['model_id']}, {comparison['dataset_name']}: drafting off and on"
     _print_table(console, title, columns, rows)
     console.print("×: on ÷ off; a TTFT below 1 is shorter with drafting", style="dim", highlight=False)
-    failed = sum(level[mode]["failed"] for level in levels for mode in ("off", "on"))
-    if failed:
+    if failed := comparison["failed"]:
         console.print(Text(f"{failed} requests failed; only their number is shown", style="red"))
     _print_note(comparison, console)
+
+
+def print_advice(comparison: dict[str, Any], console: Console) -> None:
+    """Median gains by concurrency and K, the K that is advised with its gain's range, and the configuration; beside an
+    earlier advice that was followed, its gain and how it does against the fixed K that is worst for it."""
+    advice = comparison["advice"]
+    lengths = list(advice["levels"][0]["median_gains"])
+    rows = []
+    for level in advice["levels"]:
+        gains = [_cell(level["median_gains"][tokens]) for tokens in lengths]
+        rows.append(
+            (str(level["max_concurrency"]), *gains, str(level["num_speculative_tokens"]), _range(level["gain"]))
+        )
+    title = f"tokens/s ÷ without a drafter, medians of {advice['repeats']} repeats"
+    _print_table(console, title, ("users", *(f"K={tokens}" for tokens in lengths), "advised", "gain"), rows)
+    if "advised" in comparison:
+        rows = [
+            (str(level["max_concurrency"]), *(_cell(level["fixed_gains"][name]) for name in level["fixed_gains"]),
+             _range(level["gain"]), _cell(level["worst"], ".3f"))
+            for level in comparison["advised"]
+        ]  # fmt: skip
+        names = [f"K={name}" if name.isdecimal() else name for name in comparison["advised"][0]["fixed_gains"]]
+        _print_table(console, "an earlier advice followed", ("users", *names, "followed", "÷ best fixed"), rows)
+        return
+    if advice["speculative_config"] is None:
+        console.print("advice: serve without a drafter; none gained at any concurrency", highlight=False)
+    elif advice["off_above"] is not None:
+        console.print(f"advice: drafting is off above {advice['off_above']} requests at a time", highlight=False)
+    if advice["repeats"] == 1:
+        console.print(Text("one repeat tells no spread; give --repeats 3 or more", style="yellow"))
+
+
+def _range(gain: dict[str, float]) -> str:
+    return f"{gain['median']:.2f} ({gain['smallest']:.2f}–{gain['largest']:.2f})"
 
 
 def _print_table(console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
