@@ -177,11 +177,13 @@ def decoder_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_of(config: Any) -> dict[str, Any]:
-    """The target's rotary parameters without `partial_rotary_factor`; of full attention where layer types differ."""
+    """The target's rotary parameters without `partial_rotary_factor`; of full attention where layer types differ. Those
+    of M-RoPE turn by the positions of text, where all of its dimensions are the same."""
     rope = dict(getattr(config, "rope_parameters", None) or {})
     if "full_attention" in rope:  # one set per layer type
         rope = dict(rope["full_attention"])
     rope.setdefault("rope_type", "default")
     rope.setdefault("rope_theta", getattr(config, "rope_theta", None) or 10000.0)
-    rope.pop("partial_rotary_factor", None)  # a head rotates every dimension
+    for field in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):  # a head rotates every dimension
+        rope.pop(field, None)
     return rope

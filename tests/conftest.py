@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of processes that import torch each
 
@@ -93,14 +93,51 @@ RECURRENT: dict[str, dict] = {  # of layers with states, or some of them
 }
 
 
+_VISION = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+_QWEN_VISION = dict(depth=1, hidden_size=32, out_hidden_size=32, intermediate_size=32, num_heads=2)
+MULTIMODAL: dict[str, dict] = {  # whose language model is the target
+    "gemma3_vision": dict(
+        model_type="gemma3",
+        text_config=ARCHITECTURES["gemma3"],
+        vision_config=dict(_VISION, image_size=28, patch_size=14),
+        mm_tokens_per_image=4,
+    ),
+    "mistral3": dict(
+        model_type="mistral3",
+        text_config=dict(model_type="mistral", head_dim=8, sliding_window=None),
+        vision_config=dict(_VISION, model_type="pixtral"),
+    ),
+    "qwen2_5_vl": dict(  # M-RoPE
+        model_type="qwen2_5_vl",
+        text_config=dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 2])),
+        vision_config=_QWEN_VISION,
+    ),
+    "qwen3_5": dict(  # M-RoPE in a hybrid; transformers loads its language model alone
+        model_type="qwen3_5",
+        text_config=dict(
+            {k: v for k, v in RECURRENT["qwen3_next"].items() if k.startswith(("linear", "layer_types"))},
+            head_dim=16,
+            rope_parameters=dict(
+                rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 0], partial_rotary_factor=0.25
+            ),
+        ),
+        vision_config=_QWEN_VISION,
+    ),
+}
+
+
 def make_tiny_model(name: str, **overrides):
-    """A random float32 model of the architecture (or model_type) `name`, always the same one for the same arguments."""
+    """A random float32 model of the architecture (or model_type) `name`, always the same one for the same arguments.
+    `overrides`: fields of the language model's config."""
     settings = {**_BASE, **(ARCHITECTURES | RECURRENT).get(name, {"model_type": name}), **overrides}
+    if name in MULTIMODAL:
+        settings = MULTIMODAL[name] | {"text_config": {**_BASE, **MULTIMODAL[name]["text_config"], **overrides}}
     config = AutoConfig.for_model(settings.pop("model_type"), **copy.deepcopy(settings))
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None  # None: transformers' choice
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
+        auto = AutoModelForMultimodalLM if name in MULTIMODAL else AutoModelForCausalLM
+        model = auto.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
         for parameter in model.parameters():  # some architectures leave biases, sinks or norms at their neutral value
             if parameter.ndim == 1:
                 parameter.data += 0.1 * torch.randn_like(parameter)

@@ -42,17 +42,22 @@ def target_config(
     """The configuration of the target's language model, without its weights."""
     if isinstance(model, (FrozenTarget, PreTrainedModel)):
         return model.config.get_text_config()
+    return whole_config(model, trust_remote_code=trust_remote_code, revision=revision).get_text_config()
+
+
+def whole_config(model: str, *, trust_remote_code: bool = False, revision: str | None = None) -> PretrainedConfig:
+    """The same with that of the multimodal model around it, if there is one."""
     name, revision = split_revision(str(model), revision)
     adapter = Path(name) / "adapter_config.json"
     if adapter.is_file() and not adapter.with_name("config.json").exists():  # peft writes it without the model's own
-        return target_config(_base_of(adapter), trust_remote_code=trust_remote_code)
+        return whole_config(_base_of(adapter), trust_remote_code=trust_remote_code)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, revision=revision)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"target {model}: its config.json could not be read: {hub_trouble(error) or error}"
         ) from error
-    return config.get_text_config()
+    return config
 
 
 def _base_of(adapter: Path) -> str:

@@ -39,6 +39,8 @@ def read_prompts(prompts: Any, tokenizer: Any) -> list[Prompt]:
 def _read_prompt(prompt: Any, tokenizer: Any) -> Prompt:
     if isinstance(prompt, str):
         prompt = {"prompt": prompt}
+    if isinstance(prompt, dict) and "multi_modal_data" in prompt:
+        raise ConfigError("multi_modal_data: images, audio and video are not read here; only text is")
     if not isinstance(prompt, dict) or not set(prompt) <= {"prompt", "prompt_token_ids"} or not prompt:
         found = sorted(prompt) if isinstance(prompt, dict) else type(prompt).__name__
         raise ConfigError(f'{found}; expected a string, {{"prompt": str}} or {{"prompt_token_ids": [int]}}')
@@ -59,12 +61,22 @@ def chat_prompts(messages: Sequence[Any], tokenizer: Any, options: dict[str, Any
     conversations = [messages] if isinstance(messages[0], dict) else messages
     prompts = []
     for conversation in conversations:
+        _refuse_media(conversation)
         try:
             text = tokenizer.apply_chat_template(list(conversation), tokenize=False, **options)
         except TemplateError as error:
             raise ConfigError(f"chat: the chat template cannot be used: {error}") from error
         prompts.append(Prompt(text, list(tokenizer(text, add_special_tokens=False).input_ids)))
     return prompts
+
+
+def _refuse_media(conversation: Sequence[Any]) -> None:
+    """ConfigError for parts that are no text: a template would write a placeholder for an image that nobody reads."""
+    for i, message in enumerate(conversation):
+        parts = message.get("content") if isinstance(message, dict) else None
+        for part in parts if isinstance(parts, list) else ():
+            if isinstance(part, dict) and part.get("type", "text") != "text":
+                raise ConfigError(f"chat: message {i} has a part of type {part['type']}; only text is read here")
 
 
 def _needed(tokenizer: Any) -> Any:

@@ -13,14 +13,15 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from inference.entrypoints.loading import default_device, loaded, target_config
+from inference.entrypoints.loading import default_device, loaded, whole_config
 from inference.entrypoints.speculative_config import SpeculativeConfig
 from speculators.errors import ConfigError
 from speculators.hub import with_revision
 from speculators.precision import running_dtype
 from speculators.target.frozen_target import FrozenTarget
+from speculators.target.info import auto_class
 
 logger = logging.getLogger(__name__)
 
@@ -237,10 +238,10 @@ def _without_effect(where: str, given: dict[str, Any], table: dict[str, Accepted
 
 def _weight_bytes(model: str, dtype: str | torch.dtype, device: torch.device, source: dict[str, Any]) -> int:
     """Bytes of the weights as they would be loaded, from config.json alone."""
-    config = target_config(model, **source)
-    width = running_dtype(dtype, config.dtype, device).itemsize
+    config = whole_config(model, **source)
+    width = running_dtype(dtype, config.dtype or config.get_text_config().dtype, device).itemsize
     with torch.device("meta"):
-        sketch = AutoModelForCausalLM.from_config(config, trust_remote_code=source.get("trust_remote_code", False))
+        sketch = auto_class(config).from_config(config, trust_remote_code=source.get("trust_remote_code", False))
     return width * sum(parameter.numel() for parameter in sketch.parameters())
 
 

@@ -67,11 +67,10 @@ def export_drafter(
 
 
 def describe_target(target: Any) -> dict[str, Any]:
-    """The fields of an export for its target (or a sketch of it): the name, and the architecture if it is known."""
-    return {
-        "name_or_path": target.name_or_path,
-        "architectures": list(getattr(target.config, "architectures", None) or ()),
-    }
+    """The fields of an export for its target (or a sketch of it): the name, and the class, of a multimodal model the
+    whole one's."""
+    names = getattr(target.model.config, "architectures", None) or [type(target.model).__name__]
+    return {"name_or_path": target.name_or_path, "architectures": list(names)}
 
 
 def replace_folder(fresh: Path, folder: Path) -> None:

@@ -1,4 +1,5 @@
-"""FrozenTarget: any Hugging Face causal LM as the fixed model whose distribution is preserved.
+"""FrozenTarget: any Hugging Face causal LM, alone or in a multimodal model, as the fixed model whose distribution is
+preserved.
 
 One forward gives the taps (hidden states a drafter reads) and the last hidden state (the input of the output head);
 `logits` turns the latter into the model's logits. No architecture is known by name: the decoder layers are the
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
@@ -23,6 +24,7 @@ from speculators.hub import hub_trouble, split_revision
 from speculators.layers.grouped_attention import decoding, worthwhile
 from speculators.precision import as_dtype, on_device, running_dtype, say_widened
 from speculators.target import longrope
+from speculators.target.info import auto_class_of
 from speculators.target.packed_attention import LONG_ROW, Spans, packed, packed_mask, text_spans
 from speculators.target.probe import (
     ATTENTION,
@@ -149,7 +151,7 @@ class FrozenTarget(nn.Module):
             as_dtype(dtype)
         name, revision = split_revision(path_or_id, revision)
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = auto_class_of(name, revision=revision, trust_remote_code=trust_remote_code).from_pretrained(
                 name,
                 dtype=dtype,
                 attn_implementation=None if attn_implementation == "auto" else attn_implementation,

@@ -1,4 +1,4 @@
-"""Sizes and counts of a target from its config.json alone, for planning before any weight is loaded.
+"""What config.json alone says of a target: the class that loads it, and its sizes, before any weight is loaded.
 
 A TargetSketch stands in for a FrozenTarget where only sizes are read (`speculators.registry.config_for_target`).
 """
@@ -6,9 +6,18 @@ A TargetSketch stands in for a FrozenTarget where only sizes are read (`speculat
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from speculators.errors import CheckpointError, UnsupportedTarget
 from speculators.hub import hub_trouble
@@ -28,6 +37,20 @@ class TargetSketch:
     checkpoint_dtype: torch.dtype
     num_parameters: int  # tied ones counted once
     model: PreTrainedModel  # on the meta device, in float32
+
+
+def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForMultimodalLM]:
+    """transformers' class that loads a model of this whole config: a causal LM, or a multimodal model around one."""
+    multimodal = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForMultimodalLM if multimodal else AutoModelForCausalLM
+
+
+def auto_class_of(model: str, **source: Any) -> type[AutoModelForCausalLM] | type[AutoModelForMultimodalLM]:
+    """The same, of a folder or repository. `source`: revision, trust_remote_code."""
+    try:
+        return auto_class(AutoConfig.from_pretrained(model, **source))
+    except (OSError, ValueError, KeyError):
+        return AutoModelForCausalLM  # which says what is wrong, and reads folders of a peft adapter alone
 
 
 def sketch_target(
@@ -52,7 +75,7 @@ def sketch_target(
     config = whole.get_text_config()
     try:
         with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            module = auto_class(whole).from_config(whole, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, ImportError) as error:
         raise UnsupportedTarget(f"target {model}: transformers cannot build it: {error}") from error
     head = module.get_output_embeddings()

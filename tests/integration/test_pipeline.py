@@ -338,6 +338,16 @@ def test_a_recurrent_target_goes_from_recipe_to_report(recipe, tiny_target, tmp_
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize("name", ["mistral3", "qwen2_5_vl"])
+def test_the_language_model_of_a_multimodal_target_goes_from_recipe_to_report(recipe, tiny_target, tmp_path, name):
+    other = of_target(recipe, tmp_path / "multimodal", tiny_target, name)
+    assert run(recipe, [*other, "evaluation.repeats=0"]) == 0
+    report = json.loads((tmp_path / "run" / "acceptance.json").read_text())
+    assert report["summary"]["lossless_mismatches"] == 0 and report["summary"]["t0.acceptance_length"] >= 1
+    assert read_drafter_config(tmp_path / "run" / "export").target_hidden_size == 32
+
+
+@pytest.mark.integration
 def test_a_target_that_gives_features_alone_is_trained_and_exported(recipe, tiny_target, tmp_path, capsys):
     """Its states are outside of the cache, so that nothing is decoded here."""
     kinds = ["recurrent", "attention", "recurrent"]

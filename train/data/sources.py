@@ -229,6 +229,8 @@ def _message(turn: Any, where: str) -> Message:
     content = turn.get(text, "" if calls else None)
     if isinstance(content, list) and all(map(_is_text_part, content)):
         content = "\n".join(part["text"] for part in content)  # as servers hand them to templates
+    elif isinstance(content, list) and (kinds := sorted({str(p["type"]) for p in content if _is_other_part(p)})):
+        raise _bad("wrong_type", f"{where} ({role}): parts of type {', '.join(kinds)}; only text is trained on")
     rest = {k: v for k, v in turn.items() if k not in (speaker, text, "tool_calls")}
     for name, value in {text: content, **{name: rest.get(name, "") for name in REASONING_FIELDS}}.items():
         if not isinstance(value, str):
@@ -240,6 +242,11 @@ def _message(turn: Any, where: str) -> Message:
 def _is_text_part(part: Any) -> bool:
     """True for one of OpenAI's text parts; only text is trained on."""
     return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _is_other_part(part: Any) -> bool:
+    """True for an image, and the like."""
+    return isinstance(part, Mapping) and part.get("type", "text") != "text"
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:

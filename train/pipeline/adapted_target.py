@@ -8,7 +8,6 @@ import tempfile
 from pathlib import Path
 
 from accelerate import Accelerator
-from transformers import AutoModelForCausalLM
 
 from inference.provenance import weights_sha256
 from speculators.errors import CheckpointError
@@ -16,6 +15,7 @@ from speculators.export import replace_folder, resolve
 from speculators.hub import split_revision
 from speculators.layers.peft_adapter import CONFIG, merge_saved_adapter
 from speculators.target.frozen_target import refuse_incomplete
+from speculators.target.info import auto_class_of
 from train.recipe.recipe import Recipe
 from train.recipe.run_folder import TARGET
 
@@ -60,7 +60,7 @@ def merge_target(recipe: Recipe, folder: Path) -> Path:
     }
     if (folder / MERGED).is_file() and json.loads((folder / MERGED).read_text()) == source:
         return folder
-    model, info = AutoModelForCausalLM.from_pretrained(
+    model, info = auto_class_of(str(base), trust_remote_code=t.trust_remote_code).from_pretrained(
         base, dtype="auto", trust_remote_code=t.trust_remote_code, use_safetensors=True, output_loading_info=True
     )
     refuse_incomplete(info, str(base))

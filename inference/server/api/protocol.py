@@ -183,6 +183,13 @@ class ContentPart(Body):
     type: Literal["text"]
     text: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_text(cls, part: Any) -> Any:
+        if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind != "text":
+            raise ValueError(f"a part of type {kind} is not supported: this server reads text alone")
+        return part
+
 
 class Message(Body):
     """One turn of a conversation. Unknown fields are passed to the chat template."""
