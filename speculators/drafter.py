@@ -20,6 +20,7 @@ from speculators.config import DrafterConfig
 from speculators.errors import ConfigError
 from speculators.layers.decoder import freeze_norms, thaw_norms
 from speculators.layers.frozen_linear import freeze_linears, thaw_linears
+from speculators.layers.peft_adapter import Adapter, HeadAdapter
 from speculators.options import DrafterOptions
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
@@ -181,6 +182,7 @@ class Drafter(nn.Module):
         self.config = config
         self._target: list[FrozenTarget] = []  # a list, so that nn.Module does not register it
         self.recomputes = False
+        self.adapter: Adapter | None = None  # of peft, while one is trained
 
     # -------------------------------------------------------------- shared with the target
 
@@ -213,6 +215,16 @@ class Drafter(nn.Module):
 
     def prepare_training(self, options: Any) -> Drafter:
         """Applies the recipe's training options to the head, before its optimizer is made. `options`: the family's."""
+        return self
+
+    def prepare(self, options: Any) -> Drafter:
+        """`prepare_training`; then only the LoRA of `options.adapter` is trained, if there is one."""
+        self.prepare_training(options)
+        if options.adapter is not None:
+            if self.adapter is None:
+                self.adapter = HeadAdapter(self, options.adapter, options.init_from)
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_(".lora_" in name)
         return self
 
     def checkpoint_activations(self, wanted: bool) -> None:
@@ -271,6 +283,8 @@ class Drafter(nn.Module):
         """Prepares the head for drafting: evaluation mode, no gradients, fused weights where a family has them.
         `train()` or a change of dtype or device removes the fused weights."""
         self.eval().requires_grad_(False)
+        if self.adapter is not None:
+            self.adapter.merge()
         freeze_linears(self)
         freeze_norms(self)
         return self
@@ -279,6 +293,8 @@ class Drafter(nn.Module):
         """Removes the fused weights that `freeze` made."""
         thaw_linears(self)
         thaw_norms(self)
+        if self.adapter is not None:
+            self.adapter.unmerge()
 
     @property
     def writer(self) -> FrozenTarget | None:
@@ -289,9 +305,18 @@ class Drafter(nn.Module):
         """A deep copy that shares the target."""
         return copy.deepcopy(self, {id(target): target for target in self._target})
 
+    def plain(self) -> Drafter:
+        """The head without an adapter: itself, or a copy with the adapter merged."""
+        if self.adapter is None:
+            return self
+        plain = self.twin()
+        plain.adapter.fold()
+        plain.adapter = None
+        return plain
+
     def snapshot(self, dtype: torch.dtype) -> Drafter:
         """A frozen copy in `dtype`; it drafts exactly as an export of the current weights would."""
-        return self.twin().to(dtype).freeze()
+        return (self.twin() if self.adapter is None else self.plain()).to(dtype).freeze()
 
     def train(self, mode: bool = True) -> Drafter:
         if mode:

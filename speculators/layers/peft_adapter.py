@@ -1,18 +1,20 @@
-"""Adapters of peft on a language model: added in place, merged and unmerged, saved as peft saves them."""
+"""Adapters of peft on a language model or a draft head: added in place, merged, unmerged, saved as peft does."""
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from speculators.errors import CheckpointError, ConfigError
 from speculators.hub import split_revision
+from speculators.options import HeadAdapterOptions
 
 CONFIG = "adapter_config.json"
 _WRAPPER = re.compile(r"(?<=\.)(base_layer|modules_to_save\.default)\.")  # what peft puts around a module it changes
@@ -51,13 +53,15 @@ class Adapter:
     """Adds an adapter to `model`; only its parameters are trained."""
 
     def __init__(self, model: PreTrainedModel, fields: Mapping[str, Any], base: str | None = None) -> None:
+        self._add(model, check_adapter(fields), base, f"a {model.config.model_type} model")
+
+    def _add(self, model: Any, config: Any, base: str | None, what: str) -> None:
         from peft import get_peft_model
 
-        config = check_adapter(fields)
         try:
             self.peft = get_peft_model(model, config)
         except (ValueError, RuntimeError) as error:
-            raise ConfigError(f"peft: this adapter does not fit a {model.config.model_type} model: {error}") from error
+            raise ConfigError(f"peft: this adapter does not fit {what}: {error}") from error
         if base is not None:
             base, config.revision = split_revision(base)
         config.base_model_name_or_path = base
@@ -73,6 +77,10 @@ class Adapter:
         if self.merged:
             self.peft.unmerge_adapter()
             self.merged = False
+
+    def fold(self) -> None:
+        """Merges for good: the model is a plain one again, and this object of no further use."""
+        self.peft.merge_and_unload()
 
     def merged_state(self) -> dict[str, Tensor]:
         """Copies of the model's own tensors under their own names, with the adapter added."""
@@ -92,7 +100,56 @@ class Adapter:
         self.peft.save_pretrained(folder)
 
 
-def merge_saved_adapter(model: PreTrainedModel, folder: Path, what: str = "drafter") -> PreTrainedModel:
+class HeadAdapter(Adapter):
+    """A LoRA on a draft head. peft's names of the layers begin with `drafter.`, as of a model with one part."""
+
+    def __init__(self, head: Any, options: HeadAdapterOptions, base: str) -> None:
+        from peft import LoraConfig
+
+        modules = _linear_names(head, options.target_modules)
+        config = LoraConfig(r=options.rank, lora_alpha=options.alpha, target_modules=modules)
+        self._add(_as_part(head), config, base, f"a head of family {head.config.family}")
+
+    def save(self, folder: Path) -> None:
+        self.peft.save_pretrained(folder, save_embedding_layers=False)
+
+
+def _as_part(head: nn.Module) -> nn.ModuleDict:
+    """peft reads `config` of the module that it changes, which must be one of transformers."""
+    return nn.ModuleDict({"drafter": head})
+
+
+def _linear_names(head: Any, wanted: Sequence[str] | str) -> list[str]:
+    """Names of the linear layers that are wanted. ConfigError for a name that the head lacks."""
+    linear = {name: module for name, module in head.named_modules() if isinstance(module, nn.Linear)}
+    if isinstance(wanted, str):
+        output = {id(parameter) for parameter in head.head_parameters()}
+        return [name for name, module in linear.items() if id(module.weight) not in output]
+    for each in wanted:
+        if not any(f".{name}".endswith(f".{each}") for name in linear):
+            raise ConfigError(
+                f"drafter.adapter.target_modules: {each} is no linear layer of a head of family {head.config.family}; "
+                f"expected of {', '.join(sorted({name.rpartition('.')[2] for name in linear}))}"
+            )
+    return [name for name in linear if any(f".{name}".endswith(f".{each}") for each in wanted)]
+
+
+def base_of_adapter(folder: Path) -> str | None:
+    """The head or model that the adapter in `folder` changes; None if the folder holds no adapter alone."""
+    if not (folder / CONFIG).is_file() or (folder / "config.json").exists():
+        return None
+    fields = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    if not (base := fields.get("base_model_name_or_path")):
+        raise CheckpointError(f"{folder}/{CONFIG}: names no base_model_name_or_path; write there what it changes")
+    return f"{base}@{fields['revision']}" if fields.get("revision") else base
+
+
+def merge_into_head(head: nn.Module, folder: Path) -> None:
+    """Merges the adapter in `folder` into a head's weights. CheckpointError if it does not fit exactly."""
+    merge_saved_adapter(_as_part(head), folder)
+
+
+def merge_saved_adapter(model: Any, folder: Path, what: str = "drafter") -> Any:
     """Merges the adapter in `folder` into the model's weights. CheckpointError if it does not fit exactly; `what`: its
     first words."""
     from peft import PeftModel

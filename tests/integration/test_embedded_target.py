@@ -7,11 +7,18 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
+from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inference import LLM, SamplingParams
+from inference.report.schema import load_report
 from scripts.demo_target.answers import is_right
 from scripts.demo_target.corpus import CHECKABLE, WORKLOADS, conversations, prompts
+from tests.quickstart_data import source as quickstart
+from train.pipeline.run import run
 
 TARGET = Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "target"
 
@@ -53,6 +60,47 @@ def test_answers_are_right_end_and_are_the_same_with_drafts(llm):
     assert sum(o.outputs[0].finish_reason == "stop" for o in plain) >= 29
     right = [is_right(c.workload, c.expected, o.outputs[0].text) for (_, c), o in zip(asked, plain)]
     assert sum(right) >= 26  # 85 %
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_pictures")
+def test_adapted_by_a_lora_it_is_drafted_for_by_a_continued_head(tmp_path):
+    """A LoRA is trained to end every answer with other words; both are merged, and the text stays the target's own."""
+    base = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    adapted = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
+    optimizer = torch.optim.Adam([p for p in adapted.parameters() if p.requires_grad], lr=0.02)
+    chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "Your order leaves tomorrow. " * 3}]
+    ids = tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True)["input_ids"]
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = adapted(input_ids=ids, labels=ids).loss
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < losses[0] - 0.2
+    adapted.save_pretrained(tmp_path / "lora")
+
+    content = {
+        "name": "adapted",
+        "output_dir": str(tmp_path / "base"),
+        "target": {"model": str(TARGET), "dtype": "float32"},
+        "drafter": {"unroll_steps": 2, "draft_vocab_size": 512},
+        "data": {"train": [quickstart("train", 4)], "max_length": 128},
+        "regenerate": {"max_new_tokens": 8, "batch_size": 4},
+        "training": {"steps": 2, "batch_size": 2, "mixed_precision": "no"},
+        "evaluation": {"max_tokens": 8, "num_speculative_tokens": 2, "temperatures": [0.0], "prompts_per_workload": 1},
+    }
+    content["evaluation"] |= {"repeats": 0, "baseline_transformers": False}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
+    assert run(tmp_path / "recipe.yaml") == 0
+    changes = [f"target.adapter={tmp_path / 'lora'}", f"drafter.init_from={tmp_path / 'base' / 'export'}"]
+    changes += [f"output_dir={tmp_path / 'run'}", f"evaluation.prompts={json.dumps([quickstart('test', 3)])}"]
+    assert run(tmp_path / "recipe.yaml", changes) == 0
+    report = load_report(tmp_path / "run" / "acceptance.json")
+    assert report.summary["lossless_mismatches"] == 0
+    assert report.provenance.target_name == str(tmp_path / "run" / "target")
 
 
 def test_the_card_has_a_rate_for_every_workload():

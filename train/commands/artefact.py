@@ -28,7 +28,7 @@ WORDS = {  # an engine's reaction to a fault
 
 def export(
     source: Annotated[
-        Path, typer.Argument(metavar="SOURCE", help="A run's folder, or the folder or repository id of a drafter.")
+        Path, typer.Argument(metavar="SOURCE", help="A run's folder, or the folder or id of a drafter or its adapter.")
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; what it held is replaced.")],
     dtype: Annotated[
@@ -47,7 +47,7 @@ def export(
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
     on_hub = not source.exists() and REPOSITORY.fullmatch(str(source))
-    if (source / "config.json").is_file() or on_hub:
+    if any((source / name).is_file() for name in ("config.json", "adapter_config.json")) or on_hub:
         target: dict[str, Any] = {"target": {"name_or_path": model}} if model else {}
         redress(source, out, format=format, dtype=dtype, provenance=target, num_target_layers=target_layers)
         console.print(f"{out}: {source} in the format {format}", highlight=False)

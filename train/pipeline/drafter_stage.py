@@ -30,7 +30,7 @@ def make_drafter(
     loaded or initialised (but not fitted where a checkpoint in `folder` will replace them). Random weights, those of an
     adapter too, are drawn from the recipe's seed alone."""
     with seeded(recipe.training.seed, target.device):
-        return _initialised(recipe, config, target, features, stages, folder).prepare_training(recipe.drafter)
+        return _initialised(recipe, config, target, features, stages, folder).prepare(recipe.drafter)
 
 
 def _initialised(

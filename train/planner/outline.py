@@ -122,7 +122,7 @@ def outline(
     device = own_device() if device is None else torch.device(device)
     target = recipe.target.sketch(device)
     config = drafter_config(recipe, target, planning=True)
-    head = sketch_drafter(recipe, config).prepare_training(recipe.drafter)
+    head = sketch_drafter(recipe, config).prepare(recipe.drafter)
     if counted is None:
         count = counter(recipe)
         data = recipe.data

@@ -136,7 +136,9 @@ def fingerprint(recipe: Recipe, target_hash: str, before: str) -> str:
             training.add(key)
     if recipe.on_policy is not None:  # runs without it are those from before this section
         names.add("on_policy")
+    unset = {key for key in ("adapter",) if getattr(recipe.drafter, key) is None}  # runs from before them go on
     left_out = {"regenerate": recipe.regenerate.not_in_fingerprint(), "training": training, "target": {"sharding"}}
+    left_out["drafter"] = unset
     sections = recipe.model_dump(mode="json", include=names, exclude=left_out)
     parts = [sections, target_hash, before]
     if recipe.features.mode == "cache":

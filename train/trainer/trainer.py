@@ -96,7 +96,7 @@ class Trainer:
         self.accelerator, self.folder, self.fingerprint, self.evaluate = accelerator, folder, fingerprint, evaluate
         t = self.recipe.training
         self.features = features or RowFeatures(target, rows, pad_token_id=pad_token_id)
-        drafter.prepare_training(recipe.drafter)
+        drafter.prepare(recipe.drafter)
         drafter.checkpoint_activations(t.activation_checkpointing)
         self.joint, self.on_policy = joint, on_policy
         self.ahead = FeaturesAhead(accelerator.device) if looks_ahead(recipe, accelerator.device.type) else None

@@ -43,7 +43,7 @@ class Layout:
 
     def write(self, drafter: Drafter, config: DrafterConfig, folder: Path, dtype: torch.dtype) -> None:
         """Writes everything but config.json into an empty folder."""
-        state = self.unpacked(drafter.state_dict())
+        state = self.unpacked(drafter.plain().state_dict())
         tensors = {
             name: state[inside].detach().to("cpu", torch.float32 if name.endswith(self.exact) else dtype).contiguous()
             for name, (inside, _) in self.tensors(config).items()

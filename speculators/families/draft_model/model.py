@@ -103,6 +103,8 @@ class DraftModelOptions(DrafterOptions):
         given = [name for name in ("init_from", "from_target", "config") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"expected one of init_from, from_target, config, got {' and '.join(given)}")
+        if self.adapter is not None:
+            raise ValueError("adapter: is for heads; of a draft model drafter.peft takes any configuration of peft")
         if self.peft_export == "adapter" and (self.peft is None or self.init_from is None):
             raise ValueError(
                 "peft_export: adapter needs peft, and init_from: an adapter is loaded onto a model that others have"
@@ -163,7 +165,6 @@ class DraftModel(TokenDrafter):
     def __init__(self, config: DraftModelConfig) -> None:
         super().__init__(config)
         self.model = build_model(config.model)
-        self.adapter: Adapter | None = None
         self.token_map: TokenMap | None = None
         self.tokenizer: Any = None  # goes into the export, which is a model like any other
         self._runners: list[FrozenTarget] = []  # in a list, so that nn.Module does not register it
@@ -301,11 +302,6 @@ class DraftModel(TokenDrafter):
         if self.adapter is not None:
             self.adapter.merge()
         return super().freeze()
-
-    def thaw(self) -> None:
-        super().thaw()
-        if self.adapter is not None:
-            self.adapter.unmerge()
 
     # -------------------------------------------------------------- training
 
