@@ -378,9 +378,10 @@ def test_compiled_rounds_are_compiled_before_they_are_timed_and_measure_the_same
         timed_prompts=1, transformers_repeats=0, lossless_prompts=0,
     )  # fmt: skip
     compiled = {"enforce_eager": False, "compilation_config": {"backend": "eager", "cudagraph_capture_sizes": [1]}}
-    lengths, notes = [], []
+    lengths: list[float] = []
+    notes: list[str] = []
     for options in ({}, {**compiled, "max_model_len": 40}):
-        notes = [""]
+        notes.clear()
         report = evaluate(
             *folders, {"w": some_prompts(2)}, settings, llm_options=options, progress=lambda _, note: notes.append(note)
         )
