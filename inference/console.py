@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from speculators.errors import ConfigError, DraftsmithError
@@ -38,6 +41,26 @@ def json_option(name: str, text: str) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         raise ConfigError(f"{name}: expected a JSON object of options, got {text}")
     return value
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
+    """On a terminal a bar on stderr, from the first `report(done, total)` on; elsewhere nothing."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    tasks: list[TaskID] = []
+
+    def report(done: int, total: int) -> None:
+        if not tasks:
+            bar.start()
+            tasks.append(bar.add_task(title, total=total))
+        bar.update(tasks[0], completed=done, total=total)
+
+    try:
+        yield report
+    finally:
+        bar.stop()
 
 
 def size_text(size: float) -> str:

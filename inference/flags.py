@@ -22,7 +22,7 @@ def json_or_text(text: str) -> Any:
         return text
 
 
-def _json(kind: type, expected: str) -> BeforeValidator:
+def _json(kind: type | tuple[type, ...], expected: str) -> BeforeValidator:
     def read(value: Any) -> Any:
         value = json_or_text(value) if isinstance(value, str) else value
         if value is not None and not isinstance(value, kind):
@@ -33,6 +33,7 @@ def _json(kind: type, expected: str) -> BeforeValidator:
 
 
 JsonObject = Annotated[dict[str, Any], _json(dict, "a JSON object in single quotes")]
+Mode = Annotated[dict[str, Any] | int, _json((dict, int), "a JSON object in single quotes, or a number")]
 JsonList = Annotated[list[str], _json(list, 'a JSON list such as ["https://example.com"]')]
 
 
@@ -77,6 +78,8 @@ def add_flags(
         form: dict[str, Any] = {"metavar": "VALUE"}
         if field.annotation is bool:
             form = {"action": argparse.BooleanOptionalAction if name.startswith("enable_") else "store_true"}
+        elif field.annotation == bool | None:
+            form = {"action": argparse.BooleanOptionalAction}
         elif get_origin(field.annotation) is Literal:
             form = {"choices": get_args(field.annotation)}
         elif get_origin(field.annotation) is tuple and not field.metadata:

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from speculators.layers.decoder import freeze_norms, thaw_norms
 from speculators.layers.frozen_linear import freeze_linears, thaw_linears
 from speculators.layers.peft_adapter import Adapter, HeadAdapter
 from speculators.options import DrafterOptions
+from speculators.precision import on_host
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
 
@@ -147,6 +149,14 @@ def term_paths(features: Any, depth: int) -> tuple[Tensor, Tensor]:
         return valid_terms(features, depth + 2), onward
     named = paths[..., depth]
     return named >= 0, torch.where(named >= 0, named, onward)
+
+
+def host_batch(features: Any) -> SimpleNamespace:
+    """What `term_paths` and `row_noise` read of a batch, in the host's memory. Sizes that are computed there (how many
+    terms there are, which slots are in use) make nobody wait for the device."""
+    names = ("segment_ids", "loss_mask", "position_ids", "paths", "forks", "seeds")
+    found = {name: getattr(features, name, None) for name in names}
+    return SimpleNamespace(**{name: None if tensor is None else on_host(tensor) for name, tensor in found.items()})
 
 
 def row_noise(batch: Any) -> Tensor:

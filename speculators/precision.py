@@ -91,5 +91,18 @@ def on_device(numbers: Sequence, device: torch.device, dtype: torch.dtype = torc
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies a CPU tensor to a device asynchronously (pinned memory, non_blocking)."""
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    """Copies a CPU tensor to a device asynchronously (pinned memory, non_blocking). Neither is written to afterwards:
+    `on_host` returns the original."""
+    if tensor.device.type == device.type:
+        return tensor
+    copied = (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    copied.original = tensor  # type: ignore[attr-defined]
+    return copied
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """The tensor in the host's memory: what `to_device` copied, without waiting for the device; else a copy."""
+    if tensor.device.type == "cpu":
+        return tensor
+    original = getattr(tensor, "original", None)
+    return tensor.cpu() if original is None else original

@@ -300,6 +300,18 @@ class _Event:
         return 1.0
 
 
+def _grouped(lists: list[list[Tensor]], with_indices: bool = False) -> dict:
+    """torch's, which is not in Python and would say that all tensors are on the CPU."""
+    found: dict[tuple, tuple[list[list[Tensor]], list[int]]] = {}
+    for index, tensors in enumerate(zip(*lists, strict=True)):
+        key = tensors[0].device, tensors[0].dtype
+        group, indices = found.setdefault(key, ([[] for _ in lists], []))
+        for each, tensor in zip(group, tensors, strict=True):
+            each.append(tensor)
+        indices.append(index)
+    return found
+
+
 def _apply_marked(module: nn.Module, function: Any, *args: Any, original: Any, **kwargs: Any) -> nn.Module:
     """`nn.Module._apply` replaces a parameter's data and keeps the object: which claims anew what was moved."""
     done = original(module, function, *args, **kwargs)
@@ -344,6 +356,7 @@ def claimed_gpu(patch: Any) -> Iterator[_Emulation]:
     patch.setattr(torch.amp.autocast_mode.autocast, "__init__", begin)
     patch.setattr(torch, "is_autocast_enabled", lambda device="cuda": enabled("cpu" if device == "cuda" else device))
     patch.setattr(torch, "Generator", type("Generator", (), {"__new__": lambda cls, device=None: generator()}))
+    patch.setattr(torch.nn.utils.clip_grad, "_group_tensors_by_device_and_dtype", _grouped)
     checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns
     patch.setitem(checks, "default", lambda tensor: None)  # the claimed device is lost among what is saved
     with _Mode(emulation):

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from inference.compilation.compiled_step import Compiled
+from inference.compilation.compiled_step import Compiled, GoOn, Report
 from inference.compilation.config import Compilation
 from inference.compilation.static_shapes import Buckets, Shape, StaticRows, at_least, padded
 from inference.compilation.whole_chain import WholeChain
@@ -73,13 +75,15 @@ class CachedStep:
         found = self.compiled.run(shape, lambda: self._at(shape), lengths, keys, values, *full)
         return None if found is None else tuple(None if x is None else x[:rows, :width] for x in found)
 
-    def warm_up(self) -> None:
-        """Compiles every shape, on inputs like those of the first call, while no row holds anything: keys and values
-        are written over. Nothing if it was never called, or cannot be compiled."""
+    def warm_up(self, go_on: GoOn = lambda: True) -> None:
+        """Compiles every shape while `go_on()`, on inputs like those of the first call. No row holds anything: keys
+        and values are written over. Nothing if it was never called, or cannot be compiled."""
         for shape in self.buckets.shapes if self._like else ():
             keys, values = self._cache.memory()
             last = on_device([shape.keys - shape.width] * shape.rows, self._cache.device)
             full = [padded(each, shape.rows, shape.width) for each in self._like or ()]
+            if not go_on():
+                return
             if self.compiled.run(shape, partial(self._at, shape), last, keys, values, *full) is None:
                 return
 
@@ -129,11 +133,27 @@ class CompiledRounds:
             proposer.run_drafter(self.drafter)
         self._warned = False
 
-    def warm_up(self) -> None:
+    def warm_up(self, report: Report | None = None, limit_s: float = math.inf) -> None:
         """Compiles every shape that a round can have. Before any request, and after one round with drafting and one
-        without, which show what each step is given."""
+        without, which show what each step is given.
+
+        report: called with the graphs there are and the most there can be. limit_s: seconds after which no further
+        shape is begun; those left are compiled when they are first met.
+        """
+        began = perf_counter()
+
+        def go_on() -> bool:
+            if report is not None:
+                report(self.num_graphs, self.most_graphs)
+            return perf_counter() - began < limit_s
+
         for each in (self.target, *self.drafter.warm):
-            each.warm_up()
+            each.warm_up(go_on)
+        if not go_on():
+            logger.warning(
+                "%d of at most %d graphs were compiled in %.0f s; the others are when they are first met",
+                self.num_graphs, self.most_graphs, perf_counter() - began,
+            )  # fmt: skip
 
     def forget_target(self) -> None:
         """The target is made of other modules or memory: its steps are compiled anew."""
@@ -239,10 +259,12 @@ class RowStep:
         cut = tuple(each[:b] for each in found)
         return cut if len(cut) > 1 else cut[0]
 
-    def warm_up(self) -> None:
-        """For every number of rows, with the numbers that it was called with so far."""
+    def warm_up(self, go_on: GoOn = lambda: True) -> None:
+        """For every number of rows, with the numbers that it was called with so far, while `go_on()`."""
         for numbers, like in self._like.items():
             for rows in self._buckets.rows:
+                if not go_on():
+                    return
                 self._run(rows, numbers, like)
 
     def _run(self, rows: int, numbers: tuple, tensors: Sequence[Tensor]) -> tuple[Tensor, ...] | None:

@@ -21,6 +21,9 @@ from speculators.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+GoOn = Callable[[], bool]  # asked before each compilation of a warm-up
+Report = Callable[[int, int], None]  # of graphs: how many there are, and how many there can be
+
 
 class Compiled:
     """One function, compiled once per key. `what` names it in messages."""

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from inference.compilation.compiled_step import Compiled
+from inference.compilation.compiled_step import Compiled, GoOn
 from inference.compilation.config import Compilation
 from inference.compilation.static_shapes import Buckets, Shape, StaticRows, padded
 from inference.kv_cache.ragged_cache import RaggedCache
@@ -62,13 +62,15 @@ class WholeChain:
             cache.advance(row, count)
         return found[0][:stop]
 
-    def warm_up(self) -> None:
+    def warm_up(self, go_on: GoOn = lambda: True) -> None:
         """As `CachedStep.warm_up`."""
         for shape in self._buckets.shapes if self._like else ():
             keys, values = self._cache.memory()
             length = max(shape.keys - shape.width - self._depth, 0)
             placed = on_device([[length] * shape.rows, [1] * shape.rows], self._cache.device)
             full = [padded(each, shape.rows, shape.width) for each in self._like or ()]
+            if not go_on():
+                return
             if self.compiled.run(shape, partial(self._at, shape), placed, keys, values, *full) is None:
                 return
 

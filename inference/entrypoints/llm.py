@@ -11,8 +11,9 @@ It owns the tokenizer, checks every prompt before any is run, and turns requests
 from __future__ import annotations
 
 import copy
+import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -239,9 +240,10 @@ class LLM:
         """Ends a request between two outputs of its stream; its last output says finish_reason "abort"."""
         self.engine.abort(request_id)
 
-    def warm_up(self) -> int:
+    def warm_up(self, report: Callable[[int, int], None] | None = None, limit_s: float = math.inf) -> int:
         """Compiles every shape that rounds can have, so that none stalls a request later; nothing where rounds run
-        eager. Returns how many graphs there are. From the thread that will run the rounds, before any request."""
+        eager. Returns how many graphs there are. From the thread that will run the rounds, before any request. `report`
+        and `limit_s`: as for `CompiledRounds.warm_up`."""
         self.engine.start_graphs()
         compiled = self.engine.compiled
         if compiled is None:
@@ -254,7 +256,7 @@ class LLM:
                 {"prompt_token_ids": [0]}, few, use_tqdm=False, speculate=speculate
             )  # what each step is given
         with torch.inference_mode():
-            compiled.warm_up()
+            compiled.warm_up(report, limit_s)
         self.engine.reset_prefix_cache()  # rows were written over
         self.reset_metrics()
         return compiled.num_graphs

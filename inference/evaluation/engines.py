@@ -6,7 +6,7 @@ An engine writes responses to prompts, with drafting and without, and counts the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -34,6 +34,7 @@ from speculators.precision import free_memory
 from speculators.target.frozen_target import FrozenTarget
 
 Prompts = Sequence[Sequence[int]]  # token ids, as serving would send them
+WARM_UP_LIMIT_S = 900.0  # seconds; what is not compiled by then is when it is first met
 TRAINING_FREE = {  # options of the methods without a checkpoint
     "ngram": {"prompt_lookup_min": 2, "prompt_lookup_max": 4},  # spelled out: engines have other defaults
     "suffix": {"suffix_decoding_max_cached_requests": 0},  # no text of earlier requests: the order must not matter
@@ -173,6 +174,9 @@ class MeasuredEngine(ABC):
         """Output tokens of `transformers.generate` on the same model object."""
         raise NotImplementedError
 
+    def compile(self, report: Callable[[int, int], None]) -> None:  # noqa: B027 (most have nothing to do)
+        """Compiles what is compiled before anything is timed. `report`: called with steps done and in all."""
+
     def stop(self) -> None:  # noqa: B027 (most have nothing to do)
         """Frees everything but `models`. No further responses are asked for."""
 
@@ -221,6 +225,9 @@ class RuntimeEngine(MeasuredEngine):
     def facts(self) -> EngineFacts:
         sampled = "probabilistic" if self.drafting.drafter is not None else None
         return EngineFacts(name=OUR_ENGINE, version=package_version(), draft_sample_method=sampled)
+
+    def compile(self, report: Callable[[int, int], None]) -> None:
+        self.llm.warm_up(report, WARM_UP_LIMIT_S)
 
     def in_float32(self, rows: int) -> RuntimeEngine:
         return RuntimeEngine(self.drafting.in_float32(rows))

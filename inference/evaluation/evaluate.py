@@ -292,6 +292,7 @@ class _Evaluation:
 
     def _warm_up(self) -> None:
         """Fills caches and the allocator on a few tokens, so that the first timed pass is like the others."""
+        self.engine.compile(lambda done, most: self._note(f"compiling {done} of {most}"))
         self._note("warming up")
         first, short = self.cells[0].prompts[:1], replace(self.settings.sampling(0.0, [0])[0], max_tokens=8)
         for speculate in (True, False) if self.engine.drafting_off else (True,):

@@ -74,6 +74,7 @@ class Server:
             self.metrics,
             max_num_queued_reqs=options.max_num_queued_reqs,
             request_timeout_s=options.request_timeout_s,
+            warm_up_limit_s=options.warm_up_limit_s,
         )
         self._workers = anyio.CapacityLimiter(NUM_WORKERS)
         self.drafters = DrafterSwap(llm, self.engine, self.run_in_worker)

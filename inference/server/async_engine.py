@@ -24,6 +24,7 @@ from functools import partial
 from time import perf_counter
 from typing import TypeVar
 
+from inference.console import progress_bar
 from inference.engine.round_trace import RoundTracer
 from inference.entrypoints.llm import LLM
 from inference.entrypoints.prompts import Prompt
@@ -106,8 +107,15 @@ class AsyncEngine:
     `draining`: nothing new is admitted. `failure`: the error that ended the thread, after which nothing is served."""
 
     def __init__(
-        self, llm: LLM, metrics: ServerMetrics, *, max_num_queued_reqs: int = 256, request_timeout_s: float = math.inf
+        self,
+        llm: LLM,
+        metrics: ServerMetrics,
+        *,
+        max_num_queued_reqs: int = 256,
+        request_timeout_s: float = math.inf,
+        warm_up_limit_s: float = math.inf,
     ) -> None:
+        self._warm_up_limit_s = warm_up_limit_s
         self.llm, self.metrics, self.request_timeout_s = llm, metrics, request_timeout_s
         self._rows = llm.engine.scheduler.max_num_seqs
         self._max_in_flight = self._rows + max_num_queued_reqs
@@ -227,7 +235,8 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
-            graphs = self.llm.warm_up()  # here, since CUDA graphs belong to the thread that captured them
+            with progress_bar("compiling") as report:  # here, since CUDA graphs belong to the thread that captured them
+                graphs = self.llm.warm_up(report, self._warm_up_limit_s)
             if graphs:
                 logger.info("%d graphs are compiled", graphs)
             self._warm.set()

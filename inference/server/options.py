@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from inference.flags import FlagParser, JsonList, JsonObject, add_flags, json_or_text, spelled, validated
+from inference.flags import FlagParser, JsonList, JsonObject, Mode, add_flags, json_or_text, spelled, validated
 from speculators.errors import ConfigError
 
 SpecDecodeDetail = Literal["none", "summary", "detailed"]
@@ -63,6 +63,7 @@ class ServerOptions(BaseModel):
     max_num_queued_reqs: int = option(256, "waiting responses; then 429", ge=0)
     request_timeout_s: float = option(600.0, "seconds per request", gt=0)
     shutdown_timeout_s: float = option(20.0, "seconds that running requests get after SIGTERM", ge=0)
+    warm_up_limit_s: float = option(900.0, "seconds of compiling before the port opens; the rest when first met", ge=0)
     max_body_bytes: int = option(4 << 20, "longest body of a request", ge=1)
     max_prompt_tokens: int | None = option(None, "longest prompt; default: what the model has room for", ge=1)
     max_output_tokens: int | None = option(None, "longest response; default: what the model has room for", ge=1)
@@ -95,6 +96,8 @@ class ServeFlags(ServerOptions):
     max_num_batched_tokens: int = option(512, "prompt tokens per prefill forward")
     kv_cache_memory_bytes: int | None = option(None, "most memory for keys and values")
     enable_prefix_caching: bool = option(True, "reuse common prefixes")
+    enforce_eager: bool | None = option(None, "no: rounds are compiled, before the port opens (docs/runtime.md)")
+    compilation_config: Mode | None = option(None, "JSON, or a mode: how they are compiled, as in vLLM")
     tensor_parallel_size: int = option(1, "accepted; one device is used")
 
     host: str = option("0.0.0.0", "address to listen on")
@@ -111,7 +114,7 @@ class ServeFlags(ServerOptions):
 LLM_OPTIONS = (  # passed to LLM
     "tokenizer", "dtype", "max_num_seqs", "max_model_len", "max_num_batched_tokens", "device", "seed",
     "kv_cache_memory_bytes", "trust_remote_code", "revision", "tensor_parallel_size", "speculative_config",
-    "enable_prefix_caching",
+    "enable_prefix_caching", "enforce_eager", "compilation_config",
 )  # fmt: skip
 
 

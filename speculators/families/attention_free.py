@@ -14,9 +14,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from speculators.drafter import Drafter, DraftInput, DraftLogits, DraftStep, DraftSteps, Grow, term_paths
+from speculators.drafter import Drafter, DraftInput, DraftLogits, DraftStep, DraftSteps, Grow, host_batch, term_paths
 from speculators.layers.checkpointing import kept_or_recomputed
-from speculators.precision import on_device
+from speculators.precision import on_device, to_device
 from speculators.target.frozen_target import TargetFeatures
 
 
@@ -47,24 +47,26 @@ class SlotwiseDrafter(Drafter):
 
     def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
         """`steps` depths; a slot's terms are those of `term_paths`. A slot goes on while a term is to come."""
-        ids, (B, T) = features.input_ids.flatten(), features.input_ids.shape
-        found = [term_paths(features, depth) for depth in range(steps)]
+        ids, (B, T), device = features.input_ids.flatten(), features.input_ids.shape, features.input_ids.device
+        batch = host_batch(features)
+        found = [term_paths(batch, depth) for depth in range(steps)]  # in the host's memory, as all indices
         valid = torch.stack([each for each, _ in found]).flatten(1)  # [K, B·T]
-        rows = T * torch.arange(B, device=ids.device)[:, None]
+        rows = T * torch.arange(B)[:, None]
         paths = [(path + rows).flatten() for _, path in found]  # each [B·T], flat slots
         slots = valid.any(0).nonzero().flatten()  # [N]
-        state = self.start(features.last_hidden.flatten(0, 1)[slots])
+        state = self.start(features.last_hidden.flatten(0, 1)[to_device(slots, device)])
         for depth in range(steps):
             going = valid[depth:, slots].any(0).nonzero().flatten()
-            slots, state = slots[going], state[going]
-            state = kept_or_recomputed(self.recomputes, self.advance, state, ids[paths[depth][slots]], depth)
+            slots, state = slots[going], state[to_device(going, device)]
+            tokens = ids[to_device(paths[depth][slots], device)]
+            state = kept_or_recomputed(self.recomputes, self.advance, state, tokens, depth)
             terms = valid[depth, slots].nonzero().flatten()
             anchors = slots[terms]
             yield DraftStep(
                 depth=depth,
-                hidden=kept_or_recomputed(self.recomputes, self.read, state[terms], depth),
-                target_index=paths[depth][anchors],
-                anchor_index=anchors,
+                hidden=kept_or_recomputed(self.recomputes, self.read, state[to_device(terms, device)], depth),
+                target_index=to_device(paths[depth][anchors], device),
+                anchor_index=to_device(anchors, device),
                 weight=torch.ones(len(anchors), device=state.device),
             )
 

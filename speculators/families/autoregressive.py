@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speculators.drafter import Drafter, DraftInput, DraftLogits, DraftStep, DraftSteps, Grow, term_paths
+from speculators.drafter import Drafter, DraftInput, DraftLogits, DraftStep, DraftSteps, Grow, host_batch, term_paths
 from speculators.layers.attention import cached_attends, unrolled_attention
 from speculators.layers.checkpointing import kept_or_recomputed
 from speculators.layers.decoder import Attend, Rotary, RotaryTable
 from speculators.layers.fused_attention import PackedQueries
-from speculators.precision import on_device
+from speculators.precision import on_device, on_host, to_device
 from speculators.target.frozen_target import TargetFeatures
 
 WORTH_NARROWING = 0.8  # share of the slots still in use below which an unroll drops the others
@@ -81,24 +81,25 @@ class ChainDrafter(Drafter):
         queries on, runs over slots that have a term at some depth, which in chat data is the smaller part of a row.
         """
         ids, segments, positions = features.input_ids, features.segment_ids, features.position_ids
-        B, T = ids.shape
-        valid, paths = self.terms(features, steps)  # K x [B, T]
+        (B, T), device = ids.shape, ids.device
+        valid, paths = self.terms(host_batch(features), steps)  # K x [B, T], in the host's memory
         present = PackedQueries(segments)  # the slots that a depth runs over
-        rows = T * torch.arange(B, device=ids.device)[:, None]
+        rows = T * torch.arange(B)[:, None]
         asking = present  # those whose states are wanted
         if self.selects_queries:
-            asking = PackedQueries(segments, slots_in_use(torch.stack(valid).any(0)))
+            asking = PackedQueries(segments, to_device(slots_in_use(torch.stack(valid).any(0)), device))
         state = self.first_state(features.taps, features.last_hidden)
         layers = self.attention_layers
         causal: list[tuple[Tensor, Tensor]] = []  # per layer: keys and values of depth 0
         own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(layers)]  # per layer: those of each later depth
         for depth in range(steps):
-            if depth and self.selects_queries and self.samples_terms:  # counting slots waits for the device
-                fewer = slots_in_use(torch.stack(valid[depth:]).any(0))
+            if depth and self.selects_queries and self.samples_terms:
+                fewer = to_device(slots_in_use(torch.stack(valid[depth:]).any(0)), device)
                 if fewer.shape[1] <= WORTH_NARROWING * asking.slots.shape[1]:
                     state, own = _narrowed(asking.slots, fewer, T, state, own)
                     present = asking = PackedQueries(segments, fewer)
-            tokens = self.tokens_read(ids.gather(1, paths[depth].gather(1, present.slots)), depth)  # x_{t+1+depth}
+            read = to_device(paths[depth].gather(1, on_host(present.slots)), device)
+            tokens = self.tokens_read(ids.gather(1, read), depth)  # x_{t+1+depth}
             queries = asking.slots if depth == 0 and self.selects_queries else None
             attends = [
                 self._unrolled(i, depth, causal, own[i], present if i < layers - 1 else asking) for i in range(layers)
@@ -106,14 +107,14 @@ class ChainDrafter(Drafter):
             places = positions.gather(1, present.slots) + depth
             state = self.feed_back(state) if depth else state
             state = kept_or_recomputed(self.recomputes, self._depth, tokens, places, state, attends, queries)
-            present, slots = asking, asking.slots  # [B, M]
+            present, slots = asking, on_host(asking.slots)  # [B, M]
             terms = valid[depth].gather(1, slots).flatten().nonzero().flatten()  # [N] of the flat [B·M]
             anchors = (slots + rows).flatten()[terms]
             yield DraftStep(
                 depth=depth,
-                hidden=state.flatten(0, 1)[terms],
-                target_index=(paths[depth].gather(1, slots) + rows).flatten()[terms],
-                anchor_index=anchors,
+                hidden=state.flatten(0, 1)[to_device(terms, device)],
+                target_index=to_device((paths[depth].gather(1, slots) + rows).flatten()[terms], device),
+                anchor_index=to_device(anchors, device),
                 weight=torch.ones(len(anchors), device=state.device),
             )
 

@@ -22,7 +22,17 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from speculators.config import DecoderConfig, TargetShape
-from speculators.drafter import Drafter, DraftInput, DraftLogits, DraftStep, DraftSteps, Grow, row_noise, term_paths
+from speculators.drafter import (
+    Drafter,
+    DraftInput,
+    DraftLogits,
+    DraftStep,
+    DraftSteps,
+    Grow,
+    host_batch,
+    row_noise,
+    term_paths,
+)
 from speculators.families.autoregressive import slots_in_use
 from speculators.families.dflash_init import start_from_least_squares
 from speculators.families.least_squares import terms_for
@@ -32,7 +42,7 @@ from speculators.layers.checkpointing import kept_or_recomputed
 from speculators.layers.decoder import Attend, DecoderLayer, RMSNorm, Rotary, RotaryTable
 from speculators.layers.frozen_linear import FrozenLinear
 from speculators.options import Count, DecoderOptions, PositiveInt, TapOptions
-from speculators.precision import on_device
+from speculators.precision import on_device, on_host, to_device
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
 ANCHORS = 512  # blocks trained per row, as published
@@ -331,9 +341,9 @@ class DFlash(Drafter):
     def blocks_of(self, features: TargetFeatures, steps: int) -> BlockBatch:
         """The blocks of `steps` predicting slots that a batch trains."""
         ids, positions = features.input_ids, features.position_ids
-        slots, terms, kept, paths = self._terms(features, steps)
-        Q = steps + self.config.first_slot
-        path = [p.gather(1, slots) for p in paths]
+        slots, terms, kept, paths = self._terms(host_batch(features), steps)
+        Q, path = steps + self.config.first_slot, [to_device(p.gather(1, slots), ids.device) for p in paths]
+        slots, terms, kept = (to_device(each, ids.device) for each in (slots, terms, kept))
         places = positions.gather(1, slots)[..., None] + 1 + torch.arange(Q, device=ids.device)  # [B, A, Q]
         embeds = self.target.embed_tokens(self.block_ids(ids.gather(1, path[0]), Q).flatten(1))
         last = torch.where(kept, slots, -1)
@@ -353,7 +363,7 @@ class DFlash(Drafter):
     def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
         """One forward of blocks of `steps` predicting slots, then a step per depth."""
         batch, ids = self.blocks_of(features, steps), features.input_ids
-        rows = ids.shape[1] * torch.arange(len(ids), device=ids.device)[:, None]
+        rows = ids.shape[1] * torch.arange(len(ids))[:, None]
         context = self._project_context(batch.context, batch.context_rotary)
         attends = [self.attend_blocks(each, batch.blocks) for each in context]
         states = self.run(batch.embeds, batch.rotary, attends, batch.slots_per_block)  # [B, A, Q, H]
@@ -361,13 +371,14 @@ class DFlash(Drafter):
         for depth in range(steps):
             tokens = ids.gather(1, batch.path[depth])
             hidden, carry = self.read(states[:, :, depth + self.config.first_slot], tokens, carry)
-            chosen = batch.terms[depth].flatten().nonzero().flatten()  # [N] of the flat [B·A]
-            anchors = (batch.slots + rows).flatten()[chosen]
+            chosen = on_host(batch.terms)[depth].flatten().nonzero().flatten()  # [N] of the flat [B·A]
+            anchors = (on_host(batch.slots) + rows).flatten()[chosen]
+            targets = (on_host(batch.path[depth]) + rows).flatten()[chosen]
             yield DraftStep(
                 depth=depth,
-                hidden=hidden.flatten(0, 1)[chosen],
-                target_index=(batch.path[depth] + rows).flatten()[chosen],
-                anchor_index=anchors,
+                hidden=hidden.flatten(0, 1)[to_device(chosen, ids.device)],
+                target_index=to_device(targets, ids.device),
+                anchor_index=to_device(anchors, ids.device),
                 weight=torch.ones(len(anchors), device=hidden.device),
             )
 

@@ -23,6 +23,7 @@ from speculators.families.autoregressive import DecoderChain
 from speculators.families.least_squares import ridge, terms_for
 from speculators.layers.decoder import Attend, DecoderLayer, Rotary, RotaryTable
 from speculators.options import DecoderOptions
+from speculators.precision import on_host
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
 ROUNDS = 3  # of refitting the start to its own guesses, where several depths are trained
@@ -207,9 +208,9 @@ def _with_noise(features: TargetFeatures, reach: float) -> Tensor:
     """
     states = features.last_hidden.float()
     seeds = torch.randint(2**62, (len(states),)) if features.seeds is None else features.seeds
-    lengths = (features.segment_ids >= 0).sum(1)
+    lengths = (on_host(features.segment_ids) >= 0).sum(1)
     if features.forks is not None:
-        lengths = lengths + (features.forks >= 0).sum(1)
+        lengths = lengths + (on_host(features.forks) >= 0).sum(1)
     noisy = states.clone()
     for row, seed, length in zip(noisy, seeds.tolist(), lengths.tolist()):
         source = torch.Generator(states.device).manual_seed(seed)

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from speculators.precision import on_device, on_host, to_device
+
 Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
 aten = torch.ops.aten
 MASKED_QUERIES = 256  # of one call with a mask
@@ -49,7 +51,8 @@ class PackedQueries:
         """[B, M]."""
         if self.chosen is not None:
             return self.chosen
-        return torch.arange(self.segment_ids.shape[1], device=self.segment_ids.device).expand_as(self.segment_ids)
+        slots = torch.arange(self.segment_ids.shape[1]).expand(self.segment_ids.shape)
+        return to_device(slots, self.segment_ids.device)
 
     def hidden(self, queries: slice, keys: slice, rows: slice = slice(None)) -> Tensor:
         """bool [B, c, S], True where a query does not see a slot."""
@@ -63,7 +66,7 @@ class PackedQueries:
     def runs(self) -> list[Run]:
         """All queries. What a run sees in part has at most MASKED_QUERIES queries."""
         found = []
-        for row, (segments, slots) in enumerate(zip(self.segment_ids.tolist(), self.slots.tolist())):
+        for row, (segments, slots) in enumerate(zip(on_host(self.segment_ids).tolist(), on_host(self.slots).tolist())):
             first: dict[int, int] = {}  # slot of each document
             for slot, segment in enumerate(segments):
                 first.setdefault(segment, slot)
@@ -87,7 +90,7 @@ class PackedQueries:
         """Those of all rows; None: one is interrupted by another, or by padding."""
         padding: list[int] = []
         starts, longest = [0], 1
-        for segments in self.segment_ids.tolist():
+        for segments in on_host(self.segment_ids).tolist():
             seen: set[int] = set()
             for segment, slots in groupby(segments):
                 length = sum(1 for _ in slots)
@@ -99,8 +102,8 @@ class PackedQueries:
                 starts.append(starts[-1] + length)
                 longest = max(longest, length)
         device = self.segment_ids.device
-        offsets = torch.tensor(starts, dtype=torch.int32, device=device)
-        return Documents(offsets, longest, torch.tensor(padding, device=device) if padding else None)
+        offsets = on_device(starts, device, torch.int32)
+        return Documents(offsets, longest, on_device(padding, device) if padding else None)
 
 
 class Documents(NamedTuple):

@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 from speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
 from speculators.hub import hub_trouble, split_revision
 from speculators.layers.grouped_attention import decoding, worthwhile
-from speculators.precision import as_dtype, on_device, running_dtype, say_widened
+from speculators.precision import as_dtype, on_host, running_dtype, say_widened, to_device
 from speculators.target import longrope
 from speculators.target.info import auto_class_of
 from speculators.target.packed_attention import LONG_ROW, Spans, packed, packed_mask, text_spans
@@ -359,7 +359,7 @@ class FrozenTarget(nn.Module):
                 "layers cannot honour; train without them (on_policy.suffix_weight: 0)"
             )
         T, size = input_ids.shape[1], input_ids.numel()
-        known = (segment_ids >= 0).tolist()
+        known = (on_host(segment_ids) >= 0).tolist()
         texts = [
             (row * T + start, end - start)  # its place in the flat batch, and its length
             for row, found in enumerate(spans)
@@ -371,13 +371,15 @@ class FrozenTarget(nn.Module):
         outputs: list[tuple[Tensor | None, Tensor]] = []
         while texts:
             batch, texts = texts[: max(size // texts[0][1], 1)], texts[max(size // texts[0][1], 1) :]
-            first, lengths = on_device(batch, self._device).unbind(1)  # [n]
-            slots = torch.arange(batch[0][1], device=self._device)
+            first, lengths = torch.tensor(batch).unbind(1)  # [n]
+            slots = torch.arange(batch[0][1])
             inside = slots < lengths[:, None]  # [n, L]
             places = (first[:, None] + slots).clamp(max=size - 1)
+            kept = to_device(inside.flatten().nonzero().flatten(), self._device)  # tokens of the flat [n·L]
+            index.append(to_device(places[inside], self._device))
+            places, inside = (to_device(each, self._device) for each in (places, inside))
             taps, last_hidden = self._decode(torch.where(inside, input_ids.flatten()[places], 0))
-            index.append(places[inside])
-            outputs.append((None if taps is None else taps[inside], last_hidden[inside]))
+            outputs.append((None if taps is None else taps.flatten(0, 1)[kept], last_hidden.flatten(0, 1)[kept]))
 
         def whole(parts: list[Tensor]) -> Tensor:
             """[n, D] of each batch -> [B, T, D]."""

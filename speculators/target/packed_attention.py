@@ -17,6 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from speculators.precision import on_host
+
 NAME = "draftsmith_packed"
 LONG_ROW = 4096  # tokens; masks of shorter rows are small
 WINDOW_BLOCK = 1024  # queries
@@ -31,7 +33,7 @@ _spans: ContextVar[Spans] = ContextVar("spans", default=())
 def text_spans(segment_ids: Tensor) -> Spans | None:
     """segment_ids [B, T] -> the spans of texts per row, padding included; None if a text is not contiguous."""
     rows = []
-    for row in segment_ids.tolist():
+    for row in on_host(segment_ids).tolist():
         starts = [0] + [i for i in range(1, len(row)) if row[i] != row[i - 1]]
         names = [row[start] for start in starts if row[start] >= 0]
         if len(set(names)) < len(names):
@@ -113,7 +115,8 @@ def packed_mask(segment_ids: Tensor, forks: Tensor | None = None) -> Tensor | No
     """
     slots = torch.arange(segment_ids.shape[1], device=segment_ids.device).expand_as(segment_ids)
     if forks is None:
-        starts = (segment_ids[:, 1:] != segment_ids[:, :-1]) & (segment_ids[:, 1:] >= 0)  # [B, T-1]
+        segments = on_host(segment_ids)
+        starts = (segments[:, 1:] != segments[:, :-1]) & (segments[:, 1:] >= 0)  # [B, T-1]
         if not bool(starts.any()):  # one text per row; padding after it needs no mask, nothing sees it
             return None
         return (_across(segment_ids, segment_ids, torch.eq) & _across(slots, slots, torch.ge))[:, None]

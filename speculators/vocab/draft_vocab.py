@@ -40,10 +40,9 @@ def to_draft_ids(target_ids: Tensor, draft_to_target: Tensor | None) -> Tensor:
     """Target ids [N] -> draft ids [N], -1 for tokens the head cannot propose."""
     if draft_to_target is None or target_ids.numel() == 0:
         return target_ids
-    size = int(torch.maximum(draft_to_target.max(), target_ids.max())) + 1
-    inverse = torch.full((size,), -1, dtype=torch.long, device=target_ids.device)
-    inverse[draft_to_target] = torch.arange(draft_to_target.shape[0], device=target_ids.device)
-    return inverse[target_ids]
+    ordered, order = draft_to_target.sort()
+    place = torch.searchsorted(ordered, target_ids).clamp(max=len(ordered) - 1)
+    return torch.where(ordered[place] == target_ids, order[place], -1)
 
 
 def to_offsets(draft_to_target: Tensor) -> Tensor:

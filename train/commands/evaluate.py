@@ -52,6 +52,12 @@ def evaluate(
         int | None, typer.Option(min=1, help="Prompts of each workload; default: 16, all of a suite's category.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=0, help="Interleaved repetitions of every timing; 0: no times.")] = 3,
+    enforce_eager: Annotated[
+        bool | None,
+        typer.Option(
+            "--enforce-eager/--no-enforce-eager", help="no: rounds of this runtime are compiled, before they are timed."
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Precision of the target; auto: its own. A recipe says its own.")] = "auto",
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("runs/evaluation"),
 ) -> None:
@@ -59,7 +65,9 @@ def evaluate(
     from train.pipeline.evaluate_again import evaluate_folders, evaluate_run
     from train.recipe.load import load_recipe
 
-    engines = _engines(engine, url, baseline_url, vllm_python, vllm_options, of_recipe=recipe is not None)
+    engines = _engines(
+        engine, url, baseline_url, vllm_python, vllm_options, enforce_eager, of_recipe=recipe is not None
+    )
     if recipe is not None and (suite or suite_path or chat_template_kwargs):
         raise ConfigError("evaluate: a recipe names its suites: evaluation.suites='[spec_bench]', or a path for each")
     if suite_path and len(suite_path) != len(suite or ()):
@@ -90,7 +98,14 @@ def evaluate(
 
 
 def _engines(
-    names: list[str] | None, url: str, baseline_url: str, python: str, options: str, *, of_recipe: bool
+    names: list[str] | None,
+    url: str,
+    baseline_url: str,
+    python: str,
+    options: str,
+    eager: bool | None,
+    *,
+    of_recipe: bool,
 ) -> Engines | None:
     """The engines that are named; None if none is, so that the recipe's are used."""
     given = {"--url": url, "--baseline-url": baseline_url, "--vllm-python": python, "--vllm-options": options}
@@ -103,17 +118,19 @@ def _engines(
         raise ConfigError("--baseline-url: the server without drafting stands beside one with; give --url too")
     if url and (python or options):
         raise ConfigError(f"--url: the server runs already; {about_vllm[-1]} is for a vLLM that is started")
-    if not names:
+    if eager is not None and names and OURS not in names:
+        raise ConfigError("--enforce-eager is of this runtime; for vLLM say --vllm-options '{\"enforce_eager\": true}'")
+    if not names and eager is None:
         return None
     from inference.vllm_bridge.engine import VllmOptions
     from inference.vllm_bridge.server import VllmServers
     from train.pipeline.acceptance_stage import Engines
 
-    if VLLM not in names:
-        return Engines()
+    if VLLM not in (names or ()):
+        return Engines(enforce_eager=eager)
     made: Any = (
         VllmServers(url, baseline_url or None)
         if url
         else VllmOptions(python or None, json_option("--vllm-options", options) or {})
     )
-    return Engines(OURS in names, made, needs_ours=of_recipe)
+    return Engines(OURS in (names or ()), made, needs_ours=of_recipe, enforce_eager=eager)

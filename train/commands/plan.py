@@ -83,6 +83,7 @@ def facts(made: Plan, advice: list[Advice]) -> dict[str, Any]:
         "cost": made.cost._asdict() if made.cost else None,
         "advice": [{"changes": list(each.changes), "saves": each.saves} for each in advice],
         "assumptions": made.assumptions,
+        "hints": made.hints,
     }
 
 
@@ -133,6 +134,8 @@ def _print(made: Plan, advice: list[Advice]) -> None:
     print_pairs(console, "Assumed", [("", text) for text in made.assumptions])
     style = "green" if made.fits else "red"
     console.print(f"[bold {style}]{escape(verdict(made))}[/bold {style}]", highlight=False, soft_wrap=True)
+    for text in made.hints:
+        console.print(f"  {escape(text)}", highlight=False, soft_wrap=True)
     for each in advice:
         saves = f"  (saves {size_text(each.saves)})" if each.saves else ""
         console.print(f"  would fit: {escape(' '.join(each.changes))}{saves}", highlight=False, soft_wrap=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from speculators.precision import on_host
 from train.losses.divergences import Mix, Rows, dot, has_closed_form, value_and_gradient
 from train.losses.products import Products, precise
 
@@ -93,7 +94,8 @@ def default_block_size(vocabulary: int, device: torch.device) -> int:
 
 def walk_order(target_index: Tensor, most: int) -> tuple[Tensor, list[Group]]:
     """(the order of the walk [N], its groups): rows that share a target become neighbours, of which `most` at most form
-    one group's. The host waits for the device once, to know the sizes."""
+    one group's. Their sizes are counted in the host's memory, which waits for the device if `target_index` is not known
+    there."""
     count, device = len(target_index), target_index.device
     places, ones = torch.arange(count, device=device), torch.ones_like(target_index)
     ordered, order = torch.sort(target_index, stable=True)
@@ -103,9 +105,12 @@ def walk_order(target_index: Tensor, most: int) -> tuple[Tensor, list[Group]]:
     run = (rank % most == 0).cumsum(0) - 1  # [N]
     shared = torch.zeros_like(places).scatter_add_(0, run, ones)[run]  # [N] rows of each row's run
     order = order[torch.sort(shared, stable=True).indices]
-    rows_of = torch.zeros(most + 1, dtype=torch.long, device=device).scatter_add_(0, shared, ones).tolist()
+    found = torch.bincount(on_host(target_index))  # rows of each target
+    rests = found % most
+    rows_of = torch.bincount(rests, minlength=most + 1) * torch.arange(most + 1)
+    rows_of[most] = (found - rests).sum()
     groups, first = [], 0
-    for size, rows in enumerate(rows_of):
+    for size, rows in enumerate(rows_of.tolist()):
         if rows:
             groups.append(Group(first, rows // size, size))
             first += rows

@@ -83,7 +83,7 @@ def in_loop_lengths(alphas: Sequence[Tensor], anchors: Sequence[Tensor], size: i
         accepted[anchor] = alpha.to(joint.dtype)
         joint = joint * accepted
         total = total + joint
-    return torch.stack([(1.0 + total[anchors[0]]).sum(), total.new_tensor(float(len(anchors[0])))])
+    return torch.stack([(1.0 + total[anchors[0]]).sum(), total.new_full((), len(anchors[0]))])
 
 
 Loss = Mix | Mapping[str, float | Mapping[str, float]]

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from speculators.drafter import DraftStep, term_paths
+from speculators.precision import on_host, to_device
 from train.data.loss_mask import TokenRow
 from train.data.packing import PackedRow, pack
 from train.on_policy.rollout import Rollout
@@ -108,20 +109,23 @@ def count_suffix(batch: Any, depths: int, decay: float) -> Tensor:
 
 def split(steps: Sequence[DraftStep], weights: Tensor | None) -> tuple[list[DraftStep], list[DraftStep]]:
     """Splits the terms of each depth into the main ones and those in suffixes, which get the `weights` [B, T] of their
-    targets."""
+    targets, in the host's memory."""
     if weights is None:
         return list(steps), []
     main, rejected = [], []
     for step in steps:
-        decayed = weights.flatten()[step.target_index]  # [N]
+        decayed = weights.flatten()[on_host(step.target_index)]  # [N], in the host's memory
         inside = decayed > 0
         main.append(_of(step, ~inside))
         if bool(inside.any()):
-            rejected.append(replace(_of(step, inside), weight=decayed[inside]))
+            rejected.append(replace(_of(step, inside), weight=to_device(decayed[inside], step.weight.device)))
     return main, rejected
 
 
 def _of(step: DraftStep, chosen: Tensor) -> DraftStep:
-    """The chosen terms of a depth."""
-    fields = ("hidden", "target_index", "anchor_index", "weight")
-    return replace(step, **{name: getattr(step, name)[chosen] for name in fields})
+    """The chosen terms of a depth. chosen bool [N], in the host's memory."""
+    device, index = step.weight.device, chosen.nonzero().flatten()
+    slots = {name: on_host(getattr(step, name))[index] for name in ("target_index", "anchor_index")}
+    own = to_device(index, device)
+    known = {name: to_device(places, device) for name, places in slots.items()}
+    return replace(step, **known, hidden=step.hidden[own], weight=step.weight[own])

@@ -52,12 +52,14 @@ class Engines:
     vllm           makes vLLM; None: vLLM is not measured
     temperatures   temperatures to measure vLLM at; None: all
     needs_ours     measures this runtime where there is no earlier report of it
+    enforce_eager  False: rounds of this runtime are compiled, at the batch size that is timed
     """
 
     ours: bool = True
     vllm: EngineMaker | None = None
     temperatures: Sequence[float] | None = None
     needs_ours: bool = field(default=False, kw_only=True)
+    enforce_eager: bool | None = field(default=None, kw_only=True)
 
 
 def require_engines(recipe: Recipe) -> None:
@@ -109,8 +111,13 @@ def evaluate_in(
     vLLM comes first, since it may refuse. `folders`: where an earlier report of this runtime may lie that vLLM's can be
     laid beside. `rest`: of `evaluate`.
     """
+    compiled = {} if engines.enforce_eager is None else {"enforce_eager": engines.enforce_eager}
+    if engines.enforce_eager is False:
+        compiled |= {"compilation_config": {"mode": 3, "cudagraph_capture_sizes": [settings.batch_size]}}
+        compiled |= _longest(workloads, rest.get("suites", ()), settings)
+    own = rest | {"llm_options": {**rest.get("llm_options", {}), **compiled}}
     if engines.vllm is None:
-        return evaluate(model, drafter, workloads, settings, progress=progress, **rest)
+        return evaluate(model, drafter, workloads, settings, progress=progress, **own)
 
     def part(first: float, last: float) -> Progress | None:
         return None if progress is None else lambda share, note: progress(first + (last - first) * share, note)
@@ -120,8 +127,21 @@ def evaluate_in(
     theirs = evaluate(model, drafter, workloads, chosen, engine=engines.vllm, progress=part(0.0, half), **rest)
     ours = None if engines.ours else measured_before(folders, REPORT, theirs.provenance)
     if ours is None and (engines.ours or engines.needs_ours):
-        ours = evaluate(model, drafter, workloads, settings, progress=part(half, 1.0), **rest)
+        ours = evaluate(model, drafter, workloads, settings, progress=part(half, 1.0), **own)
     return theirs if ours is None else lay_beside(ours, theirs)
+
+
+def _longest(
+    workloads: dict[str, list[list[int]]], suites: Sequence[MeasuredSuite], settings: EvaluationSettings
+) -> dict[str, int]:
+    """The `max_model_len` of an engine whose rows have all their memory at the start; nothing where later turns, which
+    are not written yet, decide it."""
+    prompts: list[Any] = [prompt for some in workloads.values() for prompt in some]
+    prompts += [prompt for suite in suites for some in suite.workloads.values() for prompt in some]
+    if any(getattr(prompt, "later", ()) for prompt in prompts):
+        return {}
+    longest = max(len(getattr(prompt, "prompt", prompt)) for prompt in prompts)
+    return {"max_model_len": longest + settings.max_tokens}
 
 
 def accept(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -184,11 +184,13 @@ class DataStage:
         return {t: [r for r in responses if r.temperature == t] for t in e.temperatures}
 
     def _responses(self, name: str, examples: list[Example], temperatures=None, **changed: Any) -> list[Response]:
-        """Written by the main process, read by the others. `changed`: keys of the section."""
+        """Written by all processes in parts, or asked for by the main one; read by all. `changed`: keys of the
+        section."""
         section = self.recipe.regenerate.model_copy(update=changed)
-        with self.accelerator.main_process_first():
-            with self.stages.stage(name, len(examples)) as advance:
-                responses = regenerate(
+        with self.stages.stage(name, len(examples)) as advance:
+
+            def write(part: tuple[int, int]) -> list[Response]:
+                return regenerate(
                     self.llm,
                     examples,
                     self.tokenizer,
@@ -200,15 +202,32 @@ class DataStage:
                     temperatures=temperatures,
                     progress=lambda done, total, note: advance(done, note, total=total),
                     say=self.stages.say,
-                    part=self.part,
+                    part=part,
                     retry_failed=self.retry_failed,
                     record=self.record,
                 )
-            if self.accelerator.is_main_process:
-                kept = self.responses_folder / f"{settings_hash(section, self.hashes.combined)}.json"
-                keep_summary(Path(self.recipe.output_dir), kept)
+
+            here = not section.endpoints and self.part == (0, 1)
+            responses = write_in_parts(self.accelerator, write) if here else self._main_first(lambda: write(self.part))
+        if self.accelerator.is_main_process:
+            kept = self.responses_folder / f"{settings_hash(section, self.hashes.combined)}.json"
+            keep_summary(Path(self.recipe.output_dir), kept)
         self.accelerator.wait_for_everyone()
         return responses
+
+    def _main_first(self, write: Callable[[], list[Response]]) -> list[Response]:
+        with self.accelerator.main_process_first():
+            return write()
+
+
+def write_in_parts(accelerator: Accelerator, write: Callable[[tuple[int, int]], list[Response]]) -> list[Response]:
+    """Every process writes its part of the responses; then each reads all of them, in the order of their conversations.
+    `write`: `regenerate` of a part."""
+    if accelerator.num_processes > 1:
+        write((accelerator.process_index, accelerator.num_processes))
+        accelerator.wait_for_everyone()
+    with accelerator.main_process_first():
+        return write((0, 1))
 
 
 def waits_on_host(recipe: Recipe, accelerator: Accelerator) -> bool:

@@ -1,7 +1,7 @@
 """The phases of one stage of a run: texts written, features, drafter, loss, optimizer, evaluations, measurement.
 
 rehearsal.py counts one step, round or replay of each; this file says how often they are done. The main process alone
-writes texts and makes the report; all processes do the rest.
+makes the report; all processes do the rest.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from train.recipe.sections import EvaluationSection
 ASSUMED_TAU = 2.5  # acceptance length of the drafter that is going to be measured
 CHUNK_ROWS = 8  # times regenerate.batch_size: texts that are asked for at once (train/regeneration/regenerate.py)
 LONGEST = 1.5  # times the mean: the longest response of a chunk
+RESPONSES = "responses of the target"  # the phase in which they are written
+TRAINING = ("features of the target", "drafter, forward and backward", "logits and loss", "optimizer")
 EVALUATIONS = 10  # of a run that does not say how many
 
 
@@ -66,17 +68,17 @@ def phases(plan: Outline, *, steps: int, processes: int = 1, around: bool = Fals
     recipe, shared, found = plan.recipe, plan.step_rows(processes), []
     rows, micro = shared.rows, shared.micro_steps
     if around:
-        found += _before(plan)
+        found += _before(plan, processes)
     if recipe.on_policy is not None:
         found.append(Phase("texts to learn from, on-policy", _on_policy(plan, steps)))
     step = rehearsal.step(plan, rows)
     gathered = Work(sent=_gathered(plan, processes))
     computed = _share_computed(plan, steps, processes)
     found += [
-        Phase("features of the target", step["features"].work + gathered, steps * micro * computed),
-        Phase("drafter, forward and backward", step["drafter"].work, steps * micro),
-        Phase("logits and loss", step["loss"].work, steps * micro),
-        Phase("optimizer", rehearsal.update(plan)[0].work + _summed(plan, processes), steps),
+        Phase(TRAINING[0], step["features"].work + gathered, steps * micro * computed),
+        Phase(TRAINING[1], step["drafter"].work, steps * micro),
+        Phase(TRAINING[2], step["loss"].work, steps * micro),
+        Phase(TRAINING[3], rehearsal.update(plan)[0].work + _summed(plan, processes), steps),
     ]
     if around and (texts := _held_out(plan)).count:
         every = recipe.training.eval_every
@@ -116,14 +118,14 @@ def _share_computed(plan: Outline, steps: int, processes: int) -> float:
 # --------------------------------------------------------------------------------------------- text
 
 
-def _before(plan: Outline) -> list[Phase]:
+def _before(plan: Outline, processes: int) -> list[Phase]:
     """The phases before the first step."""
     recipe, r, found = plan.recipe, plan.recipe.regenerate, []
     if r.enabled:
-        texts = texts_of(plan.sources, recipe.data.max_length, r.max_new_tokens)
-        found.append(Phase("responses of the target", generation(plan, texts, r.batch_size, r.max_new_tokens)))
+        texts = _share(texts_of(plan.sources, recipe.data.max_length, r.max_new_tokens), processes)
+        found.append(Phase(RESPONSES, generation(plan, texts, r.batch_size, r.max_new_tokens)))
     if (texts := _held_out(plan)).count:
-        written = generation(plan, texts, r.batch_size, recipe.evaluation.max_tokens)
+        written = generation(plan, _share(texts, processes), r.batch_size, recipe.evaluation.max_tokens)
         found.append(Phase("held-out responses", written))
     if wanted := plan.head.start_terms(recipe.drafter):
         B = plan.step_rows().rows
@@ -131,6 +133,11 @@ def _before(plan: Outline) -> list[Phase]:
         rows = wanted / plan.supervised_share / recipe.data.max_length
         found.append(Phase("a start in closed form", step, rows / B))
     return found
+
+
+def _share(texts: Texts, processes: int) -> Texts:
+    """Those that one of the processes writes."""
+    return replace(texts, count=math.ceil(texts.count / processes))
 
 
 def generation(plan: Outline, texts: Texts, rows: int, most: int) -> Work:

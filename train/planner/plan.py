@@ -13,7 +13,7 @@ from speculators.errors import ConfigError
 from train.planner.devices import CPU, Device, Range
 from train.planner.memory import EXACT, Parts, StageMemory, disk, measuring, memory
 from train.planner.outline import Outline, outline
-from train.planner.phases import ASSUMED_TAU, Phase, phases
+from train.planner.phases import ASSUMED_TAU, RESPONSES, TRAINING, Phase, phases
 from train.planner.token_counts import assumed, counter, mixed
 from train.recipe.recipe import Recipe
 
@@ -60,6 +60,19 @@ class Plan:
     @property
     def seconds(self) -> Range:
         return Range(*(sum(column) for column in zip(*(time for _, time in self.times))))
+
+    @property
+    def hints(self) -> list[str]:
+        """Advice on the time of the run."""
+        phases = [(phase, phase.whole.seconds(self.device).likely) for stage in self.stages for phase in stage.phases]
+        written = sum(time for phase, time in phases if phase.name == RESPONSES)
+        trained = sum(time for phase, time in phases if phase.name in TRAINING)
+        if not self.complete or written <= trained or all(s.outline.recipe.regenerate.endpoints for s in self.stages):
+            return []
+        return [
+            f"the target's responses take {written / max(trained, 1e-9):.1f} times as long to write in process as the "
+            "training takes: let servers write them (regenerate.endpoints, docs/regeneration.md)"
+        ]
 
     @property
     def cost(self) -> Range | None:
@@ -180,6 +193,6 @@ def _assumptions(plan: Plan) -> list[str]:
         + ("" if d.kind == CPU else "; not measured on this device")
     )
     if first.recipe.regenerate.enabled:
-        found.append("the target's responses are as long as those in the data, and written by one process")
+        found.append("the target's responses are as long as those in the data, and written by all processes")
     found.append(f"the report is made by one process; drafts are accepted to {ASSUMED_TAU:g} tokens a round")
     return found

@@ -90,7 +90,7 @@ def step(plan: Outline, rows: int) -> dict[str, Tally]:
             features = trainer._features(trainer.features, list(range(rows)), batch)
         features = replace(features, seeds=trainer.step_rows.seeds(range(rows)))
         with trace.phase("drafter"):
-            trainer._micro_step(features, torch.ones_like(trainer.depth_weights), supervised=1.0)
+            trainer._micro_step(features, torch.ones_like(trainer.depth_weights), supervised=torch.ones(()))
         trainer.optimizer.zero_grad()
     return trace.phases
 

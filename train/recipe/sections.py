@@ -120,6 +120,9 @@ class TrainingSection(Section):
         128, description="held-out texts of an evaluation, over all temperatures and workloads; best/ is chosen on them"
     )
     save_every: PositiveInt | None = Field(None, description="steps between checkpoints; null: with every evaluation")
+    log_every: PositiveInt = Field(
+        10, description="steps between readings of what steps measured, which wait for an accelerator; CPUs: every step"
+    )
     keep_last: PositiveInt = Field(1, description="checkpoints kept beside the best one")
     loss_chunk_size: PositiveInt | None = Field(
         None, description="tokens whose logits exist at once; null: by device and vocabulary"

@@ -130,7 +130,7 @@ def fingerprint(recipe: Recipe, target_hash: str, before: str) -> str:
     A checkpoint continues only a training of the same fingerprint.
     """
     names = {"family", "target", "drafter", "data", "regenerate", "loss", "joint", "training"}
-    training = {"activation_checkpointing"}  # it and sharding change how numbers are computed, not what they are
+    training = {"activation_checkpointing", "log_every"}  # and sharding: how numbers are computed, not what they are
     for key in ("global_batch_size", "eval_texts"):  # at their defaults runs are those from before these keys
         if getattr(recipe.training, key) == type(recipe.training).model_fields[key].default:
             training.add(key)

@@ -13,17 +13,16 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from inference.sampling.sampler import seeded
-from speculators.drafter import valid_terms
+from speculators.drafter import host_batch, valid_terms
 from speculators.export import replace_folder
 from speculators.layers.peft_adapter import Adapter
-from speculators.precision import in_dtype
+from speculators.precision import in_dtype, to_device
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from train.losses.objective import chunked_objective
 from train.recipe.sections import JointSection
@@ -82,22 +81,23 @@ class JointTarget(nn.Module):
             for module in dropout:
                 module.eval()
 
-    def loss(self, features: TargetFeatures, normaliser: float) -> Tensor:
-        """base_loss_weight · Σ -log p(x) / normaliser over the supervised tokens of the rows."""
-        ids, kept = features.input_ids, valid_terms(features, 1)  # [B, T]
-        states = features.last_hidden[kept]  # [N, H]
-        weight = torch.full((len(states),), self.section.base_loss_weight / max(normaliser, 1.0), device=ids.device)
+    def loss(self, features: TargetFeatures, normaliser: Tensor) -> Tensor:
+        """base_loss_weight · Σ -log p(x) / normaliser [] over the supervised tokens of the rows."""
+        ids, chosen = features.input_ids, valid_terms(host_batch(features), 1).flatten().nonzero().flatten()
+        kept = to_device(chosen, ids.device)  # [N] of the flat [B·T]
+        states = features.last_hidden.flatten(0, 1)[kept]  # [N, H]
+        weight = (self.section.base_loss_weight / normaliser.clamp(min=1)).float().expand(len(states))
         constant = states.detach()
         logits = self.target.logits
         loss, _ = chunked_objective(
-            states, logits, constant, logits, weight, ids.roll(-1, 1)[kept], {"cross_entropy": 1.0}
+            states, logits, constant, logits, weight, ids.roll(-1, 1).flatten()[kept], {"cross_entropy": 1.0}
         )
         return loss
 
     @staticmethod
-    def count_terms(batch: dict[str, Tensor]) -> Tensor:
+    def count_terms(batch: Any) -> Tensor:
         """Supervised tokens of a batch that `loss` reads."""
-        return valid_terms(SimpleNamespace(**batch), 1).sum()
+        return valid_terms(batch, 1).sum()
 
     # -------------------------------------------------------------- held-out text, and what is exported
 

@@ -22,6 +22,9 @@ from speculators.errors import CheckpointError
 from train.recipe.sections import TrainingSection
 from train.trainer.parallel import like_shards, whole
 
+FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
+HOW = ("fused", "foreach")  # options of an optimizer that change its speed: a checkpoint's are not taken over
+
 
 class GatheredMuon(torch.optim.Muon):
     """Muon of sharded matrices. An update needs the whole of a matrix: each in turn is gathered with its gradient and
@@ -76,8 +79,13 @@ def make_optimizer(
     groups: list[dict[str, Any]] = [{"params": [p for p in drafter.trainable_parameters() if id(p) not in for_muon]}]
     if others:
         groups.append({"params": list(others), "lr": others_learning_rate or training.learning_rate})
+    parameters = [parameter for group in groups for parameter in group["params"]]
     adam = torch.optim.AdamW(
-        groups, lr=training.learning_rate, betas=tuple(training.betas), weight_decay=training.weight_decay
+        groups,
+        lr=training.learning_rate,
+        betas=tuple(training.betas),
+        weight_decay=training.weight_decay,
+        **implementation(parameters),
     )
     optimizer: torch.optim.Optimizer | Together = adam
     if matrices:
@@ -89,6 +97,14 @@ def make_optimizer(
     for group in optimizer.param_groups:
         group["peak_lr"] = group["lr"]
     return optimizer
+
+
+def implementation(parameters: Sequence[Tensor]) -> dict[str, bool]:
+    """How AdamW updates these parameters: in one kernel (fused) where torch has it for their devices, else by a few
+    operations over lists of them (foreach)."""
+    kinds = {parameter.device.type for parameter in parameters}
+    fused = kinds <= FUSED_DEVICES and all(parameter.is_floating_point() for parameter in parameters)
+    return {"fused": True} if fused else {"foreach": True}
 
 
 Names = Mapping[str, nn.Parameter]  # of all trained parameters, "drafter.fc.weight" and the like
@@ -132,7 +148,7 @@ def load_optimizer_state(optimizer: Any, saved: Mapping[str, Any], names: Names)
             if name_of[id(parameter)] in saved["state"]
         }
         groups = [
-            {**group, "params": [number[id(p)] for p in own["params"]]}
+            {**group, **{key: own[key] for key in HOW if key in own}, "params": [number[id(p)] for p in own["params"]]}
             for group, own in zip(mine, single.param_groups, strict=True)
         ]
         single.load_state_dict({"state": state, "param_groups": groups})

@@ -1,9 +1,9 @@
-"""Costs of a training step: tokens per second, time by phase, memory.
+"""Costs of training steps: tokens per second, time by phase, memory.
 
     telemetry.begin()
-    telemetry.saw(batches)
+    counts = telemetry.saw(batches)         # to be summed over processes
     with telemetry.phase("target"): ...     # around the parts of a step, or @timed("target") on a method
-    figures = telemetry.finish(total)       # one step's, summed over processes where that means something
+    figures = telemetry.finish(counts, 1)   # of the steps since `begin`
 
 Phases on a GPU are timed by its own events, so that nothing waits for it in between; one that is under way on another
 stream when the step ends counts in the next.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar, cast
@@ -25,7 +25,6 @@ from torch import Tensor
 PHASES = ("data", "target", "drafter", "optimizer")
 GIB = 2**30
 
-Batch = dict[str, Tensor]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -59,9 +58,8 @@ class Telemetry:
         self.begin()
 
     def begin(self) -> None:
-        """Begins a step; time before it, such as a held-out evaluation, does not count."""
+        """Begins one step or several; time before it, such as a held-out evaluation, does not count."""
         self._began, self._spent = time.perf_counter(), defaultdict[str, float](float)
-        self._counts = torch.zeros(3, device=self.device)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -77,19 +75,17 @@ class Telemetry:
         yield
         self._spent[name] += time.perf_counter() - began
 
-    def saw(self, batches: list[Batch]) -> list[Batch]:
-        """Counts the batches of a step: input_ids, segment_ids (-1: padding) and loss_mask, each [B, T]. Returns
-        them."""
-        for batch in batches:
-            ids, valid, supervised = batch["input_ids"], batch["segment_ids"] >= 0, batch["loss_mask"]
-            self._counts += torch.stack([torch.ones_like(ids).sum(), valid.sum(), supervised.sum()]).to(self._counts)
-        return batches
+    @staticmethod
+    def saw(batches: Sequence[Any]) -> Tensor:
+        """[3] tokens of the batches of a step: of all slots, without padding, with a loss. Each batch has `segment_ids`
+        (-1: padding) and `loss_mask`, both [B, T]."""
+        masks = [(batch.segment_ids.numel(), batch.segment_ids >= 0, batch.loss_mask) for batch in batches]
+        return torch.tensor([(size, valid.sum(), supervised.sum()) for size, valid, supervised in masks]).sum(0)
 
-    def finish(self, total: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """The step's figures. `total` sums a tensor over processes.
+    def finish(self, counts: Sequence[float], steps: int) -> dict[str, float]:
+        """The figures of the `steps` since `begin`. `counts`: the sum of what `saw` said, over steps and processes.
 
-        supervised_tokens             of all processes, those with a loss
-        step_seconds                  wall time of this process
+        step_seconds                  wall time of this process, the mean over the steps
         tokens_per_second             of all processes, padding among them: what was computed on
         valid_tokens_per_second       without padding
         supervised_tokens_per_second  those with a loss
@@ -107,11 +103,9 @@ class Telemetry:
                     under_way.append((name, start, end))
             self._events = under_way
         seconds = max(time.perf_counter() - self._began, 1e-9)
-        counts = total(self._counts).tolist()
         shares = {f"time/{name}": self._spent[name] / seconds for name in PHASES}
         figures = {
-            "supervised_tokens": counts[-1],
-            "step_seconds": seconds,
+            "step_seconds": seconds / max(steps, 1),
             **dict(zip((f"{kind}tokens_per_second" for kind in ("", "valid_", "supervised_")),
                        (count / seconds for count in counts))),
             **shares,

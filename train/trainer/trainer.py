@@ -23,7 +23,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from speculators.drafter import Drafter, DraftStep
+from speculators.drafter import Drafter, DraftStep, host_batch
+from speculators.precision import on_host, to_device
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from train.data.packing import PackedRow, Shuffled
 from train.features.prefetch import FeaturesAhead, looks_ahead
@@ -73,6 +74,37 @@ class StepTotals:
         return cls(acceptance, agreement, *rest)
 
 
+@dataclass(frozen=True)
+class Unread:
+    """A step whose figures are still on the device."""
+
+    known: dict[str, Any]  # of its record, known to the host
+    numbers: Tensor  # float64: the totals, what `Telemetry.saw` counted [3], terms [K], those of suffixes [K + 1], norm
+
+    def read(self, depths: int) -> tuple[dict[str, Any], list[float]]:
+        """(the record of the step, tokens [3]). Waits for the device. `depths`: K."""
+        sizes = [2 * depths + 5, 3, depths, depths + 1, 1]
+        flat, tokens, counts, suffix, (norm,) = self.numbers.cpu().split(sizes)
+        totals, known = StepTotals.unflatten(flat, depths), dict(self.known)
+        of_policy = known.pop("on_policy", None)
+        record = {
+            "step": known.pop("step"),
+            "loss": float(totals.loss),
+            **known,
+            "grad_norm": float(norm),
+            "acceptance_rate": (totals.acceptance / counts.clamp(min=1)).tolist(),
+            "top1_agreement": (totals.agreement / counts.clamp(min=1)).tolist(),
+            "in_loop_acceptance_length": float(totals.length_sum / totals.length_count) if totals.length_count else 1.0,
+            "terms": int(counts.sum()),
+        }
+        if of_policy is not None:
+            record |= of_policy
+            if terms := float(suffix[:-1].sum()):
+                record |= {"suffix_terms": int(terms), "suffix_loss": float(totals.suffix_loss)}
+                record["suffix_acceptance"] = float(totals.suffix_acceptance) / terms
+        return record | {"supervised_tokens": int(tokens[-1])}, tokens.tolist()
+
+
 class Trainer:
     """Trains `drafter` on `rows` for the recipe's budget; `run()` resumes by itself and returns the final state."""
 
@@ -117,6 +149,8 @@ class Trainer:
         self.order = Shuffled([t.seed], len(rows))
         self.stop_signal: int | None = None
         self.telemetry = Telemetry(accelerator.device)
+        self.unread: list[Unread] = []
+        self.log_every = 1 if accelerator.device.type == "cpu" else t.log_every  # a CPU has nothing to wait for
 
     # -------------------------------------------------------------- the run
 
@@ -136,10 +170,13 @@ class Trainer:
         try:
             while (share := self.share_done()) < 1:
                 began = time.monotonic()
-                record = self.step(share)
+                if not self.unread:
+                    self.telemetry.begin()
+                self.unread.append(self.step(share))
                 self.state.seconds += time.monotonic() - began
-                self._after_step(record)
-                if advance is not None:
+                self._after_step()
+                if advance is not None and self.state.history:
+                    record = self.state.history[-1]
                     note = f"loss {record['loss']:.3f}  in-loop τ {record['in_loop_acceptance_length']:.2f}"
                     held_out = held_out_figure(self.state.history)
                     advance(self.share_done(), f"{note}  held-out {held_out}" if held_out else note)
@@ -161,28 +198,29 @@ class Trainer:
             share = float(self.accelerator.gather(torch.tensor([share], device=self.accelerator.device)).max())
         return share
 
-    def step(self, share: float) -> dict[str, Any]:
-        """One optimizer step; returns what it measured."""
-        self.telemetry.begin()
+    def step(self, share: float) -> Unread:
+        """One optimizer step; returns what it measured. It reads nothing from the device."""
         step, micro_steps = self.state.step, self.step_rows.of(self.state.step)
         if self.on_policy is not None and self.on_policy.due(step, self._numbers(step), share):
             with self.telemetry.phase("data"), self.replica.whole() as drafter:
                 self.on_policy.renew(step, drafter, len(self.depth_weights))
         sources = [self._source(micro, share) for micro in micro_steps]
-        batches = self.telemetry.saw([features.batch(rows) for features, rows in sources])
+        batches = [features.batch(rows) for features, rows in sources]
+        seeds = [self.step_rows.seeds(micro.places) for micro in micro_steps]
+        hosts = [host_batch(SimpleNamespace(**batch, seeds=each)) for batch, each in zip(batches, seeds, strict=True)]
         self.module.train()
-        counts, suffix = self._count(batches, [self.step_rows.seeds(micro.places) for micro in micro_steps])
+        counts, suffix = self._count(hosts)
         terms = counts.sum() if self.position.measured else counts  # the normaliser: of all terms, or of each depth's
         row_weights = ((1 if self.position.measured else self.depth_weights) / terms.clamp(min=1)).float()
         row_weights = row_weights.expand(len(self.depth_weights))
-        scale, supervised = 1 / max(float(suffix[-1]), 1e-9), None
+        scale, supervised = suffix[-1].clamp(min=1e-9).reciprocal(), None
         if self.joint is not None:
             row_weights = row_weights * self.joint.heads_weight(share)
-            supervised = float(self._sum(sum(self.joint.count_terms(b) for b in batches)))
+            supervised = self._sum(sum(self.joint.count_terms(batch) for batch in hosts))
         measured = []
-        for micro, (known, rows), batch in zip(micro_steps, sources, batches):
+        for micro, (known, rows), batch, each in zip(micro_steps, sources, batches, seeds):
             self.step_rows.seed_everything(micro.places)
-            features = replace(self._features(known, rows, batch), seeds=self.step_rows.seeds(micro.places))
+            features = replace(self._features(known, rows, batch), seeds=each)
             if self.ahead is not None and (coming := self._coming(len(measured) + 1)):
                 self.ahead.begin(coming, lambda coming=coming: self._looked(self.features.of, coming))
             last = micro is micro_steps[-1]
@@ -197,37 +235,22 @@ class Trainer:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.state.step += 1
-        K = len(self.depth_weights)
-        sums = self._sum(torch.stack([totals.flatten() for totals in measured]).sum(0))
-        numbers = torch.cat([sums.double(), counts, norm[None]]).cpu()  # all that a step waits for
-        flat, counts, (norm,) = numbers.split([len(sums), K, 1])
-        totals = StepTotals.unflatten(flat, K)
-        record = {
-            "step": self.state.step,
-            "loss": float(totals.loss),
-            "learning_rate": rate,
-            "grad_norm": float(norm),
-            "acceptance_rate": (totals.acceptance / counts.clamp(min=1)).tolist(),
-            "top1_agreement": (totals.agreement / counts.clamp(min=1)).tolist(),
-            "in_loop_acceptance_length": float(totals.length_sum / totals.length_count) if totals.length_count else 1.0,
-            "terms": int(counts.sum()),
-        }
+        seen = to_device(self.telemetry.saw(hosts), self.accelerator.device)
+        sums = self._sum(torch.cat([torch.stack([totals.flatten() for totals in measured]).sum(0), seen]))
+        known: dict[str, Any] = {"step": self.state.step, "learning_rate": rate}
         if self.on_policy is not None:
-            record |= self._on_policy_record(share, suffix, totals)
-        return record
+            known["on_policy"] = self._on_policy_record(share)
+        return Unread(known, torch.cat([each.double() for each in (sums, counts, suffix, norm[None])]))
 
-    def _count(self, batches: Sequence[dict[str, Tensor]], seeds: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def _count(self, batches: Sequence[Any]) -> tuple[Tensor, Tensor]:
         """Counts of the whole step, before any loss: [K] valid terms of each depth outside rejected suffixes, and
-        what `count_suffix` says of those inside [K + 1]."""
-        depths, spaces = (
-            len(self.depth_weights),
-            [SimpleNamespace(**batch, seeds=each) for batch, each in zip(batches, seeds, strict=True)],
-        )
-        counts = self._sum(sum(self.module.count_terms(batch, depths) for batch in spaces))
+        what `count_suffix` says of those inside [K + 1]. `batches` are in the host's memory."""
+        depths = len(self.depth_weights)
+        counts = self._sum(sum(self.module.count_terms(batch, depths) for batch in batches))
         if self.on_policy is None:
-            return counts, torch.zeros(depths + 1)
+            return counts, torch.zeros(depths + 1, device=counts.device)
         decay = self.on_policy.section.suffix_decay
-        suffix = self._sum(sum(count_suffix(batch, depths, decay) for batch in spaces))
+        suffix = self._sum(sum(count_suffix(batch, depths, decay) for batch in batches))
         return counts - suffix[:depths].to(counts.dtype), suffix
 
     def _features(self, known: RowFeatures, rows: list[int], batch: dict[str, Tensor]) -> TargetFeatures:
@@ -252,8 +275,8 @@ class Trainer:
         self,
         features: TargetFeatures,
         row_weights: Tensor,
-        supervised: float | None = None,
-        suffix_scale: float = 0.0,
+        supervised: Tensor | None = None,
+        suffix_scale: Tensor | None = None,
         last: bool = True,
     ) -> StepTotals:
         """Forward and backward of one batch; gradients add up in the parameters. `supervised`: tokens of the step that
@@ -268,23 +291,23 @@ class Trainer:
         return totals
 
     def _loss(
-        self, features: TargetFeatures, row_weights: Tensor, supervised: float | None, suffix_scale: float
+        self, features: TargetFeatures, row_weights: Tensor, supervised: Tensor | None, suffix_scale: Tensor | None
     ) -> tuple[Tensor, StepTotals]:
         """The loss of one batch, and the sums measured on it. Both stay on the device."""
         section = self.on_policy.section if self.on_policy is not None else None
         suffix_loss, suffix_alpha = torch.zeros(2, device=row_weights.device)
         with self.accelerator.autocast():
-            branches = branch_weights(features, section.suffix_decay) if section is not None else None
+            branches = branch_weights(host_batch(features), section.suffix_decay) if section is not None else None
             steps, rejected = split(list(self.module.unroll(features, len(row_weights))), branches)
             if self.position.measured:
                 steps = self._weighed(features, steps)
             loss, parts = self._objectives(features, steps, row_weights, self.recipe.loss)
             if self.chain_terms:
                 loss = loss + self._chain_loss(features, steps, row_weights, parts)
-            if self.joint is not None:
+            if self.joint is not None and supervised is not None:
                 loss = loss + self.joint.loss(features, supervised)
-            if rejected and section is not None:
-                scales = torch.full_like(row_weights, suffix_scale)
+            if rejected and section is not None and suffix_scale is not None:
+                scales = suffix_scale.to(row_weights.dtype).expand_as(row_weights)
                 suffix_loss, found = self._objectives(features, rejected, scales, section.suffix_loss)
                 suffix_alpha = sum(part.alpha_sum for part in found)
                 loss = loss + section.suffix_weight * suffix_loss
@@ -356,7 +379,8 @@ class Trainer:
     ) -> tuple[Tensor, list[StepMetrics]]:
         """The loss over depths that share a head, and the metrics of each."""
         depth = steps[0].depth
-        index = torch.cat([s.target_index for s in steps])  # [N] of all of these depths
+        known = torch.cat([on_host(s.target_index) for s in steps])  # [N] of all of these depths
+        index = to_device(known, features.input_ids.device)
         loss, metrics = chunked_objective(
             torch.cat([s.hidden for s in steps]),  # [N, D]
             lambda hidden: head(hidden, depth),
@@ -403,10 +427,11 @@ class Trainer:
     # -------------------------------------------------------------- processes, signals, records
 
     def _sum(self, tensor: Tensor) -> Tensor:
-        """Summed over processes."""
+        """Summed over processes, on the device."""
+        tensor = to_device(tensor, self.accelerator.device)
         if self.accelerator.num_processes == 1:
             return tensor
-        return self.accelerator.reduce(tensor.to(self.accelerator.device).float(), "sum")
+        return self.accelerator.reduce(tensor.float(), "sum")
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if self.stop_signal is not None:  # a second time: now
@@ -415,6 +440,8 @@ class Trainer:
 
     def _stopping(self) -> bool:
         """True if any process received a stop signal. All stop after the same step, so that none waits for another."""
+        if self.accelerator.num_processes == 1:
+            return self.stop_signal is not None
         return float(self._sum(torch.tensor([float(self.stop_signal is not None)]))) > 0
 
     def _due(self, every: int | None) -> bool:
@@ -426,39 +453,50 @@ class Trainer:
             every = max((total or self.recipe.training.max_minutes * 60) // 10, 1) if total else 100
         return step % int(every) == 0
 
-    def _on_policy_record(self, share: float, suffix: Tensor, totals: StepTotals) -> dict[str, Any]:
-        """How much of the training was on-policy, the texts it read, and the terms in rejected suffixes, whose counts
-        are `suffix` [K + 1]."""
+    def _on_policy_record(self, share: float) -> dict[str, Any]:
+        """How much of the training was on-policy so far, and the texts that the step before this state's read."""
         assert self.on_policy is not None
-        step, history, terms = self.state.step - 1, self.state.history, float(suffix[:-1].sum())
+        step = self.state.step - 1
         wanted = [self.on_policy.wants(step, number, share) for number in self._numbers(step)]
         here = sum(wanted) / len(wanted)
-        before = history[-1]["on_policy_share"] if history else 0.0
-        record: dict[str, Any] = {"on_policy": here, "on_policy_share": before + (here - before) / self.state.step}
-        if any(wanted):
-            record |= self.on_policy.figures(step)
-        if terms:
-            record |= {"suffix_terms": int(terms), "suffix_loss": float(totals.suffix_loss)}
-            record["suffix_acceptance"] = float(totals.suffix_acceptance) / terms
-        return record
+        record: dict[str, Any] = {"on_policy": here}
+        return record | self.on_policy.figures(step) if any(wanted) else record
 
-    def _after_step(self, record: dict[str, Any]) -> None:
-        t, costs = self.recipe.training, self.telemetry.finish(self._sum)
-        record["supervised_tokens"] = int(costs.pop("supervised_tokens"))
-        evaluated = self.evaluate is not None and self._due(t.eval_every)
-        if evaluated:
+    def _read(self) -> tuple[list[dict[str, Any]], dict[str, float]]:
+        """(records of the steps since the last time, which join the history; what these steps cost). Waits for the
+        device, whose time is the training's."""
+        began, history = time.monotonic(), self.state.history
+        found = [step.read(len(self.depth_weights)) for step in self.unread]
+        for record, _ in found:
+            if "on_policy" in record:
+                before = history[-1]["on_policy_share"] if history else 0.0
+                record["on_policy_share"] = before + (record["on_policy"] - before) / record["step"]
+            history.append(record)
+        costs = self.telemetry.finish([sum(each) for each in zip(*(tokens for _, tokens in found))], len(found))
+        self.unread = []
+        self.state.seconds += time.monotonic() - began
+        return [record for record, _ in found], costs
+
+    def _after_step(self) -> None:
+        t = self.recipe.training
+        evaluates = self.evaluate is not None and self._due(t.eval_every)
+        save = self._due(t.save_every) if t.save_every else evaluates or self._due(None)
+        reads = evaluates or save or self.state.step % self.log_every == 0
+        stopping = self._stopping() if reads or self.accelerator.num_processes == 1 else False
+        if not (reads or stopping):
+            return
+        records, costs = self._read()
+        if evaluates and self.evaluate is not None:
             with self.replica.whole() as drafter:
                 drafter.eval()
-                record |= self.evaluate(drafter)
-                value = record[EXPECTED]
+                records[-1] |= self.evaluate(drafter)
+                value = records[-1][EXPECTED]
                 if self.state.best_value is None or value > self.state.best_value:
                     self.state.best_value, self.state.best_step = value, self.state.step
                     if self.accelerator.is_main_process:
                         checkpoint.save_best(self.folder, drafter, self.joint)
-        self.state.history.append(record)
-        self.accelerator.log(_flat(record) | costs, step=self.state.step)
-        save = self._due(t.save_every) if t.save_every else evaluated or self._due(None)
-        stopping = self._stopping()
+        for record in records:
+            self.accelerator.log(_flat(record) | costs, step=record["step"])
         if save or stopping:
             self._save()
         if stopping:

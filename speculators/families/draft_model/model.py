@@ -17,7 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from speculators.config import DrafterConfig
-from speculators.drafter import Drafter, DraftStep, term_paths
+from speculators.drafter import Drafter, DraftStep, host_batch, term_paths
 from speculators.errors import ConfigError
 from speculators.families.draft_model.drafting import TokenDrafter
 from speculators.families.draft_model.student import (
@@ -30,6 +30,7 @@ from speculators.families.draft_model.student import (
 )
 from speculators.layers.peft_adapter import Adapter, check_adapter
 from speculators.options import Count, DrafterOptions, PositiveInt
+from speculators.precision import to_device
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from speculators.vocab.token_bytes import same_vocabulary
 from speculators.vocab.token_map import TokenMap
@@ -307,16 +308,16 @@ class DraftModel(TokenDrafter):
 
     def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
         """The states of one pass over the rows, as every depth reads them."""
-        states = self._states(features)  # [B·T, D], after the token of each slot
+        states, batch = self._states(features), host_batch(features)  # [B·T, D], after the token of each slot
         for depth in range(steps):
-            valid, path = term_paths(features, depth)
+            valid, path = term_paths(batch, depth)
             row, slot = valid.nonzero(as_tuple=True)
             anchors, index = row * valid.shape[1] + slot, row * valid.shape[1] + path[row, slot]
             yield DraftStep(
                 depth=depth,
-                hidden=states[index],
+                hidden=states[index := to_device(index, states.device)],
                 target_index=index,
-                anchor_index=anchors,
+                anchor_index=to_device(anchors, states.device),
                 weight=torch.ones(len(anchors), device=states.device),
             )
 

@@ -303,3 +303,15 @@ def test_after_a_warm_up_no_request_meets_a_new_shape(kind, model_of, monkeypatc
         assert write(llm, prompts) == write(plain, prompts)
     assert llm.engine.compiled.num_graphs == graphs
     assert plain.warm_up() == 0
+
+
+def test_a_warm_up_is_bounded_and_says_how_far_it_is(model_of, monkeypatch, caplog):
+    """What is left is compiled when it is first met; outputs are what they were."""
+    monkeypatch.setattr(static_shapes, "FEWEST_KEYS", 60)
+    seen: list[tuple[int, int]] = []
+    llm = llm_of("ngram", model_of("ngram"), 2, TRACED)
+    graphs = llm.warm_up(lambda done, most: seen.append((done, most)), limit_s=0)
+    assert 0 < graphs < llm.engine.compiled.most_graphs and "when they are first met" in caplog.text
+    assert seen and all(0 < done <= most == llm.engine.compiled.most_graphs for done, most in seen)
+    assert write(llm, PROMPTS) == write(llm_of("ngram", model_of("ngram"), 2, None), PROMPTS)
+    assert llm.engine.compiled.num_graphs > graphs

@@ -372,6 +372,24 @@ def test_the_whole_evaluation_runs_on_a_device(claimed_gpu, folders):
     assert report.summary["lossless_mismatches"] == 0 and report.summary["t0.acceptance_length"] >= 1
 
 
+def test_compiled_rounds_are_compiled_before_they_are_timed_and_measure_the_same(folders, monkeypatch):
+    settings = EvaluationSettings(
+        temperatures=(0.0,), num_speculative_tokens=K, max_tokens=8, prompts_per_workload=2, repeats=1,
+        timed_prompts=1, transformers_repeats=0, lossless_prompts=0,
+    )  # fmt: skip
+    compiled = {"enforce_eager": False, "compilation_config": {"backend": "eager", "cudagraph_capture_sizes": [1]}}
+    lengths: list[float] = []
+    notes: list[str] = []
+    for options in ({}, {**compiled, "max_model_len": 40}):
+        notes.clear()
+        report = evaluate(
+            *folders, {"w": some_prompts(2)}, settings, llm_options=options, progress=lambda _, note: notes.append(note)
+        )
+        lengths.append(report.summary["t0.acceptance_length"])
+    assert lengths[0] == lengths[1]
+    assert [note.split(" ")[0] for note in notes].index("compiling") < notes.index("T=0: acceptance")
+
+
 def test_the_first_engine_is_gone_before_the_float32_one_is_loaded(folders, monkeypatch):
     """Two targets at once do not fit the device that training fitted; nor do more rows than prompts."""
     first, alive, rows = [], [], []

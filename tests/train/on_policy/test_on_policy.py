@@ -137,7 +137,7 @@ def test_suffixes_reach_the_head_and_are_learnt(tiny_model, tmp_path, family) ->
     trainer.on_policy.renew(0, trainer.drafter, 3)
     features, rows = trainer.on_policy.rows(range(1), 1)
     nothing = torch.zeros(3)
-    loss = trainer._micro_step(features.of(rows), nothing, suffix_scale=1.0).loss
+    loss = trainer._micro_step(features.of(rows), nothing, suffix_scale=torch.tensor(1.0)).loss
     reached = [name for name, p in trainer.drafter.named_parameters() if p.grad is not None and bool(p.grad.any())]
     assert loss > 0 and any("lm_head" in n or "heads" in n or "fc" in n for n in reached)
     trainer.optimizer.zero_grad()
@@ -157,7 +157,7 @@ def test_accumulation_equals_one_large_batch(tiny_model, tmp_path) -> None:
         trainer = make_trainer(tiny_model, tmp_path / folder, make_recipe(on_policy={"share": 1.0}, **sizes))
         trainer.optimizer.step = lambda: None
         trainer.optimizer.zero_grad = lambda set_to_none: None
-        record = trainer.step(0.5)
+        record, _ = trainer.step(0.5).read(len(trainer.depth_weights))
         figures = [record[k] for k in ("loss", "grad_norm", "suffix_loss", "suffix_terms", "terms")]
         gradients.append([*figures, *(p.grad.clone() for p in trainer.parameters)])
     for a, b in zip(*gradients):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
+from inference.evaluation.evaluate import EvaluationSettings
 from inference.vllm_bridge.engine import PYTHON, VllmOptions
 from speculators.errors import ConfigError, UnsupportedTarget
 from speculators.target.frozen_target import FrozenTarget
 from tests.quickstart_data import source as quickstart
 from train.cli import app
-from train.pipeline import evaluate_again
+from train.pipeline import acceptance_stage, evaluate_again
 from train.pipeline.acceptance_stage import Engines, engines_of, gate_bounds, require_engines
 from train.pipeline.run import require_abilities, run
 from train.recipe.recipe import make_recipe
@@ -118,3 +119,18 @@ def test_without_the_quickstarts_prompts_a_file_must_be_named(monkeypatch, tmp_p
     monkeypatch.setattr(evaluate_again, "HELD_OUT", tmp_path / "none")
     with pytest.raises(ConfigError, match="--prompts FILE"):
         evaluate_again.evaluate_folders("somewhere", None, None, tmp_path, [0.0])
+
+
+def test_compiled_rounds_are_of_this_runtime_and_of_the_sizes_that_are_timed(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(acceptance_stage, "evaluate", lambda *given, **options: asked.append(options["llm_options"]))
+    settings = EvaluationSettings(batch_size=2, max_tokens=7)
+    for eager in (None, True, False):
+        given = (Engines(enforce_eager=eager), [tmp_path], "model", None, {"w": [[1, 2], [3, 4, 5]]}, settings)
+        acceptance_stage.evaluate_in(*given, llm_options={"dtype": "auto"})
+    compiled = {"mode": 3, "cudagraph_capture_sizes": [2]}
+    assert asked == [
+        {"dtype": "auto"},
+        {"dtype": "auto", "enforce_eager": True},
+        {"dtype": "auto", "enforce_eager": False, "compilation_config": compiled, "max_model_len": 10},
+    ]

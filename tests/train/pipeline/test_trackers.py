@@ -8,6 +8,7 @@ import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -178,12 +179,12 @@ def test_tokens_are_counted_for_what_they_are(monkeypatch):
     monkeypatch.setattr("train.trainer.telemetry.time.perf_counter", lambda: clock[0])
     telemetry.begin()
     batch = collate(rows, length=64)
-    assert telemetry.saw([batch]) == [batch]
+    counts = telemetry.saw([SimpleNamespace(**batch)])
     for name, seconds in {"data": 1.0, "target": 4.0, "drafter": 2.0, "optimizer": 0.5}.items():
         with telemetry.phase(name):
             clock[0] += seconds
     clock[0] = 10.0
-    found = telemetry.finish(lambda counts: 2 * counts)
+    found = telemetry.finish((2 * counts).tolist(), 1)
     real, supervised = sum(len(row) for row in rows), sum(int(row.loss_mask.sum()) for row in rows)
     assert found["tokens_per_second"] == 2 * len(rows) * 64 / 10
     assert (found["valid_tokens_per_second"], found["supervised_tokens_per_second"]) == (real / 5, supervised / 5)

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import AutoTokenizer
 
 from inference import LLM
 from speculators.errors import DataError
+from tests.conftest import make_tiny_model
+from tests.train.worlds import Scenario, in_worlds
 from train.data.loss_mask import ConversationTokenizer
 from train.data.sources import Example
+from train.pipeline.data_stage import write_in_parts
 from train.recipe.data_sections import RegenerateSection
 from train.regeneration.regenerate import regenerate, temperatures_of
 from train.regeneration.store import CHUNK_END
@@ -70,6 +74,44 @@ def test_parts_are_written_side_by_side(write, tmp_path):
     assert whole[0::2] == parts[0] and whole[1::2] == parts[1] and seen == [(40, 40)]
     write(tmp_path, part=(1, 2))
     assert second.read_text() == half[: half.rindex("\n") + 1]  # what its own kill tore is cut off
+
+
+def parts_job(folder: Path, name: str, torn: bool = False) -> tuple[list, list[str]]:
+    """What this world's processes write together into `name`, and the files; `torn`: after a kill that left half of
+    each. In float32, where batches change nothing."""
+    accelerator = Accelerator(cpu=True)
+    if torn and accelerator.is_main_process:
+        for path in (folder / name).iterdir():
+            path.write_text(path.read_text()[: len(path.read_text()) // 2])
+    accelerator.wait_for_everyone()
+    model = make_tiny_model("qwen3", vocab_size=4096, eos_token_id=None)
+    llm = LLM(model, tokenizer=AutoTokenizer.from_pretrained(TOKENIZER), max_num_seqs=1)
+    section = SECTION.model_copy(update={"batch_size": 1, "max_new_tokens": 2})
+
+    def write(part: tuple[int, int]) -> list:
+        tokenizer, place = ConversationTokenizer(llm.get_tokenizer()), folder / name
+        return regenerate(
+            llm, EXAMPLES[:19], tokenizer, section, target_hash="t", folder=place, max_length=128, part=part
+        )
+
+    found = write_in_parts(accelerator, write)
+    accelerator.wait_for_everyone()
+    return found, sorted(path.name.split(".", 1)[1] for path in (folder / name).iterdir())
+
+
+@pytest.mark.slow
+def test_all_processes_write_what_one_would(tmp_path):
+    """Each its part, after a kill too, and on another number of processes."""
+    kinds = {"one": (1, "one", False), "two": (2, "two", False), "killed": (2, "two", True), "less": (1, "two", True)}
+    scenarios = [
+        Scenario(kind, processes, arguments={"name": name, "torn": torn})
+        for kind, (processes, name, torn) in kinds.items()
+    ]
+    found = in_worlds(parts_job, scenarios, tmp_path)
+    parts = ["0-of-2.jsonl", "1-of-2.jsonl"]
+    files = {"one": ["jsonl"], "two": parts, "killed": parts, "less": [*parts, "jsonl"]}
+    for kind, (responses, written) in found.items():
+        assert responses == found["one"][0] and written == files[kind], kind
 
 
 def test_nothing_is_written_twice_and_settings_do_not_mix(write, tmp_path):
