@@ -44,11 +44,11 @@ PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [40, 9, 77]]
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 # The sizes that configs have under these names; the first pattern that the whole name matches counts.
 SIZES: dict[str, Any] = {
-    r"vocab_size|padded_vocab_size": VOCABULARY,
+    r"vocab_size|padded_vocab_size|vocab_size_per_layer_input": VOCABULARY,
     r"num_hidden_layers|n_layers?|num_layers|decoder_layers|encoder_layers|num_decoder_layers": LAYERS,
     r"num_attention_heads|n_heads?|num_heads|decoder_attention_heads|encoder_attention_heads|.*linear_attn_heads": 4,
     r"num_key_value_heads|num_kv_heads|swa_num_key_value_heads": 2,
-    r"(global_|swa_|v_|swa_v_|attention_)?head_dim|d_kv|qk_(rope|nope)_head_dim|qk_head_dim|linear_(key|value)_head_dim": 8,
+    r"(global_|swa_|v_|swa_v_|attention_|linear_key_|linear_value_)?head_dim|d_kv|qk_(rope_|nope_)?head_dim": 8,
     r"(q|kv|o)_lora_rank|low_rank_dim": 16,
     r"hidden_size|n_embd|d_model|dim|embed_dim|word_embed_proj_dim|embedding_size|lru_width|attention_hidden_size": 32,
     r"(moe|shared_expert|expert|moe_shared_expert)_intermediate_size|expert_ffn_hidden_size": 16,
@@ -68,10 +68,20 @@ SIZES: dict[str, Any] = {
     r"sliding_window|attention_window|window_size": 4,
     r"first_k_dense_replace|num_dense_layers|moe_layer_start_index": 1,
     r"initializer_range|init_std|initializer_factor": 0.3,
-    r"hidden_size_per_layer_input|vocab_size_per_layer_input": 8,
+    r"hidden_size_per_layer_input": 8,
+    r"num_kv_shared_layers": 0,
+    r"rotary_dim": 4,
     r"pad_token_id": 0,
     r"bos_token_id": 1,
     r"eos_token_id": 2,
+}
+
+UNSET = r".*_token_id|n_routed_experts|num_experts_per_tok|n_group|topk_group"  # get a size though the default has none
+GIVEN: dict[str, dict[str, Any]] = {  # what follows from the number of layers
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "zamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
 }
 
 
@@ -90,21 +100,25 @@ class Row:
 def tiny_config(model_type: str) -> PretrainedConfig:
     """The default config of a model type with small sizes, each kind of layer among them."""
     made = CONFIG_MAPPING[model_type]
-    return made(**_shrunk(made().to_dict(), made))
+    return made(**_shrunk(made().to_dict()) | GIVEN.get(model_type, {}))
 
 
-def _shrunk(fields: dict[str, Any], made: Any) -> dict[str, Any]:
+def _shrunk(fields: dict[str, Any]) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for name, value in fields.items():
         if name in ("text_config", "vision_config", "audio_config") and isinstance(value, dict):
-            kept[name] = value if name != "text_config" else value | _shrunk(value, None)
+            kept[name] = value if name != "text_config" else value | _shrunk(value)
         elif name.endswith(("layer_types", "layers_block_type", "block_types", "mlp_layer_types")) and value:
             kinds = list(dict.fromkeys(value))  # in their order
             kept[name] = [kinds[i % len(kinds)] for i in range(LAYERS)]
         elif not isinstance(value, (list, dict, bool)):
             size = next((size for names, size in SIZES.items() if re.fullmatch(names, name)), None)
-            if size is not None and (value is not None or name.endswith("_token_id")):
+            if size is not None and (value is not None or re.fullmatch(UNSET, name)):
                 kept[name] = size
+        elif name == "intermediate_size":  # of every layer
+            kept[name] = [48] * LAYERS
+    if fields.get("kv_lora_rank"):  # latent attention has keys of every head
+        kept["num_key_value_heads"] = 4
     return kept
 
 
@@ -130,8 +144,8 @@ class PartlyRight(Proposer):
     def propose(self, requests: Sequence[Any], limits: Sequence[int]) -> Proposal:
         tokens = torch.zeros(len(requests), 3, dtype=torch.long)
         for row, request in enumerate(requests):
-            done = len(request.token_ids)
-            text = next(text for text in self.texts if text[: request.num_prompt_tokens] == request.token_ids[: request.num_prompt_tokens])  # fmt: skip
+            done, prompt = len(request.token_ids), request.token_ids[: request.num_prompt_tokens]
+            text = next(text for text in self.texts if text[: len(prompt)] == prompt)
             coming = text[done : done + 3]
             tokens[row, : len(coming)] = torch.tensor(coming)
             tokens[row, done % 4 :] = (tokens[row, done % 4 :] + 1) % VOCABULARY

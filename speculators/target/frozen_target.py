@@ -400,9 +400,9 @@ class FrozenTarget(nn.Module):
             outputs.append((None if taps is None else taps[inside], last_hidden[inside]))
 
         def whole(parts: list[Tensor]) -> Tensor:
-            """[n, D] of each batch -> [B, T, D]."""
-            flat = parts[0].new_zeros(size, parts[0].shape[1]).index_copy(0, torch.cat(index), torch.cat(parts))
-            return flat.view(*input_ids.shape, -1)
+            """[n, D] of each batch -> [B, T, D]; of several residual streams more dimensions, as they are."""
+            flat = parts[0].new_zeros(size, *parts[0].shape[1:]).index_copy(0, torch.cat(index), torch.cat(parts))
+            return flat.view(*input_ids.shape, *parts[0].shape[1:])
 
         found_taps = [taps for taps, _ in outputs if taps is not None]
         return whole(found_taps) if found_taps else None, whole([last for _, last in outputs])
