@@ -248,7 +248,7 @@ class DFlash(Drafter):
         if (norm := target.final_norm_weight) is not None and len(norm) == width:
             self.norm.weight.copy_(norm)
         if self.config.reduced_vocabulary:
-            rows = target.lm_head.weight.float()
+            rows = target.head_weight
             self.lm_head.weight.copy_(rows[self.target_ids.to(rows.device)])
 
     def start_reading(self, target: FrozenTarget, token_ids: Tensor, left: Tensor) -> None:

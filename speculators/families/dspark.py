@@ -124,7 +124,7 @@ class DSpark(DFlash):
         basis, written = reduced_rank(embeds, ridge(embeds, left), self.config.markov_rank)  # [H_t, r], [r, H]
         first, second = self.markov_head.markov_w1.weight, self.markov_head.markov_w2.weight
         every = torch.arange(self.config.vocab_size, device=first.device)
-        rows = target.lm_head.weight.float()
+        rows = target.head_weight
         rows = rows[self.target_ids] if self.config.reduced_vocabulary else rows[: len(second)]
         if target.final_norm_weight is not None:
             rows = rows * target.final_norm_weight

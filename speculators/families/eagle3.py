@@ -155,7 +155,7 @@ class Eagle3(DecoderChain):
             start_from_least_squares(self, target, features)
         wanted = options is None or options.init_lm_head_from_target
         if wanted and self.config.target_hidden_size == self.config.hidden_size:
-            rows, ids = target.lm_head.weight.float(), self.draft_to_target
+            rows, ids = target.head_weight, self.draft_to_target
             self.lm_head.weight.copy_(rows if ids is None else rows[ids.to(rows.device)])
             if (norm := target.final_norm_weight) is not None:
                 self.norm.weight.copy_(norm)

@@ -219,7 +219,7 @@ def _copy(head: DecoderChain, target: FrozenTarget, identity: Tensor, scale: Ten
     attention.v_proj.weight[keys][: len(values), :H] = values
     tokens = torch.arange(0, target.vocab_size, max(target.vocab_size // 16_384, 1), device=device)
     seen = unit(head.embed(tokens).float()) @ values.T  # [n, d]
-    written = ridge(seen, unit(target.lm_head.weight[tokens].float())) * COPY_WEIGHT  # [d, H]
+    written = ridge(seen, unit(target.head_weight[tokens])) * COPY_WEIGHT  # [d, H]
     if scale is not None:
         written = written / scale
     for one in range(group * repeat, (group + 1) * repeat):

@@ -103,8 +103,9 @@ class Medusa(SlotwiseDrafter):
                 nn.init.zeros_(block.linear.weight)
                 if block.linear.bias is not None:
                     nn.init.zeros_(block.linear.bias)
+        rows = target.head_weight
         for depth, head in enumerate(self.lm_heads):
-            head.weight.copy_(target.lm_head.weight)
+            head.weight.copy_(rows)
             if features is not None:
                 head.weight.copy_(head.weight @ self._next_state(features, depth).T)
         return self

@@ -33,6 +33,7 @@ from speculators.target.probe import (
     Parts,
     additive_mask,
     attends_by_name,
+    confirm_gradient,
     confirm_logits,
     confirm_masks,
     confirm_packing,
@@ -40,6 +41,8 @@ from speculators.target.probe import (
     find_final_norm,
     find_parts,
     find_recurrent,
+    has_plain_weight,
+    is_quantised,
     masks_by_kind,
     needs_eager,
     refuse_incomplete,
@@ -98,11 +101,13 @@ class FrozenTarget(nn.Module):
         self._set_parts(parts)
         self._masks_by_kind = bool(getattr(self.config, "layer_types", None))
         self._attends_by_name, self._packs = not self._eager, not parts.stateful
+        self._passes_gradients = True
         if not parts.has_values:
             self._head_to_logits = nn.Identity()
             self.vocab_size: int = parts.lm_head.weight.shape[0]  # type: ignore[assignment,index]
             return
         self._head_to_logits, self.vocab_size = confirm_logits(parts)
+        self._passes_gradients = confirm_gradient(parts)
         try:
             parts, recurrent = find_recurrent(parts)
             self._masks_by_kind = confirm_masks(parts)
@@ -170,7 +175,7 @@ class FrozenTarget(nn.Module):
         refuse_incomplete(info, path_or_id)
         if attn_implementation == "auto" and needs_eager(model.config.get_text_config()):
             model.set_attn_implementation("eager")
-        if running_dtype(dtype, model.dtype, device) != model.dtype:
+        if running_dtype(dtype, model.dtype, device) != model.dtype and not is_quantised(model):
             model.float()
             say_widened(path_or_id)
         return cls(model if on_host else model.to(device), tap_layers)
@@ -235,6 +240,15 @@ class FrozenTarget(nn.Module):
         return self._parts.lm_head
 
     @property
+    def head_weight(self) -> Tensor:
+        """[V, H] of the output head, float32; of a quantised one as its products with unit vectors say."""
+        if has_plain_weight(self.lm_head):
+            return self.lm_head.weight.float()  # type: ignore[operator,return-value]
+        with torch.no_grad():
+            units = torch.eye(self.hidden_size, dtype=self.dtype, device=self.device)
+            return (self.lm_head(units) - self.lm_head(torch.zeros_like(units[:1]))).T.float().contiguous()
+
+    @property
     def final_norm_weight(self) -> Tensor | None:
         """[H] scale of the norm before the head, where the decoder has a plain RMS norm called `norm`; else None."""
         weight = getattr(getattr(self._parts.decoder, "norm", None), "weight", None)
@@ -296,6 +310,12 @@ class FrozenTarget(nn.Module):
 
     def logits(self, last_hidden: Tensor) -> Tensor:
         """last_hidden [..., H] -> logits [..., V], with the architecture's own scale and soft cap."""
+        if not self._passes_gradients and last_hidden.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedTarget(
+                f"target {self.name_or_path}: no gradient passes through its quantised output head "
+                f"({type(self.lm_head).__name__}), which this drafter shares; train a family with a head of its own "
+                "(eagle3, medusa), or use a checkpoint whose lm_head is not quantised"
+            )
         return self._head_to_logits(self._parts.lm_head(last_hidden))
 
     def final_norm(self, residual: Tensor) -> Tensor:
@@ -382,9 +402,9 @@ class FrozenTarget(nn.Module):
             outputs.append((None if taps is None else taps.flatten(0, 1)[kept], last_hidden.flatten(0, 1)[kept]))
 
         def whole(parts: list[Tensor]) -> Tensor:
-            """[n, D] of each batch -> [B, T, D]."""
-            flat = parts[0].new_zeros(size, parts[0].shape[1]).index_copy(0, torch.cat(index), torch.cat(parts))
-            return flat.view(*input_ids.shape, -1)
+            """[n, D] of each batch -> [B, T, D]; of several residual streams more dimensions, as they are."""
+            flat = parts[0].new_zeros(size, *parts[0].shape[1:]).index_copy(0, torch.cat(index), torch.cat(parts))
+            return flat.view(*input_ids.shape, *parts[0].shape[1:])
 
         found_taps = [taps for taps, _ in outputs if taps is not None]
         return whole(found_taps) if found_taps else None, whole([last for _, last in outputs])

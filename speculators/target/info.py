@@ -39,13 +39,13 @@ class TargetSketch:
     model: PreTrainedModel  # on the meta device, in float32
 
 
-def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForMultimodalLM]:
+def auto_class(config: PretrainedConfig) -> Any:
     """transformers' class that loads a model of this whole config: a causal LM, or a multimodal model around one."""
     multimodal = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForMultimodalLM if multimodal else AutoModelForCausalLM
 
 
-def auto_class_of(model: str, **source: Any) -> type[AutoModelForCausalLM] | type[AutoModelForMultimodalLM]:
+def auto_class_of(model: str, **source: Any) -> Any:
     """The same, of a folder or repository. `source`: revision, trust_remote_code."""
     try:
         return auto_class(AutoConfig.from_pretrained(model, **source))

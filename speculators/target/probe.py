@@ -37,6 +37,7 @@ _RECURRENT_FIELDS = (
 )
 _LOGIT_SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier_scale")
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+_OF_STATES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _PROBE_ERRORS = (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError, NotImplementedError)
 _PROBE_ATTENTION = "draftsmith_probe"
 _PROBE_PREFIX_LIMIT = 32768  # longest past of the mask probe; longer windows are not confirmed
@@ -70,7 +71,8 @@ class Parts:
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.layers.parameters()).dtype
+        """That of the states: quantised weights have others."""
+        return next((p.dtype for p in self.layers.parameters() if p.dtype in _OF_STATES), self.model.dtype)
 
     @property
     def device(self) -> torch.device:
@@ -79,7 +81,21 @@ class Parts:
     @property
     def has_values(self) -> bool:
         """False for weights without memory, of which nothing can be asked but shapes."""
-        return self.lm_head.weight.untyped_storage().device.type != "meta"
+        return not has_plain_weight(self.lm_head) or self.lm_head.weight.untyped_storage().device.type != "meta"
+
+
+def is_quantised(model: PreTrainedModel) -> bool:
+    """True if transformers keeps quantised weights, and has not turned them into plain ones in loading."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    return quantizer is not None and not getattr(quantizer.quantization_config, "dequantize", False)
+
+
+def has_plain_weight(module: nn.Module) -> bool:
+    """False if the weight of a linear layer or embedding is quantised."""
+    weight = getattr(module, "weight", None)
+    if weight is None or weight.dtype not in _OF_STATES:
+        return False
+    return not hasattr(weight, "tensor_data_names")  # of the subclasses that torchao stores quantised weights in
 
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -112,6 +128,11 @@ def find_parts(model: PreTrainedModel) -> Parts:
     embed_tokens, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
     if embed_tokens is None or lm_head is None:
         raise UnsupportedTarget(f"target {name}: no input embedding or no output head; a causal LM is needed")
+    if not has_plain_weight(embed_tokens):
+        raise UnsupportedTarget(
+            f"target {name}: its input embedding is quantised ({type(embed_tokens).__name__}), which heads share; "
+            "use a checkpoint whose embedding is not"
+        )
     kinds = _layer_kinds(config)
     window = int(getattr(config, "sliding_window", None) or 0) if SLIDING in kinds else 0
     names = inspect.signature(decoder.forward).parameters
@@ -362,6 +383,21 @@ def confirm_logits(parts: Parts) -> tuple[Callable[[Tensor], Tensor], int]:
             f"({', '.join((*_LOGIT_SCALES, *_SOFT_CAPS))}); they could not be reproduced from hidden states"
         )
     return transform, own.shape[-1]
+
+
+def confirm_gradient(parts: Parts) -> bool:
+    """False if a quantised output head passes no gradient, or another than that of its own rows."""
+    if has_plain_weight(parts.lm_head):
+        return True
+    state = parts.embed_tokens(_probe_ids(parts, 2)).detach().requires_grad_()
+    ways = torch.randn(32, state.shape[-1], generator=torch.Generator().manual_seed(0)).to(
+        state
+    )  # along which it changes
+    with torch.enable_grad(), suppress(*_PROBE_ERRORS):
+        logits = parts.lm_head(state)
+        (gradient,) = torch.autograd.grad(logits.float().square().sum() / 2, state)
+        return bool((_error(gradient @ ways.T, logits @ parts.lm_head(ways).T) < 0.2).all())
+    return False
 
 
 def _logit_transforms(config: PretrainedConfig) -> list[Callable[[Tensor], Tensor]]:

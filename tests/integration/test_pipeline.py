@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from speculators.export import read_drafter_config
 from speculators.export.convert import redress
 from speculators.target.frozen_target import FrozenTarget
 from tests.conftest import make_tiny_model
+from tests.quantised import save_quantised
 from tests.quickstart_data import source as quickstart
 from tests.speculators.vocab.test_token_map import byte_level
 from train.commands.features import cache_features
@@ -392,6 +394,33 @@ def test_the_language_model_of_a_multimodal_target_goes_from_recipe_to_report(re
     report = json.loads((tmp_path / "run" / "acceptance.json").read_text())
     assert report["summary"]["lossless_mismatches"] == 0 and report["summary"]["t0.acceptance_length"] >= 1
     assert read_drafter_config(tmp_path / "run" / "export").target_hidden_size == 32
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("scheme", ["bitnet", "fp8"])
+def test_a_quantised_target_goes_from_recipe_to_report(recipe, tiny_target, tmp_path, capsys, scheme):
+    """One that stays quantised, and one that a CPU dequantises, whose features by vLLM are planned. An adapter is not
+    merged into it."""
+    other = of_target(recipe, tmp_path / "plain", tiny_target, "qwen3")
+    folder = tmp_path / "quantised"
+    shutil.copytree(tmp_path / "plain", folder)
+    save_quantised(
+        make_tiny_model("qwen3", vocab_size=4096, eos_token_id=2, max_position_embeddings=512), folder, scheme
+    )
+    other[0] = f"target.model={folder}"
+    with torch.compiler.set_stance("force_eager"):
+        assert run(recipe, [*other, "evaluation.repeats=0"]) == 0
+    report = json.loads((tmp_path / "run" / "acceptance.json").read_text())
+    assert report["summary"]["lossless_mismatches"] == 0 and report["summary"]["t0.acceptance_length"] >= 1
+    capsys.readouterr()
+    by_vllm = ["features.mode=cache", "features.engine=vllm", f"output_dir={tmp_path / 'planned'}"]
+    assert run(recipe, [*other, *by_vllm], dry_run=True) == 0
+    assert re.search(r"features +\d+ kB", capsys.readouterr().out)
+    if scheme == "bitnet":
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+        get_peft_model(base, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "lora")
+        with pytest.raises(UnsupportedTarget, match=r"target\.adapter: .*quantised is quantised"):
+            run(recipe, [*other, f"target.adapter={tmp_path / 'lora'}", f"output_dir={tmp_path / 'adapted'}"])
 
 
 @pytest.mark.integration

@@ -10,12 +10,13 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from inference.provenance import weights_sha256
-from speculators.errors import CheckpointError
+from speculators.errors import CheckpointError, UnsupportedTarget
 from speculators.export import replace_folder, resolve
 from speculators.hub import split_revision
 from speculators.layers.peft_adapter import CONFIG, merge_saved_adapter
 from speculators.target.frozen_target import refuse_incomplete
 from speculators.target.info import auto_class_of
+from speculators.target.probe import is_quantised
 from train.recipe.recipe import Recipe
 from train.recipe.run_folder import TARGET
 
@@ -64,6 +65,11 @@ def merge_target(recipe: Recipe, folder: Path) -> Path:
         base, dtype="auto", trust_remote_code=t.trust_remote_code, use_safetensors=True, output_loading_info=True
     )
     refuse_incomplete(info, str(base))
+    if is_quantised(model):
+        raise UnsupportedTarget(
+            f"target.adapter: {base} is quantised, so that nothing can be merged into its weights; merge the adapter "
+            "into the plain checkpoint, and quantise that"
+        )
     model = merge_saved_adapter(model, adapter, "target.adapter")
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))

@@ -20,10 +20,12 @@ from torch import Tensor, nn
 
 from inference.sampling.sampler import seeded
 from speculators.drafter import host_batch, valid_terms
+from speculators.errors import UnsupportedTarget
 from speculators.export import replace_folder
 from speculators.layers.peft_adapter import Adapter
 from speculators.precision import in_dtype, to_device
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from speculators.target.probe import is_quantised
 from train.losses.objective import chunked_objective
 from train.recipe.sections import JointSection
 
@@ -39,6 +41,11 @@ class JointTarget(nn.Module):
 
     def __init__(self, target: FrozenTarget, section: JointSection, seed: int = 0) -> None:
         super().__init__()
+        if is_quantised(target.model):
+            raise UnsupportedTarget(
+                f"joint: target {target.name_or_path} is quantised; a LoRA of it could not be merged on export. Train "
+                "the plain checkpoint jointly, or leave joint out"
+            )
         self.section, self.target = section, target
         fields = {
             "peft_type": "LORA",

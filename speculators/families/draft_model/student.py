@@ -42,7 +42,10 @@ def plain_fields(config: PretrainedConfig | Mapping[str, Any], where: str = "mod
             f"{where}: model type {config.model_type!r} has a text model inside a larger one; a draft model must be a "
             "plain causal LM. Give the text model's own checkpoint"
         )
-    return {name: value for name, value in config.to_dict().items() if name not in _ELSEWHERE}
+    fields = {name: value for name, value in config.to_dict().items() if name not in _ELSEWHERE}
+    if fields.pop("quantization_config", None):
+        raise ConfigError(f"{where}: {config.model_type!r} is quantised; a draft model is trained, give plain weights")
+    return fields
 
 
 def config_of(fields: Mapping[str, Any]) -> PretrainedConfig:

@@ -1,0 +1,39 @@
+"""Tiny quantised checkpoints, in two schemes that transformers loads without any other library."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations.bitnet import pack_weights
+
+
+def save_quantised(model: PreTrainedModel, folder: Path, scheme: str, head: bool = False) -> None:
+    """`scheme` bitnet: packed ternary weights, which stay so; fp8: blocks with a scale, dequantised on a CPU. The
+    embedding is not quantised, nor is the output head without `head`."""
+    model.save_pretrained(folder)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or (name == "lm_head" and not head):
+            continue
+        weight = state[f"{name}.weight"]
+        if scheme == "bitnet":
+            scale = weight.abs().mean()
+            state[f"{name}.weight"] = pack_weights((weight / scale).round().clamp(-1, 1))
+            state[f"{name}.weight_scale"] = (1 / scale)[None]
+        else:
+            scale = weight.abs().max() / torch.finfo(torch.float8_e4m3fn).max
+            state[f"{name}.weight"] = (weight / scale).to(torch.float8_e4m3fn)
+            state[f"{name}.weight_scale_inv"] = scale[None, None]
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    fields = json.loads((folder / "config.json").read_text())
+    of_scheme = {"bitnet": {}, "fp8": {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}}[scheme]
+    skipped = ["embed_tokens" if head else "lm_head"]  # without names transformers leaves the head out by itself
+    fields["quantization_config"] = {"quant_method": scheme, "modules_to_not_convert": skipped, **of_scheme}
+    (folder / "config.json").write_text(json.dumps(fields))

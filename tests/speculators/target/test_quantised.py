@@ -1,0 +1,92 @@
+"""Quantised targets: what transformers loads quantised gives features and is drafted for; the rest is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inference import SamplingParams
+from inference.spec_decode.proposers.ngram import NgramProposer
+from speculators.errors import ConfigError, UnsupportedTarget
+from speculators.families.draft_model.student import cut_fields
+from speculators.families.eagle3 import Eagle3
+from speculators.registry import config_for_target
+from speculators.target.frozen_target import FrozenTarget
+from speculators.target.plain_decoder import plain_decoder
+from speculators.target.probe import is_quantised
+from tests.inference.modules import make_llm
+from tests.quantised import save_quantised
+from train.recipe.sections import JointSection
+from train.trainer.joint_target import JointTarget
+
+PARAMS = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+PROMPTS = [{"prompt_token_ids": [5, 6, 7, 5, 6, 7, 5][:n]} for n in (7, 1, 5, 3, 6)]
+pytestmark = pytest.mark.usefixtures("uncompiled")
+
+
+@pytest.fixture(scope="module")
+def uncompiled():
+    """BitNet's layers compile themselves, which takes longer than the tests."""
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+def load(model, folder, scheme, **options) -> FrozenTarget:
+    save_quantised(model, folder, scheme, **options)
+    return FrozenTarget.from_pretrained(str(folder), tap_layers=(1, 3))
+
+
+def write(llm) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("scheme", ["bitnet", "fp8"])
+def test_features_and_drafts_are_those_of_the_quantised_model(tiny_model, tmp_path, scheme):
+    target = load(tiny_model("qwen3"), tmp_path, scheme)
+    assert is_quantised(target.model) == (scheme == "bitnet") and target.dtype == torch.float32
+    ids = torch.arange(5, 16)[None]
+    with torch.no_grad():
+        own = target.model(input_ids=ids, output_hidden_states=True)
+        taps, last = target(ids)
+        plain = tiny_model("qwen3")(input_ids=ids).logits
+    torch.testing.assert_close(target.logits(last), own.logits)
+    torch.testing.assert_close(taps[..., :32], own.hidden_states[1])
+    assert (own.logits - plain).norm() > 0.02 * plain.norm()  # it is another model
+    found = plain_decoder(target, copies=False)
+    assert ("BitLinear, not a Linear" in found) if scheme == "bitnet" else not isinstance(found, str)
+
+    options = dict(max_num_seqs=2, max_model_len=64)
+    text = write(make_llm(target, **options))
+    with torch.no_grad():
+        for prompt, written in zip(PROMPTS, text, strict=True):
+            logits = target.model(input_ids=torch.tensor([prompt["prompt_token_ids"] + written])).logits[0]
+            assert logits[-10:-1].argmax(-1).tolist() == written
+    head = Eagle3(config_for_target(target, "eagle3", draft_vocab_size=101, tap_layers=(1, 3))).eval()
+    for drafting in ({"drafter": head, "num_speculative_tokens": 3}, {"proposer": NgramProposer(3, 1, 3)}):
+        llm = make_llm(target, **drafting, **options)
+        assert write(llm) == text and llm.get_metrics().num_draft_tokens > 0
+
+
+def test_a_quantised_head_starts_heads_and_passes_no_gradient(tiny_model, tmp_path):
+    target = load(tiny_model("qwen3", vocab_size=104), tmp_path, "bitnet", head=True)
+    rows, scale = target.head_weight, target.lm_head.weight_scale
+    assert rows.shape == (104, 32)
+    torch.testing.assert_close(rows * scale, (rows * scale).round().clamp(-1, 1))
+    config = config_for_target(target, "eagle3", draft_vocab_size=104, tap_layers=(1, 3))
+    assert Eagle3(config).initialise_from(target).lm_head.weight.abs().sum() > 0
+    with torch.no_grad():
+        state = target(torch.arange(5, 16)[None])[1]
+    with pytest.raises(UnsupportedTarget, match="no gradient passes through its quantised output head .BitLinear"):
+        target.logits(state.requires_grad_())
+
+
+def test_what_needs_plain_weights_is_refused(tiny_model, tmp_path):
+    target = load(tiny_model("qwen3"), tmp_path, "bitnet")
+    with pytest.raises(ConfigError, match="from_target: 'qwen3' is quantised"):
+        cut_fields(target.config, [0, 1], "drafter.from_target")
+    with pytest.raises(UnsupportedTarget, match="joint: target .* is quantised"):
+        JointTarget(target, JointSection())
+    target.model.set_input_embeddings(torch.nn.Embedding.from_pretrained(torch.zeros(101, 32, dtype=torch.int8)))
+    with pytest.raises(UnsupportedTarget, match="its input embedding is quantised"):
+        FrozenTarget(target.model)
