@@ -97,6 +97,7 @@ class DecoderConfig(DrafterConfig):
     max_position_embeddings: int = Field(ge=1)
     qk_norm: bool = Field(False, description="normalise queries and keys per head (the Qwen3 layer)")
     attention_bias: bool = Field(False, description="queries, keys and values have a bias (the Qwen2 layer)")
+    sliding_window: int | None = Field(None, ge=1, description="positions that a slot reads, its own included")
 
     @model_validator(mode="after")
     def _shapes(self) -> Self:
@@ -135,6 +136,7 @@ class DecoderConfig(DrafterConfig):
         return (
             f"{self.num_layers} x {self.hidden_size}, MLP {self.intermediate_size}, {self.num_attention_heads} heads "
             f"of {self.head_dim} ({self.num_key_value_heads} key/value)"
+            + (f", window {self.sliding_window}" if self.sliding_window else "")
         )
 
     def llama_fields(self) -> dict[str, Any]:

@@ -320,6 +320,7 @@ class Drafter(nn.Module):
         if self.adapter is None:
             return self
         plain = self.twin()
+        assert plain.adapter is not None  # a copy of ours
         plain.adapter.fold()
         plain.adapter = None
         return plain

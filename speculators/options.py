@@ -84,6 +84,9 @@ class DecoderOptions(DrafterOptions):
     num_attention_heads: PositiveInt | None = Field(None, description="attention heads; null: the target's")
     num_key_value_heads: PositiveInt | None = Field(None, description="key/value heads; null: the target's")
     head_dim: PositiveInt | None = Field(None, description="size of one attention head; null: the target's")
+    sliding_window: PositiveInt | None = Field(
+        None, description="positions that a slot of the head reads, its own included, for long texts; null: all"
+    )
 
     @model_validator(mode="after")
     def _heads_divide(self) -> DecoderOptions:

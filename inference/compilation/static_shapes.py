@@ -89,6 +89,8 @@ class StaticRows:
     keys, values  per layer the whole memory [rows, kv_heads, capacity, head_dim]
     """
 
+    static = True
+
     def __init__(self, lengths: Tensor, keys: list[Tensor], values: list[Tensor], shape: Shape) -> None:
         self.shape, self._keys, self._values = shape, keys, values
         self.capacity = keys[0].shape[2]

@@ -33,6 +33,8 @@ class RaggedCache:
     the longest sequence plus the drafts of one round.
     """
 
+    static = False  # its lengths are numbers of the host
+
     def __init__(
         self, max_rows: int, max_len: int, *, initial_capacity: int = 256, device: torch.device | str = "cpu"
     ) -> None:

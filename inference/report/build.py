@@ -7,7 +7,8 @@ function from the pooled measurements. Acceptance rates are those of inference.m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from inference.metrics import acceptance_length, conditional_rates, influences, joint_rates, sum_of_squares
 from inference.report.cell import (
@@ -16,6 +17,7 @@ from inference.report.cell import (
     ExpectedAcceptance,
     OutputPositionBin,
     Spread,
+    TextPositionBin,
     TimeShares,
     TokensPerSecond,
     accepted_histogram,
@@ -89,6 +91,7 @@ def build_cell(measured: CellMeasurement, width: int) -> Cell:
         conditional_acceptance_per_position=known(conditional_rates(per_pos, drafts)),
         histogram=accepted_histogram(per_pos, drafts),
         acceptance_by_output_position=output_position_bins(requests, width, where),
+        acceptance_by_text_position=text_position_bins(requests, where),
         tokens_per_second=_throughput(measured),
         speedup_vs_autoregressive=speedup,
         speedup_vs_transformers=paired_ratio(measured.speculative, measured.transformers_generate),
@@ -110,6 +113,37 @@ def output_position_bins(requests: Iterable[RequestRounds], width: int, where: s
     Output token 0 comes from prefill and anchors the first round; a round that accepts j drafts moves the
     anchor on by j + 1. Empty bins are left out.
     """
+    totals = _by_anchor(requests, lambda request, anchor: anchor // width, where)
+    return [
+        OutputPositionBin(
+            start=place * width,
+            stop=(place + 1) * width,
+            rounds=rounds,
+            acceptance_length=acceptance_length(accepted, rounds),
+        )
+        for place, (rounds, accepted) in totals.items()
+    ]
+
+
+def text_position_bins(requests: Iterable[RequestRounds], where: str = "") -> list[TextPositionBin]:
+    """Acceptance length of the rounds by the position of their anchor in the whole text, in bins [2^i, 2^(i + 1))."""
+    known = [request for request in requests if request.prompt_tokens]
+    totals = _by_anchor(known, lambda request, anchor: (request.prompt_tokens + anchor).bit_length() - 1, where)
+    return [
+        TextPositionBin(
+            start=1 << power,
+            stop=2 << power,
+            rounds=rounds,
+            acceptance_length=acceptance_length(accepted, rounds),
+        )
+        for power, (rounds, accepted) in totals.items()
+    ]
+
+
+def _by_anchor(
+    requests: Iterable[RequestRounds], place: Callable[[Any, int], int], where: str
+) -> dict[int, tuple[int, int]]:
+    """Rounds and accepted drafts by the `place` of (request, output index of the anchor), ascending."""
     totals: dict[int, list[int]] = {}
     for index, request in enumerate(requests):
         if not request.accepted_per_round:
@@ -121,19 +155,11 @@ def output_position_bins(requests: Iterable[RequestRounds], width: int, where: s
             )
         anchor = 0
         for accepted in request.accepted_per_round:
-            total = totals.setdefault(anchor // width, [0, 0])
+            total = totals.setdefault(place(request, anchor), [0, 0])
             total[0] += 1
             total[1] += accepted
             anchor += accepted + 1
-    return [
-        OutputPositionBin(
-            start=place * width,
-            stop=(place + 1) * width,
-            rounds=rounds,
-            acceptance_length=acceptance_length(accepted, rounds),
-        )
-        for place, (rounds, accepted) in sorted(totals.items())
-    ]
+    return {key: (rounds, accepted) for key, (rounds, accepted) in sorted(totals.items())}
 
 
 def _expected(measured: CellMeasurement) -> ExpectedAcceptance | None:

@@ -131,6 +131,15 @@ class OutputPositionBin(Record):
     acceptance_length: float = Field(description="1 + accepted ÷ rounds, over these rounds.")
 
 
+class TextPositionBin(Record):
+    """Acceptance of the rounds that start in one stretch of the text, prompt included."""
+
+    start: int = Field(description="First position of the bin: a power of two; 0 is the prompt's first token.")
+    stop: int = Field(description="One past the last position of the bin, twice `start`.")
+    rounds: int = Field(description="Rounds whose anchor (the last committed token when they began) lies in the bin.")
+    acceptance_length: float = Field(description="1 + accepted ÷ rounds, over these rounds.")
+
+
 class Cell(Record):
     """One method on one workload at one temperature."""
 
@@ -170,6 +179,11 @@ class Cell(Record):
     histogram: list[int] = Field(description="Rounds by number of accepted drafts, 0…K; sums to num_drafts.")
     acceptance_by_output_position: list[OutputPositionBin] = Field(
         default=[], description="Acceptance length along the output, to show decay on long answers."
+    )
+    acceptance_by_text_position: list[TextPositionBin] = Field(
+        default=[],
+        description="Acceptance length by absolute position, prompt included, to show decay in long texts; empty where "
+        "an engine does not say what each round accepted.",
     )
     tokens_per_second: TokensPerSecond | None = Field(default=None, description="Throughput; null if not timed.")
     speedup_vs_autoregressive: Spread | None = Field(

@@ -60,6 +60,7 @@ class RequestRounds:
     """Counters of one request.
 
     accepted_per_round  one entry per round after prefill (0 for a round without a proposal); empty if unknown
+    prompt_tokens       length of the prompt; None: unknown
     past_end            accepted drafts that are counted but lie past the end of the response; None: unknown
     """
 
@@ -69,6 +70,7 @@ class RequestRounds:
     accepted_per_pos: Sequence[int]  # [K]
     accepted_per_round: Sequence[int] = ()
     past_end: int | None = 0
+    prompt_tokens: int | None = None
 
     @property
     def accepted(self) -> int:
@@ -86,6 +88,7 @@ class RequestRounds:
             accepted_per_pos=per_pos + [0] * (num_speculative_tokens - len(per_pos)),
             accepted_per_round=list(metrics.accepted_per_round),
             past_end=metrics.num_accepted_past_end,
+            prompt_tokens=len(output.prompt_token_ids),
         )
 
 

@@ -23,6 +23,11 @@ def print_report(report: AcceptanceReport, console: Console | None = None) -> No
     for facts in report.suites:
         for table in suite_tables(report.of_suite(facts.name)):
             console.print(table)
+    for temperature in report.temperatures():
+        cell = report.cell(ALL_WORKLOADS, temperature)
+        if cell is not None and len(bins := cell.acceptance_by_text_position) > 1:
+            shown = ", ".join(f"{b.start:,} to {b.stop - 1:,} {b.acceptance_length:.2f} ({b.rounds:,})" for b in bins)
+            console.print(f"τ by position in the text at T={temperature:g} (rounds): {shown}", highlight=False)
     if report.gates:
         console.print(gates_table(report))
     if (training := report.training) and training.gain_per_doubling is not None:

@@ -216,6 +216,8 @@ def _read_config(result: Inspection, layout: Layout, layers: int | None) -> Draf
         _check_taps(result, plain, layers)
     if layout.family in BLOCKS:
         _check_block(result, plain, layers)
+    elif layout.family in (*EAGLE3S, "eagle"):
+        _check_window(result, plain)
     if layout.family in (*BLOCKS, "peagle"):
         _check_mask_token(result, plain)
     wide, theirs = plain.get("hidden_size"), plain.get("target_hidden_size")
@@ -281,6 +283,14 @@ def _check_taps(result: Inspection, plain: dict[str, Any], layers: int | None) -
         plain[TAPS] = default_tap_layers(layers) if wanted == 3 else list(range(wanted))
     if layers is not None and result.own.get("num_target_layers", layers) != layers:
         plain["draftsmith"] = {**result.own, "num_target_layers": layers}
+
+
+def _check_window(result: Inspection, plain: dict[str, Any]) -> None:
+    """A window that vLLM's layers would not have."""
+    window, sliding = plain.get("sliding_window"), SLIDING in (plain.get("layer_types") or [])
+    eagle = result.layout is not None and result.layout.family == "eagle"
+    if window and plain.get("use_sliding_window") is not False and (eagle or not sliding):
+        result.add("window_ignored", f"sliding_window is {window}")
 
 
 # ------------------------------------------------------------------ fields of block drafters

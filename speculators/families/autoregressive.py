@@ -18,7 +18,7 @@ from speculators.drafter import Drafter, DraftInput, DraftLogits, DraftStep, Dra
 from speculators.layers.attention import cached_attends, unrolled_attention
 from speculators.layers.checkpointing import kept_or_recomputed
 from speculators.layers.decoder import Attend, Rotary, RotaryTable
-from speculators.layers.fused_attention import PackedQueries
+from speculators.layers.fused_attention import PackedQueries, in_window
 from speculators.precision import on_device, on_host, to_device
 from speculators.target.frozen_target import TargetFeatures
 
@@ -36,6 +36,11 @@ class ChainDrafter(Drafter):
     def attention_layers(self) -> int:
         """Layers with keys and values of their own."""
         raise NotImplementedError
+
+    @property
+    def window(self) -> int | None:
+        """Positions that a slot reads, its own included; None: all."""
+        return None
 
     def first_state(self, taps: Tensor | None, last_hidden: Tensor | None) -> Tensor:
         """taps [B, T, n·H], last_hidden [B, T, H] of the target -> the state that depth 0 reads [B, T, H]."""
@@ -119,7 +124,9 @@ class ChainDrafter(Drafter):
             )
 
     def _unrolled(self, layer: int, depth: int, causal: list, own: list, queries: PackedQueries) -> Callable:
-        before = tuple(own)  # of the depths 1..depth - 1
+        before = tuple(own)  # of the depths 1..depth - 1, which a window always holds: no chain is longer
+        if self.window is not None:
+            queries = queries.within(self.window - depth)  # depth k stands k positions behind its slot
 
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             """Keeps its keys and values for later depths. A recomputed forward calls it a second time."""
@@ -203,9 +210,30 @@ class ChainDrafter(Drafter):
         `placed`: their positions [b, M] and what they see, bool [b, 1, M, S], where they are no text."""
         M = token_ids.shape[1]
         position_ids, mask = placed or (cache.position_ids(start, stop, M), cache.mask(start, stop, M))
-        attends = cached_attends(cache.view(start, stop, M), mask, M, self.attention_layers)
+        first = 0
+        if self.window is not None and (queries is None or queries.shape[1] or self.attention_layers > 1):
+            lengths = None if placed or cache.static else cache.lengths[start:stop]
+            mask, first = self._in_window(lengths, position_ids, mask)
+        attends = cached_attends(cache.view(start, stop, M), mask, M, self.attention_layers, first)
         rotary = self.rotary(position_ids, state, cache.capacity)
         return self.run(self.embed(token_ids, position_ids), state, rotary, attends, queries)
+
+    def _in_window(
+        self, lengths: Sequence[int] | None, position_ids: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor | None, int]:
+        """What `_extend` masks within the window, and the first key that any row reads. `lengths`: of the rows before
+        it; None: not known here, or the slots are those of a tree."""
+        window, M = self.window, position_ids.shape[1]
+        assert window is not None
+        first = 0 if lengths is None else max(0, min(lengths) - window + 1)
+        if mask is None:
+            assert lengths is not None
+            if M == 1 or lengths[0] + M <= window:
+                return None, first
+        keys = torch.arange(first, mask.shape[-1] if mask is not None else lengths[0] + M, device=position_ids.device)
+        seen = in_window(position_ids, keys, window)[:, None]
+        causal = (keys <= position_ids[..., None])[:, None] if mask is None else mask[..., first:]
+        return seen & causal, first
 
 
 class DecoderChain(ChainDrafter):
@@ -217,6 +245,14 @@ class DecoderChain(ChainDrafter):
     @property
     def attention_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def window(self) -> int | None:
+        return self.config.sliding_window
+
+    @property
+    def max_depth(self) -> int | None:
+        return self.window
 
     def rotary(self, position_ids: Tensor, like: Tensor, length: int | None = None) -> Rotary:
         if length is None:

@@ -41,6 +41,7 @@ from speculators.layers.block_attention import Blocks, block_attention
 from speculators.layers.checkpointing import kept_or_recomputed
 from speculators.layers.decoder import Attend, DecoderLayer, RMSNorm, Rotary, RotaryTable
 from speculators.layers.frozen_linear import FrozenLinear
+from speculators.layers.fused_attention import in_window
 from speculators.options import Count, DecoderOptions, PositiveInt, TapOptions
 from speculators.precision import on_device, on_host, to_device
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
@@ -65,7 +66,6 @@ class DFlashConfig(DecoderConfig):
     mask_token_id: int = Field(ge=0, description="token whose embedding fills the slots without a known token")
     sample_from_anchor: bool = Field(False, description="slot j predicts the token after its own position")
     is_causal: bool = Field(False, description="a slot sees only the slots before it in its block")
-    sliding_window: int | None = Field(None, ge=1, description="positions that a slot reads, its own included")
 
     @model_validator(mode="after")
     def _block(self) -> Self:
@@ -92,8 +92,7 @@ class DFlashConfig(DecoderConfig):
 
     def describe(self) -> str:
         kind = "causal" if self.is_causal else "bidirectional"
-        window = f", window {self.sliding_window}" if self.sliding_window else ""
-        return f"{super().describe()}; {kind} blocks of {self.block_size}, drafting {self.max_depth}{window}"
+        return f"{super().describe()}; {kind} blocks of {self.block_size}, drafting {self.max_depth}"
 
 
 class DFlashOptions(DecoderOptions, TapOptions):
@@ -104,7 +103,6 @@ class DFlashOptions(DecoderOptions, TapOptions):
         16, description="slots of a block, the anchor's included; drafts per round are at most one fewer (fill_in)"
     )
     is_causal: bool = Field(False, description="true: a slot sees only the slots before it in its block (JetSpec)")
-    sliding_window: PositiveInt | None = Field(None, description="positions that a slot reads; null: all")
     mask_token_id: Count | None = Field(
         None,
         description="token for unknown slots, one that no text contains; null: the tokenizer's mask token, or the "
@@ -450,7 +448,7 @@ class DFlash(Drafter):
         last = places if self.config.is_causal else places[:, -1:].expand(-1, Q)
         seen = keys <= last[..., None]
         if self.config.sliding_window is not None:
-            seen &= places[..., None] - keys < self.config.sliding_window
+            seen &= in_window(places, keys, self.config.sliding_window)
         return seen[:, None]
 
     def cache_length(self, slots: int) -> int:

@@ -45,6 +45,8 @@ class EagleConfig(DecoderConfig):
             raise ValueError(
                 f"hidden_size {self.hidden_size}: the head's states are the target's, {self.target_hidden_size} wide"
             )
+        if self.sliding_window is not None:
+            raise ValueError("sliding_window: vLLM and SGLang give an EAGLE-1 head no window; train an eagle3 head")
         if self.qk_norm:
             raise ValueError("qk_norm: this format has no norms of queries and keys")
         return self
@@ -79,6 +81,12 @@ class EagleOptions(DecoderOptions):
         False,
         description="bias of fc, as some published heads have; vLLM drops it silently, so it must be asked for",
     )
+
+    @model_validator(mode="after")
+    def _no_window(self) -> Self:
+        if self.sliding_window is not None:
+            raise ValueError("sliding_window: vLLM and SGLang give an EAGLE-1 head no window; train an eagle3 head")
+        return self
 
     def accept(self, head: Any) -> None:
         if head.fc_bias and not self.fc_bias:

@@ -82,6 +82,11 @@ class Eagle3Options(DecoderOptions, TapOptions):
     def _switches_agree(self) -> Self:
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm both norm the taps; set one of them")
+        if self.sliding_window is not None and self.sliding_window < self.unroll_steps:
+            raise ValueError(
+                f"sliding_window ({self.sliding_window}) is below unroll_steps ({self.unroll_steps}): a draft "
+                "reads its own chain; set it to unroll_steps at least"
+            )
         if self.init == "least_squares" and not self.norm_before_residual:
             raise ValueError("init: least_squares needs norm_before_residual: true; its recursion is on normed states")
         return self

@@ -68,7 +68,7 @@ class PEagle(Eagle3):
 
     @property
     def max_depth(self) -> int:
-        return self.config.num_depths
+        return min(self.config.num_depths, self.window or self.config.num_depths)
 
     def prepare_training(self, options: PEagleOptions) -> PEagle:
         self.cod_ratio, self.cod_floor = options.cod_ratio, options.cod_floor

@@ -108,7 +108,9 @@ def explicit_attention(
     pieces = []
     for start in range(0, M, width):
         rows = slice(start, min(start + width, M))
-        keys = slice(0, rows.stop if queries.chosen is None else T)
+        keys = slice(0, T)
+        if queries.chosen is None:
+            keys = slice(0 if queries.window is None else max(0, start - queries.window + 1), rows.stop)
         arguments: tuple[Any, ...] = (
             query[:, :, rows],
             key[:, :, keys],
@@ -163,8 +165,8 @@ def _attend(
     return out.reshape(B, h, c, width)
 
 
-def cached_attends(view: Any, mask: Tensor | None, new_tokens: int, layers: int) -> list[Attend]:
-    """An `Attend` for each layer, over the cache's `view` of one forward of `new_tokens` per row.
+def cached_attends(view: Any, mask: Tensor | None, new_tokens: int, layers: int, first: int = 0) -> list[Attend]:
+    """An `Attend` for each layer, over the cache's `view` of one forward of `new_tokens` a row; no key before `first`.
 
     mask: bool [b, 1, T, S], True = attend; None: causal, over rows of equal length that were empty or add one token.
     """
@@ -184,6 +186,8 @@ def cached_attends(view: Any, mask: Tensor | None, new_tokens: int, layers: int)
             k, v = view.update(k, v, layer)
             if not q.shape[2]:  # keys and values were all that is wanted
                 return q
+            if first:
+                k, v = k[:, :, first:], v[:, :, first:]
             repeat = q.shape[1] // k.shape[1]
             if repeat == 1 or causal or not shares_keys(q.shape[2], q.device):
                 if repeat > 1 and mask is not None:  # kernels that take masks know no groups

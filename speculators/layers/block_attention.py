@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from speculators.layers.attention import chunk_queries, recomputes_scores
+from speculators.layers.fused_attention import in_window
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Blocks:
     places        [B, A, Q] rotary positions of the slots of each block
     context_places, segment_ids [B, T] positions and documents of the row; another document is not seen
     causal        slot j sees slots 0..j of its block; otherwise all of them
-    window        context slot i is seen by a query at position p if p - position(i) < window; None: all are
+    window        a slot sees those that are `in_window`; None: all
     """
 
     last_context: Tensor
@@ -46,7 +47,7 @@ class Blocks:
         seen = (slots <= self.last_context[..., None]) & (self.segment_ids[:, None] == documents[..., None])
         if self.window is None:
             return seen[:, :, None]
-        near = self.places[..., None] - self.context_places[:, None, None] < self.window  # [B, A, Q, T]
+        near = in_window(self.places, self.context_places[:, None, None], self.window)  # [B, A, Q, T]
         return seen[:, :, None] & near
 
     def sees_block(self) -> Tensor:

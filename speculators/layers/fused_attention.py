@@ -9,7 +9,7 @@ and those of the queries through them (P = exp(S - lse) and δ = rowsum(out · g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
@@ -18,6 +18,13 @@ import torch
 from torch import Tensor
 
 from speculators.precision import on_device, on_host, to_device
+
+
+def in_window(places: Tensor, keys: Tensor, window: int) -> Tensor:
+    """What a sliding window is, in training and drafting: bool [..., Q, S] of positions `places` [..., Q], `keys` [S],
+    True where a key is ahead or less than `window` behind."""
+    return places[..., None] - keys < window
+
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
 aten = torch.ops.aten
@@ -41,10 +48,16 @@ class PackedQueries:
 
     segment_ids  [B, T] documents of the slots; -1: padding
     chosen       [B, M] the slots that have a query; None: every one, in order
+    window       a query sees only slots that are `in_window`; None: all
     """
 
     segment_ids: Tensor
     chosen: Tensor | None = None
+    window: int | None = None
+
+    def within(self, window: int | None) -> PackedQueries:
+        """The same queries with a window."""
+        return self if window is None else replace(self, window=window)
 
     @cached_property
     def slots(self) -> Tensor:
@@ -59,8 +72,10 @@ class PackedQueries:
         slots, segment_ids = self.slots[rows, queries], self.segment_ids[rows]
         own, of_keys = segment_ids.gather(1, slots)[:, :, None], segment_ids[:, None, keys]
         places = torch.arange(segment_ids.shape[1], device=slots.device)[keys]
+        far = None if self.window is None else ~in_window(slots, places, self.window)
         slots = slots[:, :, None]
-        return ((own != of_keys) | (slots < places) | (own < 0)) & (slots != places)  # nobody is left without a key
+        hidden = (own != of_keys) | (slots < places) | (own < 0)
+        return (hidden if far is None else hidden | far) & (slots != places)  # nobody is left without a key
 
     @cached_property
     def runs(self) -> list[Run]:
@@ -75,13 +90,16 @@ class PackedQueries:
                 last, segment = slots[stop - 1], segments[slots[start]]
                 if stop < len(slots) and slots[stop] > last and segments[slots[stop]] == segment:
                     continue
-                if segment >= 0 and slots[start] == first[segment] == last - (stop - 1 - start):
+                whole = segment >= 0 and slots[start] == first[segment] == last - (stop - 1 - start)
+                if whole and (self.window is None or stop - start <= self.window):
                     found.append(Run(row, slice(start, stop), slice(first[segment], last + 1), True))
                 else:
                     for a in range(start, stop, MASKED_QUERIES):
                         b = min(a + MASKED_QUERIES, stop)
-                        keys = slice(first[segment] if segment >= 0 else slots[a], slots[b - 1] + 1)
-                        found.append(Run(row, slice(a, b), keys, False))
+                        oldest = first[segment] if segment >= 0 else slots[a]
+                        if self.window is not None:
+                            oldest = max(oldest, slots[a] - self.window + 1)
+                        found.append(Run(row, slice(a, b), slice(oldest, slots[b - 1] + 1), False))
                 start = stop
         return found
 
@@ -188,8 +206,10 @@ def _of_run(
 
 
 def _cuda_takes(query: Tensor, queries: PackedQueries) -> bool:
-    """FlashAttention 2: half precision, a width of at most 256, Ampere or later; and documents in one piece."""
-    if query.dtype not in (torch.float16, torch.bfloat16) or query.shape[-1] > 256 or torch.version.hip is not None:
+    """FlashAttention 2: half precision, a width of at most 256, Ampere or later; documents in one piece, no window."""
+    if queries.window is not None or query.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if query.shape[-1] > 256 or torch.version.hip is not None:
         return False
     if query.is_cuda and torch.cuda.get_device_capability(query.device) < (8, 0):
         return False

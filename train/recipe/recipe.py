@@ -154,9 +154,7 @@ class Recipe(Section):
         if self.joint is not None and self.target.adapter is not None:
             raise ValueError("target.adapter: joint trains a LoRA of its own; merge the adapter into the model first")
         if self.joint is not None and self.drafter.adapter is not None:
-            raise ValueError(
-                "drafter.adapter: joint trains the target too, and a shared head is one frozen target's"
-            )
+            raise ValueError("drafter.adapter: joint trains the target too, and a shared head is one frozen target's")
         if self.joint is not None and self.training.keep_features_gb:
             raise ValueError("training.keep_features_gb: a trained target's features change at every step")
         if self.joint is not None and self.features.mode == "cache":

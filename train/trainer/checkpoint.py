@@ -136,7 +136,8 @@ def fingerprint(recipe: Recipe, target_hash: str, before: str) -> str:
             training.add(key)
     if recipe.on_policy is not None:  # runs without it are those from before this section
         names.add("on_policy")
-    unset = {key for key in ("adapter",) if getattr(recipe.drafter, key) is None}  # runs from before them go on
+    newer = ("adapter", "sliding_window")  # unset, runs are those from before these keys
+    unset = {key for key in newer if getattr(recipe.drafter, key, None) is None}
     left_out = {"regenerate": recipe.regenerate.not_in_fingerprint(), "training": training, "target": {"sharding"}}
     left_out["drafter"] = unset
     sections = recipe.model_dump(mode="json", include=names, exclude=left_out)

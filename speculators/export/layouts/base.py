@@ -169,6 +169,34 @@ LAYER_MEANINGS = {  # of the fields that `DecoderConfig.llama_fields` writes
     "rope_theta": "the base again, for readers that do not know `rope_parameters`",
     "max_position_embeddings": "positions the head was made for; the target's",
 }
+FULL, SLIDING = "full_attention", "sliding_attention"  # in `layer_types`
+WINDOW_MEANINGS = {
+    "layer_types": f"`{SLIDING}` per layer; of a head with a window alone, as the two below",
+    "sliding_window": "positions that a slot reads, its own included",
+    "use_sliding_window": "true, as transformers' config would drop the window otherwise",
+}
+
+
+def window_fields(config: Any) -> dict[str, Any]:
+    """The fields of config.json for a window, as vLLM's layers read them; none without one."""
+    if config.sliding_window is None:
+        return {}
+    kinds = [SLIDING] * config.num_layers
+    return {"layer_types": kinds, "sliding_window": config.sliding_window, "use_sliding_window": True}
+
+
+def window_of(fields: Mapping[str, Any], where: str) -> int | None:
+    """The window of all layers; CheckpointError where only some have one, or its size is not said."""
+    kinds = set(fields.get("layer_types") or [FULL])
+    if SLIDING not in kinds:
+        return None
+    if len(kinds) > 1:
+        raise CheckpointError(f"{where}: layer_types mixes {FULL} and {SLIDING}; here all layers are of one kind")
+    if fields.get("sliding_window") is None:
+        raise CheckpointError(f"{where}: sliding layers, but sliding_window does not say how wide")
+    return fields["sliding_window"]
+
+
 COMMON_MEANINGS = {
     "dtype": "precision of the tensors; an engine runs the head in the target's",
     "draftsmith": "family, number of the target's layers, where the head comes from, what it was trained with",

@@ -13,10 +13,12 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from speculators.config import DrafterConfig
-from speculators.errors import CheckpointError, ConfigError
+from speculators.errors import ConfigError
 from speculators.export.layouts.base import (
     COMMON_MEANINGS,
+    FULL,
     LAYER_MEANINGS,
+    SLIDING,
     Layout,
     Table,
     architecture_of,
@@ -25,12 +27,12 @@ from speculators.export.layouts.base import (
     own_fields,
     require,
     same_names,
+    window_of,
 )
 from speculators.registry import build_config
 
 SECTION = "dflash_config"
 ANCHOR = "sample_from_anchor"  # read for every family, so that a layout that none but DSpark has is refused
-SLIDING, FULL = "sliding_attention", "full_attention"
 ALIASES = {"midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 
 _BACKBONE_MEANINGS = {
@@ -275,13 +277,8 @@ def is_causal(fields: Mapping[str, Any]) -> bool:
 
 
 def _window(fields: Mapping[str, Any], where: str) -> int | None:
-    """The window of all layers; CheckpointError where only some have one, or its size is not said."""
-    section, kinds = fields.get(SECTION) or {}, set(fields.get("layer_types") or [FULL])
-    if not (section.get("use_swa") or SLIDING in kinds):
-        return None
-    if len(kinds) > 1 and not section.get("use_swa"):
-        raise CheckpointError(f"{where}: layer_types mixes {FULL} and {SLIDING}; here all layers are of one kind")
-    window = section.get("swa_window_size") or fields.get("sliding_window")
-    if window is None:
-        raise CheckpointError(f"{where}: sliding layers, but sliding_window does not say how wide")
-    return window
+    """As `window_of`; a section `dflash_config` has the last word."""
+    section = fields.get(SECTION) or {}
+    kinds = [SLIDING] if section.get("use_swa") else fields.get("layer_types")
+    width = section.get("swa_window_size") or fields.get("sliding_window")
+    return window_of({"layer_types": kinds, "sliding_window": width}, where)

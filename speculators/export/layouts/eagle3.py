@@ -11,6 +11,7 @@ from speculators.config import DrafterConfig, default_tap_layers
 from speculators.export.layouts.base import (
     COMMON_MEANINGS,
     LAYER_MEANINGS,
+    WINDOW_MEANINGS,
     Layout,
     Table,
     architecture_of,
@@ -19,6 +20,8 @@ from speculators.export.layouts.base import (
     own_fields,
     owns_embeddings,
     same_names,
+    window_fields,
+    window_of,
 )
 from speculators.registry import build_config
 
@@ -40,6 +43,7 @@ MEANINGS = {
     "draft_vocab_size": "tokens the head can propose; below vocab_size there is a `d2t`",
     "target_hidden_size": "width of the target's states",
     **LAYER_MEANINGS,
+    **WINDOW_MEANINGS,
     "attention_bias": "false",
     "mlp_bias": "false",
     "tie_word_embeddings": "false",
@@ -91,6 +95,7 @@ class Eagle3Layout(Layout):
             "draft_vocab_size": config.draft_vocab_size,
             "target_hidden_size": config.target_hidden_size,
             **config.llama_fields(),
+            **window_fields(config),
             "attention_bias": False,
             "mlp_bias": False,
             "tie_word_embeddings": False,
@@ -118,6 +123,7 @@ class Eagle3Layout(Layout):
             tap_layers=tuple(sorted(fields.get(TAPS) or default_tap_layers(head["num_target_layers"]))),
             qk_norm=fields.get("model_type") == "qwen3",
             own_embeddings=owns_embeddings(fields, names),
+            sliding_window=window_of(fields, where),
             **{switch: bool(fields.get(switch, False)) for switch in SWITCHES},
             **self.more_fields(fields, where),
         )

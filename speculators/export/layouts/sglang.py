@@ -38,7 +38,11 @@ class SGLangEagle3Layout(Eagle3Layout):
         return False
 
     def check(self, config: Any) -> None:
-        unknown = [name for name in ("norm_before_fc", "norm_before_residual", "qk_norm") if getattr(config, name)]
+        unknown = [
+            name
+            for name in ("norm_before_fc", "norm_before_residual", "qk_norm", "sliding_window")
+            if getattr(config, name)
+        ]
         if config.own_embeddings and config.hidden_size == config.target_hidden_size:
             unknown.append("own_embeddings")  # replaced by the target's
         _refuse(unknown, "eagle3")

@@ -15,7 +15,14 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
-from inference.report.build import bin_width, build_cells, build_report, check_gates, output_position_bins
+from inference.report.build import (
+    bin_width,
+    build_cells,
+    build_report,
+    check_gates,
+    output_position_bins,
+    text_position_bins,
+)
 from inference.report.cell import Cell, Spread
 from inference.report.html import render_html, write_html
 from inference.report.measurement import CellMeasurement, Costs, LosslessCheck, RequestRounds, TimedRun, TokenDifference
@@ -79,7 +86,8 @@ def make_request(rng: random.Random, rate: float, length: int = 96) -> RequestRo
             accepted += 1
         per_round.append(accepted)
         written += accepted + 1
-    return RequestRounds(min(written, length), len(per_round), K * len(per_round), per_pos, per_round)
+    rounds = len(per_round)
+    return RequestRounds(min(written, length), rounds, K * rounds, per_pos, per_round, prompt_tokens=100)
 
 
 def make_measurement(workload: str, temperature: float, rate: float, method: str = "eagle3") -> CellMeasurement:
@@ -190,6 +198,13 @@ def test_the_histogram_holds_every_round_and_every_accepted_draft(report: Accept
     for cell in report.results:
         assert sum(cell.histogram) == cell.num_drafts
         assert sum(j * count for j, count in enumerate(cell.histogram)) == cell.num_accepted_tokens
+
+
+def test_text_positions_are_counted_from_the_prompts_start() -> None:
+    rounds = [3, 0, 2]  # anchors at output tokens 0, 4, 5
+    known = RequestRounds(9, 3, 12, [2, 2, 1, 0], rounds, prompt_tokens=60)
+    bins = text_position_bins([known, RequestRounds(9, 3, 12, [2, 2, 1, 0], rounds)])
+    assert [(b.start, b.stop, b.rounds, b.acceptance_length) for b in bins] == [(32, 64, 1, 4.0), (64, 128, 2, 2.0)]
 
 
 def test_output_positions_follow_the_anchors() -> None:
@@ -336,6 +351,7 @@ def test_the_page_is_self_contained_and_complete(report: AcceptanceReport, tmp_p
     ]:
         assert name in page
     assert f"{report.cell('all', 0.0).acceptance_length:.2f}" in page
+    assert "By position in the text" in page and "<th>64–127</th>" in page
     for encoded in re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', page):
         assert not re.search(rb"<image|@import|<script|url\(http", base64.b64decode(encoded))
     assert len(page) < 1_000_000
@@ -361,6 +377,7 @@ def test_the_table_fits_a_terminal(report: AcceptanceReport) -> None:
     for name in WORKLOADS:
         assert re.search(rf"^\W*{name} ", text, re.MULTILINE), f"{name} is cut or missing"
     assert "missed" in text and "…" not in text
+    assert re.search(r"position in the text at T=0 \(rounds\): 64 to 127 \d\.\d\d \(\d+\), 128", " ".join(text.split()))
 
 
 def with_suites(report: AcceptanceReport, *names: str) -> AcceptanceReport:

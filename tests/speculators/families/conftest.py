@@ -135,6 +135,8 @@ CASES: dict[str, Case] = {
     "eagle3, 3.1 norm_before_fc": Case(
         "eagle3", {"norm_before_fc": True, "norm_before_residual": True}, architecture="gemma3", taps=(1, 2, 3)
     ),
+    "eagle3, window": Case("eagle3", {"draft_vocab_size": 40, "sliding_window": 4}, taps=(1, 2, 3)),
+    "eagle3, two layers, window": Case("eagle3", {"num_layers": 2, "sliding_window": 3}, {}, "qwen3", (2,)),
     "eagle3, qk_norm": Case("eagle3", {"qk_norm": True, "draft_vocab_size": 40}, taps=(1, 2, 3)),
     "eagle3, own embeddings, four taps": Case(
         "eagle3", {"own_embeddings": True}, {"own_embeddings": True}, "qwen3", (0, 1, 2, 3)
@@ -157,6 +159,9 @@ CASES: dict[str, Case] = {
         {"num_depths": 5, "mask_token_id": 100, "draft_vocab_size": 40},
         {"own_embeddings": False},
         taps=(1, 2, 3),
+    ),
+    "peagle, window": Case(
+        "peagle", {"num_depths": 4, "mask_token_id": 100, "sliding_window": 5}, {"own_embeddings": False}, taps=(1, 2)
     ),
     "peagle, two layers, own embeddings, fc_norm": Case(
         "peagle",

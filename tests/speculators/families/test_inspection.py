@@ -134,6 +134,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     "dspark": {"num_layers": 1, "block_size": 4, "mask_token_id": 100, "markov_rank": 8},
     "peagle": {"num_depths": 4, "mask_token_id": 100, "own_embeddings": True},
 }
+
+
+def test_a_window_that_vllm_would_not_give_is_named(broken) -> None:
+    found = broken(lambda c, t: c.update(sliding_window=64))
+    assert_names(found, "window_ignored", SWALLOWS, "sliding_window is 64")
+    assert not broken(lambda c, t: c.update(sliding_window=64, layer_types=["sliding_attention"])).faults
+    unused = {"sliding_window": 64, "use_sliding_window": False, "layer_types": ["full_attention"]}
+    assert not broken(lambda c, t: c.update(unused)).faults
+
+
 WINDOW = {**SHAPES["dflash"], "sliding_window": 4}
 REDUCED = {**SHAPES["dspark"], "draft_vocab_size": 40}
 

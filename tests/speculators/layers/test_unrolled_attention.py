@@ -64,6 +64,26 @@ def test_no_scores_give_what_scores_give(documents, chosen, depths):
     compare(tensors(queries, depths), queries, atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.parametrize("window", [1, 3, 9, 30])
+@pytest.mark.parametrize("chosen", ["all", "some", "filled up"])
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_a_window(documents, chosen, window):
+    """Kernels give what scores give, and a key is read if it is near enough."""
+    queries, whole = packed(documents, chosen).within(window), packed(documents, chosen)
+    given = tensors(queries, 2)
+    compare(given, queries, atol=1e-12, rtol=1e-12)
+    slots = torch.arange(whole.segment_ids.shape[1])
+    everything = slice(0, len(slots))
+    near = queries.slots[..., None] - slots < window
+    rows = slice(0, queries.slots.shape[1])
+    assert torch.equal(queries.hidden(rows, everything), whole.hidden(rows, everything) | ~near)
+
+
+def test_a_window_bounds_the_keys_of_a_call():
+    queries = PackedQueries(torch.zeros(1, 4096, dtype=torch.long), window=100)
+    assert max(run.keys.stop - run.keys.start for run in queries.runs) < 100 + fused_attention.MASKED_QUERIES
+
+
 @pytest.mark.parametrize("heads", [(1, 1), (3, 3), (6, 2), (4, 1)])
 @pytest.mark.parametrize("widths", [(8, 8), (12, 5), (5, 12)])
 def test_heads_in_groups_and_values_of_another_width(heads, widths):

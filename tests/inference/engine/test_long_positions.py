@@ -1,0 +1,84 @@
+"""A head with a window behind 32k positions: the text is the target's own, q is that of training, memory is bounded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from inference import SamplingParams
+from inference.kv_cache.ragged_cache import RaggedCache
+from speculators.drafter import DraftInput
+from speculators.registry import config_for_target, family_class
+from speculators.target.frozen_target import FrozenTarget
+from tests.inference.modules import make_llm
+
+WINDOW, WRITTEN, K = 64, 6, 3
+SHAPE = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
+    "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64, "max_position_embeddings": 32_768 + 64,
+}  # fmt: skip
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that a tensor had which was made inside."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        made = (each for each in tree_leaves(out) if isinstance(each, torch.Tensor) and 0 not in each.stride())
+        self.numel = max([self.numel, *(each.numel() for each in made)])
+        return out
+
+
+@pytest.mark.parametrize("length", [4096, pytest.param(32_768, marks=pytest.mark.slow)])
+def test_drafting_behind_many_tokens(tiny_model, length: int) -> None:
+    model = tiny_model("llama", **SHAPE)
+    model.generation_config.eos_token_id = None
+    target = FrozenTarget(model, (0, 1))
+    config = config_for_target(target, "eagle3", tap_layers=(0, 1), sliding_window=WINDOW, head_dim=16)
+    torch.manual_seed(0)
+    drafter = family_class("eagle3")(config).attach(target)
+    for parameter in drafter.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    ids = torch.randint(3, 64, (1, length), generator=torch.Generator().manual_seed(1))
+
+    # the text that is drafted is the target's own
+    llm = make_llm(model, drafter=drafter.eval(), num_speculative_tokens=K, max_num_seqs=1)
+    asked, params = [{"prompt_token_ids": ids[0].tolist()}], SamplingParams(temperature=0, max_tokens=WRITTEN)
+    with Largest() as largest:
+        (drafted,) = llm.generate(asked, params, use_tqdm=False)
+    (plain,) = llm.generate(asked, params, use_tqdm=False, speculate=False)
+    assert llm.get_metrics().num_drafts > 0
+    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert largest.numel < length * 1024
+
+    # training reads the same rows, of which the last anchor's q is the runtime's at every depth
+    with torch.no_grad():
+        features = target.features(
+            input_ids=ids,
+            position_ids=torch.arange(length)[None],
+            segment_ids=torch.zeros(1, length, dtype=torch.long),
+            loss_mask=(torch.arange(length) >= length - 512)[None],
+        )
+        with Largest() as largest:
+            steps = list(drafter.unroll(features, K))
+        assert largest.numel < length * 1024
+        anchor = length - 2 - K
+        wanted = [drafter.head(s.hidden[s.anchor_index == anchor])[0].softmax(-1) for s in steps]
+        cache, seen = RaggedCache(1, length + 64), []
+
+        def forced(logits: torch.Tensor) -> torch.Tensor:
+            seen.append(logits[0].softmax(-1))
+            return ids[:, anchor + 1 + len(seen)]
+
+        def slots(first: int, stop: int) -> DraftInput:
+            taps = features.taps[:, first:stop]
+            return DraftInput(cache, 0, 1, ids[:, first + 1 : stop + 1], taps, None, [stop - first])
+
+        drafter.append(slots(0, anchor - 10))
+        drafter.draft(slots(anchor - 10, anchor + 1), K, forced)
+    for found, expected in zip(seen, wanted, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
