@@ -79,7 +79,8 @@ class Run:
         folder = self.out / "aiperf"
         self._call(
             "aiperf", "profile", "--model", str(self.target), "--tokenizer", str(self.target.absolute()),
-            "--url", self.url, "--endpoint-type", "chat", "--streaming", "--input-file", self._write("aiperf.jsonl", sessions),
+            "--url", self.url, "--endpoint-type", "chat", "--streaming",
+            "--input-file", self._write("aiperf.jsonl", sessions),
             "--custom-dataset-type", "multi_turn", "--dataset-sampling-strategy", "sequential",
             "--num-conversations", str(len(self.rows)), "--concurrency", "1", "--osl", str(self.max_tokens),
             "--extra-inputs", "temperature:0", "--artifact-dir", str(folder), "--ui", "none", "--no-gpu-telemetry",
@@ -118,9 +119,7 @@ class Run:
         return str(path)
 
     def _call(self, client: str, *arguments: str) -> None:
-        environment = ClientEnvironment(self.venv / client, "pip")
-        environment.make(CLIENTS[client])
-        call(client, [str(environment.folder / "bin" / client), *arguments])
+        call(client, [str(self.venv / client / "bin" / client), *arguments])
 
 
 def _counters(histogram: list[tuple[int, int]]) -> SpecDecodeCounters:
@@ -159,6 +158,7 @@ def main(
     num_prompts: Annotated[int, typer.Option(min=1, help="Conversations, the first of the file.")] = 12,
     max_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 64,
     k: Annotated[int, typer.Option("-k", min=1, help="Drafts per round.")] = 4,
+    dtype: Annotated[str, typer.Option(help="Of the target; in float32 all count the same.")] = "auto",
     venv: Annotated[Path, typer.Option(help="Where the clients' environments are made.")] = setup_vllm.ROOT
     / ".venv-clients",
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
@@ -170,9 +170,12 @@ def main(
         lines = suite_path.read_text(encoding="utf-8").splitlines(keepends=True)[:num_prompts]
         file = out / suite_path.name
         file.write_text("".join(lines), encoding="utf-8")
+        serve = (*SERVE, "--dtype", dtype)
         config = {"model": drafter, "num_speculative_tokens": k}
         try:
-            with started(str(target), config, SERVE, out / "server.log", 600) as url:
+            for client, package in CLIENTS.items():
+                ClientEnvironment(venv.absolute() / client, "pip").make(package)
+            with started(str(target), config, serve, out / "server.log", 600) as url:
                 run = Run(url, target, load_suite(suite, file), max_tokens, venv.absolute(), out)
                 asked = BenchOptions(
                     dataset_name=suite, dataset_path=str(file), base_url=url, backend="openai-chat",
@@ -194,7 +197,7 @@ def main(
             call("draftsmith evaluate", [
                 sys.executable, "-m", "train.cli", "evaluate", "--model", str(target), "--drafter", drafter,
                 "-k", str(k), "--suite", suite, "--suite-path", str(file), "--temperature", "0", "--repeats", "0",
-                "--max-tokens", str(max_tokens), "--out", str(out / "evaluation"),
+                "--max-tokens", str(max_tokens), "--dtype", dtype, "--out", str(out / "evaluation"),
             ])  # fmt: skip
         except (setup_vllm.SetupError, ClientFailed) as error:
             console.print(f"bench_clients: {error}", markup=False)
