@@ -77,12 +77,12 @@ def test_ngram_drafts_the_same(drafted) -> None:
 
 
 def test_vllm_follows_the_advice(drafted) -> None:
-    """What `bench --compare` writes is taken as it is: at four requests no draft is longer than its K for them."""
-    levels = [LevelSpeeds(1, (1.0,), {4: (2.0,), 2: (1.5,)}), LevelSpeeds(4, (1.0,), {4: (0.8,), 2: (1.1,)})]
+    """What `bench --compare` writes is taken as it is: none of four requests has more drafts than its K for them."""
+    levels = [LevelSpeeds(4, (1.0,), {4: (0.8,), 2: (1.1,)}), LevelSpeeds(16, (1.0,), {4: (2.0,), 2: (1.5,)})]
     measured = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": SIZE, "prompt_lookup_max": SIZE}
     config = advise(levels, measured)["speculative_config"]
-    assert config["num_speculative_tokens"] == 4 and config[SCHEDULE] == [[1, 2, 4], [3, 512, 2]]
-    assert {len(row) for _, row in chain(*drafted(config, alone=True))} <= {0, 1, 2}
+    assert config["num_speculative_tokens"] == 4 and config[SCHEDULE] == [[1, 8, 2], [9, 512, 4]]
+    assert max(len(row) for _, row in chain(*drafted(config, alone=True))) == 2
 
 
 def test_suffix_drafts_the_same(drafted) -> None:
