@@ -150,7 +150,7 @@ class _EngineCollector(Collector):
         if most is None:  # as in vLLM
             return
         drafters = {(*self._labels, name): each for name, each in dict(self._drafters.counters).items()}
-        yield from _speculative("draftsmith", (*LABELS, "drafter"), drafters, 0)
+        yield from _speculative("draftsmith", (*LABELS, "drafter"), drafters, most)
         yield from _speculative("vllm", LABELS, {tuple(self._labels): counters}, most)
 
 
