@@ -24,7 +24,7 @@ ARGS ?=
 LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no \
 	--dynamo_backend no --num_cpu_threads_per_process
 
-.PHONY: docs help venv quickstart test test-fast test-vllm lint format compare distill-table bench-losses bench-peers bench-runtime check-gpu clean
+.PHONY: docs help venv quickstart test test-fast test-vllm lint format compare distill-table figures bench-losses bench-peers bench-runtime check-gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,6 +70,9 @@ compare: $(VENV)/.installed  ## train every family for the same time and put the
 
 distill-table: $(VENV)/.installed  ## every divergence on every kind of data for one student (about an hour and a half)
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python scripts/distill_table.py $(ARGS)
+
+figures: $(VENV)/.installed  ## measure every table of README and docs again: hours (ARGS=--list: which)
+	$(BIN)/python scripts/figures.py $(ARGS)
 
 bench-runtime: $(VENV)/.installed  ## every way of drafting side by side, and where a round's time goes (a quiet machine)
 	$(BIN)/python scripts/bench_runtime.py $(ARGS)

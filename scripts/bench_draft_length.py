@@ -107,14 +107,17 @@ def crossed(times: Times) -> Rates:
 
 
 def keep(times: Times, path: Path) -> None:
-    """Writes tokens and seconds of every repeat as JSON."""
-    save_json(path, {
+    """Writes the rates, and tokens and seconds of every repeat, as JSON."""
+    raw = {
         workload: {
             name: [[(run.tokens, run.seconds) for run in repeats] for repeats in responses]
             for name, responses in by_name.items()
         }
         for workload, by_name in times.items()
-    })  # fmt: skip
+    }
+    several = all(len(responses) > 1 for by_name in times.values() for responses in by_name.values())
+    halves = crossed(times) if several else None
+    save_json(path, {"rates": rates(times, fmean), "other_half": halves, "times": raw})
 
 
 # ------------------------------------------------------------------ simulation

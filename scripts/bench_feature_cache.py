@@ -2,7 +2,8 @@
 
 Every encoding gets the same packed rows of one recipe, written from the same features and read back. For every seed a
 head is trained online and from each encoding; τ is the expected acceptance length by exact replay on held-out texts of
-the target, so that it depends on the head alone. Finished measurements are kept in OUT/results.json.
+the target, so that it depends on the head alone. Finished measurements are kept in OUT/results.json, the table in
+OUT/table.md.
 
     python scripts/bench_feature_cache.py recipes/quickstart/eagle3.yaml training.steps=150
     python scripts/bench_feature_cache.py RECIPE --encodings bf16,rotated3+rotated6 --seeds 0,1  # taps+last hidden
@@ -197,7 +198,9 @@ def main(
         results[job] = work(bench)
         print(job, {key: round(value, 5) for key, value in results[job].items()}, flush=True)
         save_json(file, results)
-    print(table(results, names, numbers))
+    made = table(results, names, numbers)
+    print(made)
+    (out / "table.md").write_text(made, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def main(
         each["estimated"] = estimates(each.pop("plan"), each.pop("works"), device)
     report(runs, device)
     if as_json is not None:
-        save_json(as_json, {"runs": runs})
+        save_json(as_json, {"runs": [run | {"fitted": run["family"] in FITTED} for run in runs]})
 
 
 def write_recipe(folder: Path, family: str, size: str, steps: int) -> Path:

@@ -1,9 +1,9 @@
-"""Trains the draft model of the embedded target with every divergence on every kind of data, and writes one table.
+"""Trains the draft model of the embedded target with every divergence on every kind of data, and prints one table.
 
 One student is cut from the target and trained on the responses of the data (`undistilled`). Each pair continues from
 it for the same number of steps and is measured in the runtime. Finished runs are kept.
 
-    make distill-table                                     # runs/distill/, and the table of docs/draft_model.md
+    make distill-table                                     # runs/distill/
     python scripts/distill_table.py --only forward_kl,tv
 
 data: `fixed` the responses of the data, `target` responses that the target wrote, `on_policy` texts of the current
@@ -21,10 +21,9 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from inference.report.schema import load_report
-from scripts.measuring import markdown, put_between
+from scripts.measuring import markdown
 from train.pipeline.compare import Candidate, Comparison, run_all
 
-ROOT = Path(__file__).resolve().parents[1]
 RECIPES = Path("recipes/quickstart/distill")
 LOSSES = {"supervised": "cross_entropy"} | {name: name for name in ("forward_kl", "reverse_kl", "jsd", "tv")}
 TEXTS = "max_new_tokens: 256, prompts: 280, refresh_every: 40"  # each row is read about twice
@@ -74,13 +73,9 @@ def table(comparison: Comparison, out: Path) -> str:
 def main(
     only: Annotated[str, typer.Option(help="Divergences, comma-separated; empty: all.")] = "",
     out: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/distill"),
-    page: Annotated[Path, typer.Option(help="The page to write into.")] = ROOT / "docs/draft_model.md",
 ) -> None:
-    """Run what is missing and write the table."""
-    made = table(run_all(candidates(out, only.split(",") if only else list(LOSSES)), None, out), out)
-    typer.echo(made)
-    if page.exists() and not only:
-        page.write_text(put_between(page.read_text(encoding="utf-8"), "distill", made), encoding="utf-8")
+    """Run what is missing and print the table."""
+    typer.echo(table(run_all(candidates(out, only.split(",") if only else list(LOSSES)), None, out), out))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Helpers of the measuring scripts: peak memory, fresh processes, a random job to train, tables, marked text."""
+"""Helpers of the measuring scripts: peak memory, fresh processes, a random job to train, tables."""
 
 from __future__ import annotations
 
@@ -72,14 +72,6 @@ def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int =
     """A Markdown table, of which the first `left` columns are text and the others numbers."""
     rule = ["---" if i < left else "---:" for i in range(len(headings))]
     return "".join("| " + " | ".join(line) + " |\n" for line in (headings, rule, *rows))
-
-
-def put_between(text: str, mark: str, content: str) -> str:
-    """The text with `content` between <!-- MARK:begin --> and <!-- MARK:end -->; ValueError if it lacks them."""
-    begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
-    if begin not in text or end not in text:
-        raise ValueError(f"the text has no {begin} and {end}")
-    return f"{text.partition(begin)[0]}{begin}\n\n{content}\n{end}{text.partition(end)[2]}"
 
 
 def save_json(path: Path, data: Mapping[str, Any]) -> None:

@@ -160,6 +160,9 @@ class SuiteFacts(Record):
     """A suite that was measured, and what a figure of it depends on besides target and drafter."""
 
     name: str = Field(description="`suite` of its cells.")
+    mode_of: str | None = Field(
+        default=None, description="What it is a thinking mode of, where several were measured: a suite, or `prompts`."
+    )
     files: list[SuiteFile] = Field(description="The files it was read from.")
     conversations: int = Field(description="Conversations that were held, at each temperature.")
     conversations_in_file: int = Field(description="Conversations in the files.")
@@ -208,6 +211,17 @@ class AcceptanceReport(Record):
         cells = [cell for cell in self.results if cell.suite == name]
         suites = [facts for facts in self.suites if facts.name == name]
         return self.model_copy(update={"results": cells, "suites": suites, "summary": {}, "gates": []})
+
+    def thinking_modes(self) -> list[tuple[str, list[SuiteFacts], list[list[Cell | None]]]]:
+        """What was measured in several thinking modes: its name, its modes, and by temperature and workload the cell
+        of each mode."""
+        found = []
+        for name in dict.fromkeys(facts.mode_of for facts in self.suites if facts.mode_of is not None):
+            modes = [facts for facts in self.suites if facts.mode_of == name]
+            parts = [self.of_suite(facts.name) for facts in modes]
+            rows = [[part.cell(w, t) for part in parts] for t in parts[0].temperatures() for w in parts[0].workloads()]
+            found.append((name, modes, rows))
+        return found
 
     @property
     def passed(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -11,7 +12,7 @@ from rich.text import Text
 
 from inference.report.cell import Cell
 from inference.report.measurement import ALL_WORKLOADS, OUR_ENGINE
-from inference.report.schema import AcceptanceReport
+from inference.report.schema import AcceptanceReport, SuiteFacts
 
 
 def print_report(report: AcceptanceReport, console: Console | None = None) -> None:
@@ -28,6 +29,8 @@ def print_report(report: AcceptanceReport, console: Console | None = None) -> No
         if cell is not None and len(bins := cell.acceptance_by_text_position) > 1:
             shown = ", ".join(f"{b.start:,} to {b.stop - 1:,} {b.acceptance_length:.2f} ({b.rounds:,})" for b in bins)
             console.print(f"τ by position in the text at T={temperature:g} (rounds): {shown}", highlight=False)
+    for name, modes, rows in report.thinking_modes():
+        console.print(mode_table(name, modes, rows))
     if report.gates:
         console.print(gates_table(report))
     if (training := report.training) and training.gain_per_doubling is not None:
@@ -84,6 +87,21 @@ def suite_tables(report: AcceptanceReport) -> list[Table]:
     )
     lengths.caption_justify = "left"
     return [lengths, rates]
+
+
+def mode_table(name: str, modes: Sequence[SuiteFacts], rows: Sequence[Sequence[Cell | None]]) -> Table:
+    """Thinking modes side by side: τ pooled, τ mean and speedup of each workload."""
+    heads = [f"{head} {facts.thinking}" for head in ("τ pooled", "τ mean", "speedup") for facts in modes]
+    table = _table(f"{name}: thinking modes side by side", "workload", "T", *heads)
+    for row in rows:
+        first = next(cell for cell in row if cell is not None)
+        figures = [cell and cell.acceptance_length for cell in row]
+        figures += [cell and cell.acceptance_length_macro for cell in row]
+        figures += [cell and (s := cell.speedup_vs_autoregressive) and s.median for cell in row]
+        shown = ["-" if figure is None else f"{figure:.2f}" for figure in figures]
+        style = "bold" if first.workload == ALL_WORKLOADS else None
+        table.add_row(first.workload, f"{first.temperature:g}", *shown, style=style)
+    return table
 
 
 def _suite_row(cell: Cell, where: str) -> list[str]:

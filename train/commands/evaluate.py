@@ -45,6 +45,9 @@ def evaluate(
     chat_template_kwargs: Annotated[
         str, typer.Option(metavar="JSON", help="Variables of the chat template, such as enable_thinking.")
     ] = "",
+    thinking: Annotated[
+        list[str] | None, typer.Option(metavar="on|off", help="Thinking mode; repeated: both, side by side.")
+    ] = None,
     num_speculative_tokens: Annotated[int, typer.Option("-k", "--num-speculative-tokens", min=1, help="Drafts.")] = 4,
     temperature: Annotated[list[float] | None, typer.Option(help="May be repeated; default: 0 and 1.")] = None,
     max_tokens: Annotated[int, typer.Option(min=2, help="Longest response.")] = 128,
@@ -68,8 +71,13 @@ def evaluate(
     engines = _engines(
         engine, url, baseline_url, vllm_python, vllm_options, enforce_eager, of_recipe=recipe is not None
     )
-    if recipe is not None and (suite or suite_path or chat_template_kwargs):
-        raise ConfigError("evaluate: a recipe names its suites: evaluation.suites='[spec_bench]', or a path for each")
+    if recipe is not None and (suite or suite_path or chat_template_kwargs or thinking):
+        raise ConfigError(
+            "evaluate: a recipe names its suites and modes: evaluation.suites='[spec_bench]', or a path for each; "
+            "evaluation.thinking='[true, false]'"
+        )
+    if unknown := set(thinking or ()) - {"on", "off"}:
+        raise ConfigError(f"--thinking {', '.join(sorted(unknown))}: expected on or off")
     if suite_path and len(suite_path) != len(suite or ()):
         raise ConfigError(f"--suite-path: {len(suite_path)} for {len(suite or ())} of --suite; give each one, or none")
     if recipe is not None and not (model or drafter or method or prompts):
@@ -89,6 +97,7 @@ def evaluate(
         chat_template_kwargs=json_option("--chat-template-kwargs", chat_template_kwargs),
         suites=dict(zip(suite or (), suite_path or [None] * len(suite or ()), strict=True)),
         suite_prompts=prompts_per_workload,
+        thinking=[mode == "on" for mode in thinking or ()],
         num_speculative_tokens=num_speculative_tokens,
         max_tokens=max_tokens,
         prompts_per_workload=prompts_per_workload or 16,

@@ -45,7 +45,8 @@ def fan_out(example: Example) -> list[Example]:
 def deduplicate(
     lists: Sequence[Sequence[Example]], *, responses: bool, similarity: float | None = None
 ) -> tuple[Lists, list[LeftOut]]:
-    """The first of examples with the same prompt, over all lists; `responses`: and the same response.
+    """The first of examples with the same prompt and template variables, over all lists; `responses`: and the same
+    response.
 
     Texts are the same if they are equal apart from case, spaces and compatibility forms of characters. With
     `similarity` also if their runs of five words have at least that Jaccard similarity, by MinHash.
@@ -56,7 +57,8 @@ def deduplicate(
 
     def new(example: Example) -> bool:
         said = list(_said(example, responses))
-        digest = _digest(said)
+        modes = [("template", str(sorted(example.template_kwargs.items())))] if example.template_kwargs else []
+        digest = _digest([*said, *modes])
         if digest in first:
             left_out.append(LeftOut(example.origin, example.workload, "duplicate", first[digest]))
             return False

@@ -10,7 +10,7 @@ import json
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ class Example:
     tools: tuple[dict[str, Any], ...] = ()
     prompt: str | None = None
     completion: str | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of its source, over those of the recipe
 
 
 def load_sources(sources: Sequence[Source], *, seed: int = 0, bad: BadRows | None = None) -> list[Example]:
@@ -102,6 +103,7 @@ def load_source(source: Source, *, seed: int = 0, bad: BadRows | None = None) ->
     if (s := source.stdlib) is not None:
         excerpts = completions(s.split, s.count, s.seed, s.prompt_chars)
         rows, default = ((f"stdlib {s.split} #{i}", row) for i, row in enumerate(excerpts)), "code"
+    kwargs = source.chat_template_kwargs
     names = {"workload": source.workload, "default_workload": default, "field": source.field}
     for origin, row in rows:
         if bad is not None:
@@ -109,7 +111,8 @@ def load_source(source: Source, *, seed: int = 0, bad: BadRows | None = None) ->
         try:
             if isinstance(row, BadRow):
                 raise row
-            yield parse_row(row, origin=origin, columns=source.columns, **names)
+            example = parse_row(row, origin=origin, columns=source.columns, **names)
+            yield replace(example, template_kwargs=kwargs) if kwargs else example
         except BadRow as error:
             if bad is None:
                 raise

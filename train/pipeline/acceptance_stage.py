@@ -233,7 +233,13 @@ def workloads(recipe: Recipe, settings: EvaluationSettings) -> dict[str, list[li
     """Prompts as token ids by workload, a seeded choice of `prompts_per_workload`, in the order of the sources.
 
     Prompts that leave no room for a response of `max_tokens` are passed over; DataError if a workload has no other.
+    None where `evaluation.thinking` names modes: they are among `measured_suites` then.
     """
+    return {} if recipe.evaluation.thinking else _prompts(recipe, settings, {})
+
+
+def _prompts(recipe: Recipe, settings: EvaluationSettings, mode: Mapping[str, bool]) -> dict[str, list[list[int]]]:
+    """`workloads` in a thinking mode: variables of the template, over those of the recipe and of its sources."""
     sources, seed = recipe.evaluation.prompts or recipe.data.validation, recipe.evaluation.seed
     if not sources:
         return {}
@@ -241,7 +247,8 @@ def workloads(recipe: Recipe, settings: EvaluationSettings) -> dict[str, list[li
     by_workload: dict[str, list[list[int]]] = {}
     bad = bad_rows(recipe.data, Path(recipe.output_dir), "evaluation").begin("evaluation")
     examples = load_sources(sources, seed=seed, bad=bad)
-    for example in askable(examples, tokenizer, bad):
+    told = (replace(example, template_kwargs={**example.template_kwargs, **mode}) for example in examples)
+    for example in askable(list(told), tokenizer, bad):
         by_workload.setdefault(example.workload, []).append(tokenizer.prompt_ids(example))
     bad.finish()
     chosen = {}
@@ -276,19 +283,74 @@ def _sample(items: Sequence[Any], count: int | None, seed: str) -> list[Any]:
 
 
 def measured_suites(recipe: Recipe, settings: EvaluationSettings) -> list[MeasuredSuite]:
-    """The suites of the recipe's evaluation section: a seeded choice of `suite_prompts` conversations per category.
+    """The suites of the recipe's evaluation section: a seeded choice of `suite_prompts` conversations per category; and
+    with `evaluation.thinking` each of them, and the evaluation's prompts, in every mode.
 
     Conversations are passed over, and counted, that leave no room for a response of `max_tokens` to every turn;
-    DataError if a category has no other, or for a file that is missing or of another shape.
+    DataError if a category has no other, or for a file that is missing or of another shape. ConfigError for modes that
+    the target's chat template does not have.
     """
     e = recipe.evaluation
-    if not e.suites:
+    if not (e.suites or e.thinking):
         return []
     tokenizer, limit = _tokenizer_and_limit(recipe)
-    made = []
+    if not e.thinking:
+        return _suites_in(recipe, settings, tokenizer, limit, {})
+    known = [name for name in THINKING if tokenizer.knows(name)]
+    if not known:
+        raise ConfigError(
+            f"evaluation.thinking: the chat template of {recipe.target.model} renders the same text whether "
+            f"{' or '.join(THINKING)} is true or false; it has no thinking mode to choose: leave the key out"
+        )
+    modes = [{known[0]: value} for value in e.thinking]
+    made = [suite for mode in modes if (suite := _prompts_in(recipe, settings, mode)) is not None]
+    return made + [suite for mode in modes for suite in _suites_in(recipe, settings, tokenizer, limit, mode)]
+
+
+def _in_mode(name: str, kwargs: Mapping[str, Any], mode: Mapping[str, bool]) -> dict[str, Any]:
+    """The fields of SuiteFacts that say in which mode something is measured; `mode` {}: no mode is asked for."""
+    if not mode:
+        return {"name": name, "chat_template_kwargs": dict(kwargs)}
+    thinking = "on" if next(iter(mode.values())) else "off"
+    return {
+        "name": f"{name}, thinking {thinking}",
+        "mode_of": name,
+        "thinking": thinking,
+        "chat_template_kwargs": {**kwargs, **mode},
+    }
+
+
+def _prompts_in(recipe: Recipe, settings: EvaluationSettings, mode: Mapping[str, bool]) -> MeasuredSuite | None:
+    """The evaluation's prompts in a thinking mode; None if there are none."""
+    chosen = _prompts(recipe, settings, mode)
+    if not chosen:
+        return None
+    sources = recipe.evaluation.prompts or recipe.data.validation
+    paths = [Path(source.path) for source in sources if source.path]
+    count = sum(map(len, chosen.values()))
+    facts = SuiteFacts(
+        **_in_mode("prompts", recipe.data.chat_template_kwargs, mode),
+        files=[SuiteFile(path=str(path), sha256=sha256_of(path)) for path in paths if path.is_file()],
+        conversations=count,
+        conversations_in_file=count,
+        max_tokens=settings.max_tokens,
+        num_speculative_tokens=settings.num_speculative_tokens,
+    )
+    return MeasuredSuite(facts, chosen)
+
+
+def _suites_in(
+    recipe: Recipe,
+    settings: EvaluationSettings,
+    tokenizer: ConversationTokenizer,
+    limit: int | None,
+    mode: Mapping[str, bool],
+) -> list[MeasuredSuite]:
+    """The suites in a thinking mode; {}: in that of the recipe."""
+    e, made = recipe.evaluation, []
     for name, path in e.suite_paths.items():
         read = load_suite(name, path)
-        chats = [(one.category, _chat(one, tokenizer, limit, settings.max_tokens)) for one in read]
+        chats = [(one.category, _chat(one, tokenizer, limit, settings.max_tokens, mode)) for one in read]
         by_category: dict[str, list[Chat]] = {category: [] for category, _ in chats}
         for category, chat in chats:
             if chat is not None:
@@ -299,24 +361,29 @@ def measured_suites(recipe: Recipe, settings: EvaluationSettings) -> list[Measur
                 f"whose context is {limit} tokens, with responses of {settings.max_tokens}; lower evaluation.max_tokens"
             )
         chosen = {c: _sample(some, e.suite_prompts, f"{e.seed}/{name}/{c}") for c, some in by_category.items()}
-        kwargs = recipe.data.chat_template_kwargs
+        told = _in_mode(name, recipe.data.chat_template_kwargs, mode)
+        if not mode:
+            template = tokenizer.chat_template or tokenizer.tokenizer.chat_template
+            told["thinking"] = thinking_mode(template, told["chat_template_kwargs"])
         facts = SuiteFacts(
-            name=name,
+            **told,
             files=[SuiteFile(path=str(file), sha256=sha256_of(file)) for file in suite_files(name, path)],
             conversations=sum(map(len, chosen.values())),
             conversations_in_file=len(read),
             conversations_without_room=sum(chat is None for _, chat in chats),
             max_tokens=settings.max_tokens,
             num_speculative_tokens=settings.num_speculative_tokens,
-            thinking=thinking_mode(tokenizer.chat_template or tokenizer.tokenizer.chat_template, kwargs),
-            chat_template_kwargs=kwargs,
         )
         made.append(MeasuredSuite(facts, chosen))
     return made
 
 
 def _chat(
-    conversation: Conversation, tokenizer: ConversationTokenizer, limit: int | None, max_tokens: int
+    conversation: Conversation,
+    tokenizer: ConversationTokenizer,
+    limit: int | None,
+    max_tokens: int,
+    mode: Mapping[str, bool],
 ) -> Chat | None:
     """The conversation as the target is asked it; None if it has no room for the longest responses."""
 
@@ -324,7 +391,9 @@ def _chat(
         messages = [{"role": "user", "content": conversation.turns[0]}]
         for answer, turn in zip(answers, conversation.turns[1:]):
             messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
-        return tokenizer.prompt_ids(Example(conversation.category, conversation.origin, tuple(messages)))
+        return tokenizer.prompt_ids(
+            Example(conversation.category, conversation.origin, tuple(messages), template_kwargs=mode)
+        )
 
     answered = len(conversation.turns) - 1
     bare = len(ask([""] * answered))

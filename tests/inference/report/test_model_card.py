@@ -13,7 +13,7 @@ from inference.report.model_card import CardFacts, evaluation_results, model_car
 from inference.report.schema import AcceptanceReport
 from speculators.registry import config_for_target, family_class
 from speculators.target.frozen_target import FrozenTarget
-from tests.inference.report.test_report import bare_report, both_engines, report, with_suites  # noqa: F401 (a fixture)
+from tests.inference.report.test_report import bare_report, both_engines, in_two_modes, report, with_suites  # noqa: F401 (a fixture)
 from tests.speculators.families.conftest import CASES
 
 
@@ -61,6 +61,13 @@ def test_the_index_has_what_was_measured_and_no_more(tiny_model, report: Accepta
     text = model_card(facts, report)
     assert len(ModelCard(text).data.eval_results) == len(found)
     assert "3 bounds" in text and "2 are met" in text
+
+
+def test_thinking_modes_are_on_the_card(tiny_model, report: AcceptanceReport):  # noqa: F811
+    text = model_card(facts_of(tiny_model, "eagle3"), in_two_modes(report))
+    assert "### Thinking modes of gsm8k\n\n| workload | temperature | acceptance length, thinking on |" in text
+    ((*_, rows),) = in_two_modes(report).thinking_modes()
+    assert f"\n| **all** | 1 | {' | '.join(f'{cell.acceptance_length:.2f}' for cell in rows[-1])} |\n" in text
 
 
 def test_suites_are_on_the_card(tiny_model, report: AcceptanceReport):  # noqa: F811

@@ -420,6 +420,31 @@ def test_suites_stand_beside_the_evaluations_own_prompts(report: AcceptanceRepor
     assert re.search(rf"conditional +0 +{rates}", text)
 
 
+def in_two_modes(report: AcceptanceReport) -> AcceptanceReport:
+    """Suites that are thinking modes of one."""
+    both = with_suites(report, "gsm8k, thinking on", "gsm8k, thinking off")
+    told = [
+        facts.model_copy(update={"mode_of": "gsm8k", "thinking": facts.name.rpartition(" ")[2]})
+        for facts in both.suites
+    ]
+    return both.model_copy(update={"suites": told})
+
+
+def test_thinking_modes_stand_side_by_side(report: AcceptanceReport, tmp_path: Path) -> None:
+    both = in_two_modes(report)
+    assert load_report(save_report(both, tmp_path / "acceptance.json")) == both
+    ((name, modes, rows),) = both.thinking_modes()
+    assert (name, [facts.thinking for facts in modes], len(rows)) == ("gsm8k", ["on", "off"], 6)
+    cells = [both.of_suite(facts.name).cell("all", 1.0) for facts in modes]
+    assert rows[-1] == cells
+    page, text = render_html(both), printed(both)
+    assert "Thinking modes of gsm8k" in page and "τ pooled, off" in page
+    assert max(len(line) for line in text.splitlines()) <= 80
+    row = " +".join(f"{cell.acceptance_length:.2f}" for cell in cells)
+    assert "gsm8k: thinking modes side by side" in text and re.search(rf"all +1 +{row} ", text)
+    assert report.thinking_modes() == []
+
+
 def test_a_suite_alone_is_the_headline() -> None:
     alone = build_report([replace(make_measurement("qa", 0.0, 0.7), suite="spec_bench")], provenance())
     assert alone.workloads() == ["qa", "all"]

@@ -17,11 +17,14 @@ from inference.bench.options import BenchOptions
 from inference.bench.run import measure as bench
 from inference.bench.run import prepare
 from inference.report.schema import load_report
-from speculators.errors import CheckpointError, DataError
+from speculators.errors import CheckpointError, ConfigError, DataError
 from speculators.export import export_drafter
 from speculators.families.eagle3 import Eagle3
 from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget
+from train.data.packing import conversation_tokenizer
+from train.data.selection import deduplicate
+from train.data.sources import load_sources
 from train.pipeline.acceptance_stage import (
     accept,
     gate_bounds,
@@ -32,6 +35,7 @@ from train.pipeline.acceptance_stage import (
     workloads,
 )
 from train.pipeline.progress import Stages
+from train.recipe.data_sections import DataSection
 from train.recipe.load import load_recipe
 
 
@@ -156,6 +160,57 @@ def test_conversations_without_room_are_counted(world) -> None:
     (root / "long.jsonl").write_text(json.dumps(rows[1]) + "\n")
     with pytest.raises(DataError, match="every conversation of category '1' is too long"):
         measured_suites(made, settings_of(made))
+
+
+def test_both_thinking_modes_are_measured_side_by_side(world, tmp_path) -> None:
+    """Prompts and suites alike, a group of cells for each mode, the same for what stays the same."""
+    _, recipe = world
+    (tmp_path / "q.jsonl").write_text(json.dumps({"category": "qa", "turns": ["ab", "cd"]}) + "\n")
+    (tmp_path / "thinks.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}assistant:"
+        "{% if enable_thinking is defined and not enable_thinking %}()<end>{% endif %}{% endif %}"
+    )
+    chosen = {"thinking": [True, False], "suites": {"mt_bench": str(tmp_path / "q.jsonl")}}
+    made = recipe(**chosen, temperatures=[0.0], repeats=0, lossless_check=False)
+    with pytest.raises(ConfigError, match="evaluation.thinking: the chat template of .*target renders the same text"):
+        measured_suites(made, settings_of(made))
+    data = made.data.model_copy(update={"chat_template": str(tmp_path / "thinks.jinja")})
+    made = made.model_copy(update={"data": data})
+    on, off, *suites = measured_suites(made, settings_of(made))
+    assert workloads(made, settings_of(made)) == {} and [one.facts.thinking for one in suites] == ["on", "off"]
+    end = byte_tokenizer()("()<end>")["input_ids"]
+    assert [list(prompt) for prompt in off.workloads["sums"]] == [[*p, *end] for p in on.workloads["sums"]]
+    assert (
+        suites[1].workloads["qa"][0].ask(["x"])[-len(end) :]
+        == end
+        != suites[0].workloads["qa"][0].ask(["x"])[-len(end) :]
+    )
+
+    report = measure(made, settings_of(made))
+    assert report.workloads() == ["sums", "talk", "all"], "the first mode of the prompts is the headline"
+    modes = {name: rows for name, _, rows in report.thinking_modes()}
+    assert list(modes) == ["prompts", "mt_bench"] and all(len(row) == 2 for rows in modes.values() for row in rows)
+    assert report.summary["t0.acceptance_length"] == modes["prompts"][-1][0].acceptance_length
+    assert report.suites[1].chat_template_kwargs == {"enable_thinking": False}
+
+
+def test_sources_choose_their_thinking_mode(world, tmp_path) -> None:
+    root, _ = world
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }}<end>{% endfor %}"
+    switch = "{% if add_generation_prompt %}assistant:{{ '+' if enable_thinking else '-' }}{% endif %}"
+    (tmp_path / "thinks.jinja").write_text(template + switch)
+    source = {"path": str(root / "prompts.jsonl"), "limit": 1}
+    sources = [source | {"chat_template_kwargs": {"enable_thinking": mode}} for mode in (True, False)] + [source]
+    section = DataSection(
+        train=sources, chat_template=str(tmp_path / "thinks.jinja"), chat_template_kwargs={"enable_thinking": False}
+    )
+    tokenizer = conversation_tokenizer(section, byte_tokenizer())
+    examples = load_sources(section.train)
+    assert [tokenizer.tokenizer.decode(tokenizer.prompt_ids(e))[-1] for e in examples] == ["+", "-", "-"]
+    (kept,), _ = deduplicate([examples[:2]], responses=False)
+    assert len(kept) == 2, "the modes of one prompt are two prompts"
+    with pytest.raises(ConfigError, match="data.train.0.chat_template_kwargs: .*whether enable_thinking is true or"):
+        conversation_tokenizer(DataSection(train=sources), byte_tokenizer())
 
 
 def test_the_thinking_mode_is_that_of_the_template() -> None:

@@ -223,6 +223,15 @@ def test_a_student_is_planned_from_its_config_alone(path: Path, tmp_path: Path, 
     assert f"starts from {adapted.recipe.drafter.init_from}" in printed
 
 
+@pytest.mark.parametrize("path", REAL, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_real_recipe_names_its_sources_and_its_guesses(path: Path) -> None:
+    """A paper by its number or a file of a repository; what nobody published is called our guess."""
+    comment = " ".join(re.findall(r"^# (.*)", path.read_text(), re.MULTILINE))
+    sources, _, guesses = comment.partition("Sources: ")[2].partition("Our guess: ")
+    assert re.search(r"arXiv \d{4}\.\d{5}|\S+/\S+\.(py|sh|json|yaml)\b", sources), "no source that can be looked up"
+    assert guesses
+
+
 def test_every_real_target_is_known() -> None:
     assert REAL
     assert {load_recipe(path).target.model for path in REAL} <= set(TARGETS)

@@ -1,0 +1,426 @@
+"""Every measured table of README.md and docs/: the commands that measure it, its result, and the text that shows it.
+
+    python scripts/figures.py --list                              # names, minutes, and the commits of the results
+    python scripts/figures.py                                     # run all commands, one after another: hours
+    python scripts/figures.py --only runtime --only plan          # some of them
+    python scripts/figures.py --only compare --from runs/compare  # take results that are there already
+    python scripts/figures.py --check                             # exit code 1 if a page and a result disagree
+
+A table stands between `<!-- measured FIGURE.TABLE: … -->` and `<!-- /measured -->`. Its cells are in
+docs/figures/FIGURE.json with the commit that was measured. All other text on the pages is written by hand, and has no
+table of figures.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Annotated, Any
+
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from inference.provenance import cpu_model, git_commit
+from inference.report.schema import load_report
+from scripts import bench_peers
+from scripts.measuring import markdown, save_json
+from train.pipeline.compare import Comparison
+from train.pipeline.compare import markdown as families
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "figures"
+RUNS = "runs/figures"
+MARKED = re.compile(r"<!-- measured (\w+)\.(\w+):[^>]*-->\n.*?\n<!-- /measured -->", re.DOTALL)
+GENERATED = re.compile(r"<!-- (\w+):begin -->\n.*?\n<!-- \1:end -->|^```.*?^```", re.DOTALL | re.MULTILINE)
+FIGURE = re.compile(r"[*~]*[\d,]+\.\d+( ?[%×])?\**")  # a cell with a measured number
+TARGET, HEAD = "recipes/quickstart/target", "runs/quickstart/eagle3/export"
+WORKLOADS = ("math", "python", "json", "rewrite", "table", "chat")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text. `left`: the first columns that are words."""
+
+    headings: list[str]
+    rows: list[list[str]]
+    left: int = 1
+
+    @classmethod
+    def of(cls, text: str) -> Table:
+        """The first Markdown table of a text."""
+        lines = [line for line in text.splitlines() if line.startswith("|")]
+        cells = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines]
+        return cls(cells[0], cells[2:])
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What one list of commands measures.
+
+    minutes    on one core
+    commands   lines of a shell, in the repository root
+    folder     where they leave what `read` turns into tables by name
+    pictures   files of that folder, and where in docs/ they belong
+    needs      figures whose drafters it measures
+    """
+
+    minutes: int
+    commands: tuple[str, ...]
+    folder: str
+    read: Callable[[Path], dict[str, Table]]
+    pictures: tuple[tuple[str, str], ...] = ()
+    needs: tuple[str, ...] = ()
+
+
+# ------------------------------------------------------------------ results of the commands, as tables
+
+SUMMARY = {
+    "acceptance length τ, measured": "acceptance_length",
+    "acceptance length τ, expected by replay": "expected_acceptance_length",
+    "tokens/s with drafting": "tokens_per_second",
+    "speedup over the same engine, drafting off": "speedup_vs_autoregressive",
+    "speedup over `transformers.generate`": "speedup_vs_transformers",
+    "efficiency: speedup ÷ the cost model's limit": "efficiency",
+}
+
+
+def read_quickstart(folder: Path) -> dict[str, Table]:
+    summary = load_report(folder / "acceptance.json").summary
+    rows = []
+    for told, key in SUMMARY.items():
+        values = [summary[f"t{t}.{key}"] for t in (0, 1)]
+        rows.append([told, *(f"{value:.0f}" if value >= 100 else f"{value:.2f}" for value in values)])
+    rows.append(["lossless mismatches", f"{summary['lossless_mismatches']:.0f}", ""])
+    return {"head": Table(["figure", "T = 0", "T = 1"], rows)}
+
+
+def read_compare(folder: Path) -> dict[str, Table]:
+    text = (folder / "comparison.json").read_text(encoding="utf-8")
+    return {"families": Table.of(families(Comparison.model_validate_json(text)))}
+
+
+def read_runtime(folder: Path) -> dict[str, Table]:
+    """Speedups by workload, and trees against the chain of the same head."""
+    results = json.loads((folder / "runtime.json").read_text())["results"]
+    by_method: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in results:
+        by_method.setdefault(row["method"], {})[row["workload"]] = row
+    heads = [*by_method["default"], "geometric mean"]
+    rows = []
+    for method, found in by_method.items():
+        rates = [row["tokens_per_second"]["median"] for row in found.values()]
+        ratios = [row["speedup"]["median"] if row["speedup"] else 0.0 for row in found.values()]
+        cells = [f"{x:.0f}" for x in (*rates, geometric_mean(rates))]
+        if method != "default":
+            cells = [f"{x:.2f}" for x in (*ratios, geometric_mean(ratios))]
+        rows.append(["drafting off, tokens/s" if method == "default" else f"`{method}`", *cells])
+    chain, trees = by_method["dspark"], []
+    for method in ("dspark", *(name for name in by_method if name.startswith("dspark,"))):
+        taus = [row["acceptance_length"] / chain[w]["acceptance_length"] for w, row in by_method[method].items()]
+        speedup = geometric_mean([row["speedup"]["median"] for row in by_method[method].values()])
+        trees.append([f"`{method}`", f"{sum(taus) / len(taus):.2f}", f"{speedup:.2f}"])
+    return {
+        "methods": Table(["speedup", *heads], rows),
+        "trees": Table(["drafts", "τ against the chain, mean over workloads", "speedup, geometric mean"], trees),
+    }
+
+
+def read_draft_length(folder: Path) -> dict[str, Table]:
+    kept = json.loads((folder / "draft_length.json").read_text())
+    names = list(next(iter(kept["rates"].values())))
+    rows = []
+    for workload, by_name in kept["rates"].items():
+        fixed = max(rate for name, rate in by_name.items() if name != "adaptive")
+        rows.append([workload, *(f"{by_name[name] / fixed:.3f}" for name in names)])
+        rows[-1].append(f"{kept['other_half'][workload]['adaptive']:.3f}")
+    return {"lengths": Table(["workload", *names, "adaptive ÷ best K of other responses"], rows)}
+
+
+def read_printed(file: str, name: str) -> Callable[[Path], dict[str, Table]]:
+    """A table that a script prints as Markdown."""
+    return lambda folder: {name: Table.of((folder / file).read_text(encoding="utf-8"))}
+
+
+def read_plan(folder: Path) -> dict[str, Table]:
+    runs = json.loads((folder / "plan.json").read_text())["runs"]
+    names = ("seconds per step", "seconds per token written", "peak memory", "checkpoint bytes", "export bytes")
+    rows = []
+    for run in runs:
+        told = f"{run['family']}, {run['size']}" + (" (fitted on)" if run["fitted"] else "")
+        rows.append([told, *(f"{run['estimated'][name] / run['measured'][name]:.2f}" for name in names)])
+    errors = [
+        [max(r, 1 / r) for run in runs if not run["fitted"] for r in [run["estimated"][n] / run["measured"][n]]]
+        for n in names
+    ]
+    for told, pick in (("not fitted: median error", median), ("not fitted: worst", max)):
+        rows.append([told, *(f"× {pick(each):.2f}" for each in errors)])
+    return {"errors": Table(["estimated ÷ measured", *names], rows)}
+
+
+def read_peers(folder: Path) -> dict[str, Table]:
+    results = json.loads((folder / "peers.json").read_text())["results"]
+    heads = ["setting", "T", "s, ours : theirs", "tokens/s", "MiB, ours : theirs", "memory"]
+    rows = [bench_peers.cells(name, result) for name, result in results.items()]
+    return {"steps": Table(heads, [[*row[:4], *row[5:7]] for row in rows])}
+
+
+def read_load(folder: Path) -> dict[str, Table]:
+    """Drafting off and on in servers of both engines."""
+    heads = ["requests at a time", "tokens/s off", "on", "×", "per user off", "on", "×", "TTFT ×", "τ", "same text"]
+    tables = {}
+    for engine in ("draftsmith", "vllm"):
+        rows = []
+        for level in json.loads((folder / engine / "comparison.json").read_text())["levels"]:
+            off, on, ratios = level["off"], level["on"], level["ratios"]
+            rows.append([str(level["max_concurrency"])])
+            for name in ("output_throughput", "tokens_per_second_per_user"):
+                rows[-1] += [f"{off[name]:.1f}", f"{on[name]:.1f}", f"{ratios[name]:.2f}"]
+            rows[-1] += [f"{ratios['median_ttft_ms']:.2f}", f"{on['spec_decode_acceptance_length']:.2f}"]
+            rows[-1].append(f"{level['identical_outputs']}/{level['compared_outputs']}")
+        tables[engine] = Table(heads, rows)
+    return tables
+
+
+def read_engines(folder: Path) -> dict[str, Table]:
+    summary = load_report(folder / "acceptance.json").summary
+    keys = ("expected_acceptance_length", "acceptance_length", "vllm_acceptance_length")
+    return {"tau": Table(["expected by replay", "this runtime", "vLLM"], [[f"{summary[f't0.{k}']:.3f}" for k in keys]])}
+
+
+# ------------------------------------------------------------------ the figures
+
+_LENGTHS = (
+    f"python scripts/bench_draft_length.py {TARGET} {HEAD} -k 8 --least 3 --prompts 4 --max-tokens 96 --repeats 2"
+)
+_METHODS = (
+    f"eagle3={HEAD}",
+    '{"method":"draft_model","model":"runs/compare/draft_model/export","num_speculative_tokens":3}',
+    "ngram",
+    '{"method":"suffix","suffix_decoding_max_cached_requests":0}',
+    '{"method":"lookahead","lookahead_window_size":5,"lookahead_ngram_size":4,"lookahead_num_guesses":5}',
+    "dspark=runs/compare/dspark/export",
+    '{"name":"dspark, tree of 8","method":"dspark","model":"runs/compare/dspark/export","num_speculative_tokens":8,'
+    '"speculative_eagle_topk":3,"speculative_num_steps":4}',
+    '{"name":"dspark, tree of 16, adaptive","method":"dspark","model":"runs/compare/dspark/export",'
+    '"num_speculative_tokens":16,"speculative_eagle_topk":4,"speculative_num_steps":4,"enable_adaptive_verification":true}',
+)
+_SERVED = (
+    f"draftsmith bench --compare --together --model {TARGET} --num-prompts 16 --dataset-name custom "
+    "--dataset-path recipes/quickstart/data/test.jsonl.gz --disable-shuffle --output-len 64 --temperature 0 "
+    f'--concurrencies 1,2,4,8 --speculative-config \'{{"model": "{HEAD}", "num_speculative_tokens": 4}}\''
+)
+FIGURES = {
+    "quickstart": Figure(20, ("make quickstart",), "runs/quickstart/eagle3", read_quickstart),
+    "compare": Figure(
+        65,
+        (
+            "OMP_NUM_THREADS=1 draftsmith compare recipes/quickstart/*.yaml --minutes 4 "
+            "--set evaluation.baseline_transformers=false",
+        ),
+        "runs/compare",
+        read_compare,
+        pictures=(("comparison.png", "comparison.png"),),
+    ),
+    "runtime": Figure(
+        12,
+        (
+            f"python scripts/bench_runtime.py --model {TARGET} --threads 1 --num-prompts 2 --max-tokens 96 "
+            + "--repeats 3 \\\n  "
+            + " ".join(f"--prompts {name}" for name in WORKLOADS)
+            + f" --json {RUNS}/runtime.json \\\n  "
+            + " \\\n  ".join(f"--method '{method}'" for method in _METHODS),
+        ),
+        RUNS,
+        read_runtime,
+        needs=("quickstart", "compare"),
+    ),
+    "draft_length": Figure(
+        8,
+        (f"OMP_NUM_THREADS=1 {_LENGTHS} --out {RUNS}/draft_length.json",),
+        RUNS,
+        read_draft_length,
+        needs=("quickstart",),
+    ),
+    "features": Figure(
+        12,
+        (
+            "python scripts/bench_feature_cache.py recipes/quickstart/eagle3.yaml target.dtype=float32 "
+            "training.mixed_precision=no training.steps=100 \\\n  --rows 200 --held-out 24 --seeds 0,1,2 "
+            f"--trained rotated3+rotated6 --encodings bf16,fp8,int4,rotated4,rotated3+rotated6 --out {RUNS}/features",
+        ),
+        f"{RUNS}/features",
+        read_printed("table.md", "encodings"),
+    ),
+    "memory": Figure(
+        4,
+        (f"python scripts/bench_memory.py --hidden-size 128 --texts 1 --lengths 2048,4096,8192 > {RUNS}/memory.md",),
+        RUNS,
+        read_printed("memory.md", "rows"),
+    ),
+    "plan": Figure(6, (f"python scripts/bench_plan.py --json {RUNS}/plan.json",), RUNS, read_plan),
+    "peers": Figure(10, (f"python scripts/bench_peers.py --json {RUNS}/peers.json",), RUNS, read_peers),
+    "load": Figure(
+        8,
+        (
+            f"{_SERVED} --result-dir {RUNS}/load/draftsmith",
+            "export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind DRAFTSMITH_VLLM_PYTHON="
+            "${DRAFTSMITH_VLLM_PYTHON:-$PWD/.venv-vllm/bin/python}",
+            f"{_SERVED} --result-dir {RUNS}/load/vllm "
+            "--serve-args '--engine vllm --dtype float32 --max-model-len 2048 --max-num-seqs 8 --enforce-eager'",
+        ),
+        f"{RUNS}/load",
+        read_load,
+        pictures=(("draftsmith/comparison.png", "load-draftsmith.png"), ("vllm/comparison.png", "load-vllm.png")),
+        needs=("quickstart",),
+    ),
+    "engines": Figure(
+        6,
+        (
+            "export DRAFTSMITH_VLLM_PYTHON=${DRAFTSMITH_VLLM_PYTHON:-$PWD/.venv-vllm/bin/python}",
+            f"draftsmith evaluate --engine draftsmith --engine vllm --model {TARGET} --drafter {HEAD} \\\n  "
+            f"--temperature 0 --repeats 0 --max-tokens 96 --out {RUNS}/engines",
+        ),
+        f"{RUNS}/engines",
+        read_engines,
+        needs=("quickstart",),
+    ),
+}
+
+
+# ------------------------------------------------------------------ results, kept and shown
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def measure(name: str, given: Path | None = None) -> None:
+    """Runs the commands of a figure, unless a folder of their results is `given`, and keeps the result."""
+    figure, commit = FIGURES[name], _commit()
+    folder = given or ROOT / figure.folder
+    if given is None:
+        (ROOT / figure.folder).mkdir(parents=True, exist_ok=True)
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        script = "set -euo pipefail\n" + "\n".join(figure.commands)
+        subprocess.run(["bash", "-c", script], cwd=ROOT, env=os.environ | {"PATH": path}, check=True)
+    tables = figure.read(folder)
+    newest = max(path.stat().st_mtime for path in folder.rglob("*") if path.suffix in (".json", ".md"))
+    save_json(RESULTS / f"{name}.json", {
+        "commit": (_commits_in(folder) or commit) if given else commit,
+        "date": datetime.fromtimestamp(newest, UTC).strftime("%Y-%m-%d"),
+        "machine": cpu_model(),
+        "tables": {table: asdict(cells) for table, cells in tables.items()},
+    })  # fmt: skip
+    for made, shown in figure.pictures:
+        shutil.copyfile(folder / made, ROOT / "docs" / shown)
+
+
+def _commit() -> str:
+    """The commit of the tree; `-dirty` if files other than the pages and results differ from it."""
+    commit = (git_commit(ROOT) or "unknown").removesuffix("-dirty")
+    changed = ["git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs", ":!README.md"]
+    return commit + ("-dirty" if subprocess.run(changed, cwd=ROOT, capture_output=True, text=True).stdout else "")
+
+
+def _commits_in(folder: Path) -> str | None:
+    """The commits that the reports of a folder name."""
+    reports = [folder / "acceptance.json", *sorted(folder.glob("*/acceptance.json"))]
+    found = {load_report(path).provenance.git_commit for path in reports if path.exists()}
+    return ", ".join(sorted(commit for commit in found if commit)) or None
+
+
+def result(name: str) -> dict[str, Any]:
+    """The kept result of a figure; ValueError if the figure or its result does not exist."""
+    if name not in FIGURES:
+        raise ValueError(f"no command measures {name!r}: expected one of {', '.join(FIGURES)}")
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        raise ValueError(f'{name} has no result {path.name}: run make figures ARGS="--only {name}"')
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def shown(name: str, table: str, kept: Mapping[str, Any], commands: bool) -> str:
+    """The marked text of a table. `commands`: with the lines that measured it, at the figure's first table."""
+    if table not in kept["tables"]:
+        raise ValueError(f"{name} has no table {table!r}: expected one of {', '.join(kept['tables'])}")
+    cells, again = Table(**kept["tables"][table]), f'make figures ARGS="--only {name}"'
+    told = f"Commit {kept['commit'][:7]}, {kept['date']}, {kept['machine']}; `{again}`"
+    if commands and table == next(iter(kept["tables"])):
+        told += " runs:\n\n```bash\n" + "\n".join(FIGURES[name].commands) + "\n```"
+    begin = f"<!-- measured {name}.{table}: docs/figures/{name}.json, by {again} -->"
+    return f"{begin}\n\n{markdown(cells.headings, cells.rows, cells.left)}\n{told}\n\n<!-- /measured -->"
+
+
+def filled(page: Path, text: str) -> str:
+    """A page with its tables as their results are; ValueError names a table without a figure or a result."""
+    in_docs = page.parent.name == "docs"
+    return MARKED.sub(lambda m: shown(m[1], m[2], result(m[1]), in_docs), text)
+
+
+def strays(text: str) -> list[str]:
+    """Rows of figures outside of marked tables, generated ones and examples of code."""
+    rest = GENERATED.sub("", MARKED.sub("", text))
+    rows = [line for line in rest.splitlines() if line.startswith("|")]
+    return [row for row in rows if sum(bool(FIGURE.fullmatch(cell.strip())) for cell in row.split("|")) >= 2]
+
+
+def faults(page: Path, text: str) -> list[str]:
+    """What `--check` refuses."""
+    found = [f"{page.name}: no command measures the row {row}" for row in strays(text)]
+    try:
+        if filled(page, text) != text:
+            found.append(f"{page.name}: a table is not that of its result: run python scripts/figures.py --render")
+    except ValueError as error:
+        found.append(f"{page.name}: {error}")
+    return found
+
+
+def main(
+    only: Annotated[list[str] | None, typer.Option(help="Figure; several times. All by default.")] = None,
+    given: Annotated[Path | None, typer.Option("--from", help="Folder of results, instead of measuring.")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="Print names, minutes and commits.")] = False,
+    render: Annotated[
+        bool, typer.Option("--render", help="Write the pages from the results; measure nothing.")
+    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Exit code 1 if a page and a result disagree.")] = False,
+) -> None:
+    """Measure, keep the results, write the tables."""
+    names = only or list(FIGURES)
+    if unknown := [name for name in names if name not in FIGURES]:
+        raise typer.BadParameter(f"{', '.join(unknown)}: expected {', '.join(FIGURES)}", param_hint="--only")
+    if given is not None and len(names) > 1:
+        raise typer.BadParameter("needs one --only, whose results these are", param_hint="--from")
+    if listed:
+        for name in names:
+            path, needs = RESULTS / f"{name}.json", ", ".join(FIGURES[name].needs)
+            commit = json.loads(path.read_text())["commit"][:7] if path.exists() else "no result"
+            typer.echo(f"{name:14}{FIGURES[name].minutes:4} min  {commit:10}{f'after {needs}' if needs else ''}")
+        return
+    if check:
+        found = [fault for page in pages() for fault in faults(page, page.read_text(encoding="utf-8"))]
+        typer.echo("\n".join(found) or "every table is that of its result")
+        raise typer.Exit(1 if found else 0)
+    for name in () if render else names:
+        typer.echo(f"{name}: about {FIGURES[name].minutes} minutes" if given is None else f"{name}: from {given}")
+        measure(name, given)
+        _write()
+    _write()
+
+
+def _write() -> None:
+    for page in pages():
+        page.write_text(filled(page, page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,83 @@
+"""Every table of figures in README.md and docs/ is that of its result, and a command measures it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts import figures
+from scripts.figures import FIGURES, MARKED, RESULTS, ROOT, Table, faults, filled, pages, strays
+
+PAGE = ROOT / "docs" / "page.md"
+
+
+def test_every_page_agrees_with_the_results():
+    assert [fault for page in pages() for fault in faults(page, page.read_text(encoding="utf-8"))] == []
+
+
+def test_every_figure_has_a_result_of_a_commit_and_is_shown():
+    shown = {mark[1] for page in pages() for mark in MARKED.finditer(page.read_text(encoding="utf-8"))}
+    assert shown == set(FIGURES) == {path.stem for path in RESULTS.glob("*.json")}
+    for name in FIGURES:
+        assert len(json.loads((RESULTS / f"{name}.json").read_text())["commit"]) >= 7, name
+
+
+def test_a_changed_cell_an_unknown_figure_and_a_table_of_nobody_are_faults(tmp_path, monkeypatch):
+    page = ROOT / "docs" / "plan.md"
+    text = page.read_text(encoding="utf-8")
+    cell = json.loads((RESULTS / "plan.json").read_text())["tables"]["errors"]["rows"][0][1]
+    assert any("not that of its result" in fault for fault in faults(page, text.replace(f" {cell} |", " 9.99 |", 1)))
+    assert any(
+        "no command measures 'plam'" in fault for fault in faults(page, text.replace("plan.errors:", "plam.errors:"))
+    )
+    assert any("no table 'error'" in fault for fault in faults(page, text.replace("plan.errors:", "plan.error:")))
+    assert faults(PAGE, "| K | τ | speedup |\n| --- | --- | --- |\n| 4 | 2.41 | 1.30 |\n") != []
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    assert any("has no result plan.json" in fault for fault in faults(page, text))
+
+
+def test_examples_of_code_and_options_are_no_figures():
+    assert strays("| `p` | 0.8 | decay |\n```\n| a | 1.25 | 2.50 |\n```\n") == []
+
+
+def test_a_result_fills_its_tables_and_nothing_else(tmp_path, monkeypatch):
+    printed = "| run | error |\n| --- | ---: |\n| small | 1.07 |\n"
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "memory.md").write_text(printed)
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    figures.measure("memory", tmp_path / "made")
+    page = "above\n\n<!-- measured memory.rows: -->\n\nold\n\n<!-- /measured -->\n\nbelow\n"
+    made = filled(PAGE, page)
+    assert made.startswith("above\n\n<!-- measured") and made.endswith("<!-- /measured -->\n\nbelow\n")
+    assert "| small | 1.07 |" in made and "bench_memory.py" in made and "old" not in made
+    assert filled(PAGE, made) == made and "```bash" not in filled(ROOT / "README.md", page)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "engines"])
+def test_the_figures_of_a_report_are_those_of_its_summary(name, monkeypatch):
+    summary = {f"t{t}.{key}": 2.5 + t for t in (0, 1) for key in (*figures.SUMMARY.values(), "vllm_acceptance_length")}
+    report = type("Report", (), {"summary": summary | {"lossless_mismatches": 0.0}})
+    monkeypatch.setattr(figures, "load_report", lambda path: report)
+    cells = [cell for table in FIGURES[name].read(Path()).values() for row in table.rows for cell in row]
+    assert {"quickstart": {"2.50", "3.50", "0"}, "engines": {"2.500"}}[name] <= set(cells)
+
+
+def test_speeds_of_methods_become_ratios_to_drafting_off_and_trees_ratios_to_their_chain(tmp_path):
+    def row(method, workload, rate, speedup=None, tau=2.0):
+        spread = {"median": speedup} if speedup else None
+        return {"method": method, "workload": workload, "tokens_per_second": {"median": rate}, "speedup": spread,
+                "acceptance_length": tau}  # fmt: skip
+
+    rows = [row("default", w, 100.0) for w in ("math", "chat")]
+    rows += [row("dspark", "math", 200.0, 2.0), row("dspark", "chat", 800.0, 8.0)]
+    rows += [row("dspark, tree", w, 300.0, 3.0, 2.5) for w in ("math", "chat")]
+    (tmp_path / "runtime.json").write_text(json.dumps({"results": rows}))
+    made = FIGURES["runtime"].read(tmp_path)
+    assert made["methods"] == Table(
+        ["speedup", "math", "chat", "geometric mean"],
+        [["drafting off, tokens/s", "100", "100", "100"], ["`dspark`", "2.00", "8.00", "4.00"],
+         ["`dspark, tree`", "3.00", "3.00", "3.00"]],
+    )  # fmt: skip
+    assert made["trees"].rows == [["`dspark`", "1.00", "4.00"], ["`dspark, tree`", "1.25", "3.00"]]
