@@ -28,13 +28,12 @@ from tests.train.test_cli import TOKENIZER, call, refused
 from train.data.sources import load_sources
 from train.planner import devices as hardware
 from train.planner import rehearsal
-from train.planner.devices import DEVICES, Device, Range, find_device
+from train.planner.devices import DEVICES, Device, Product, Range, Work, find_device
 from train.planner.memory import checkpoint_bytes, disk, state_bytes, training_memory
 from train.planner.outline import Outline, outline
 from train.planner.phases import phases, suite_turns
 from train.planner.plan import make_plan
 from train.planner.token_counts import TokenCount, assumed
-from train.planner.work import Product, Work
 from train.recipe.load import load_recipe
 from train.recipe.recipe import make_recipe
 from train.recipe.sections import EvaluationSection
