@@ -33,11 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.measuring import in_fresh_process, save_json, table, with_peak_memory
 from train.pipeline import data_stage, run
 from train.pipeline.progress import Stages
-from train.planner.devices import CALL, Device, Range, measure_cpu
+from train.planner.devices import CALL, Device, Range, Work, measure_cpu, total
 from train.planner.memory import checkpoint_bytes, disk, memory
 from train.planner.outline import Outline, outline
 from train.planner.phases import generation, phases, texts_of
-from train.planner.work import Work, total
 from train.recipe.load import load_recipe
 from train.recipe.recipe import make_recipe
 from train.trainer.checkpoint import latest

@@ -18,7 +18,7 @@ from inference.spec_decode.proposers.base import Proposer
 class RowManager:
     """Admits requests to rows and frees their rows; rows in use stay contiguous. Runs no model.
 
-    memory_limit   most memory for keys and values; None: as much as the scheduler's rows need
+    memory_limit   most memory for keys and values; None, as at first: as much as the scheduler's rows need
     proposer       keeps drafter state per row; None while speculation is off
     counters       the engine's: preemptions and prefix-cache hits are counted here
     """
@@ -29,10 +29,10 @@ class RowManager:
         prefix_cache: PrefixReuse,
         scheduler: Scheduler,
         proposer: Proposer | None,
-        memory_limit: KVMemory | None = None,
     ) -> None:
         self.cache, self.prefix_cache, self.scheduler = cache, prefix_cache, scheduler
-        self.proposer, self.memory_limit = proposer, memory_limit
+        self.proposer = proposer
+        self.memory_limit: KVMemory | None = None
         self.counters = EngineCounters()
 
     def admit(self) -> list[Request]:

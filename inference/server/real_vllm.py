@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 PYTHON_VARIABLE = "DRAFTSMITH_VLLM_PYTHON"
 SERVER = ("-m", "vllm.entrypoints.openai.api_server")  # the `vllm` command is missing from some of its builds
-VLLM_METHODS = {"mlp": "mlp_speculator"}  # methods with other names in vLLM
 HF_ONLY = ("request_timeout_s", "max_body_bytes", "max_prompt_tokens", "max_output_tokens", "max_n")
 READ = ("engine", "vllm_python", "model", "revision", "trust_remote_code", "speculative_config")  # read here
 
@@ -84,6 +83,7 @@ def _drafting(flags: ServeFlags, older: dict[str, Any]) -> dict[str, Any] | None
     """speculative_config under vLLM's names, with its method."""
     from inference.entrypoints.speculative_defaults import complete
     from inference.entrypoints.vllm_options import RULES
+    from speculators.export.serving_commands import vllm_method
 
     options = speculative_config(flags, older)
     if options is None:
@@ -97,7 +97,7 @@ def _drafting(flags: ServeFlags, older: dict[str, Any]) -> dict[str, Any] | None
     rule = options.pop("rejection_sample_method", "auto")
     if rule != "auto":  # vLLM chooses if the field is absent
         options["rejection_sample_method"] = rules.get(rule, rule)
-    return options | {"method": VLLM_METHODS.get(options["method"], options["method"])}
+    return options | vllm_method(options["method"])
 
 
 def _python(given: str | None) -> str:

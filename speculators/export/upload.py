@@ -86,11 +86,11 @@ def usable_token(token: str | None) -> str:
     return token
 
 
-def account(token: str | None = None) -> str:
+def account() -> str:
     """The name of the account whose token would be used; HubError if the token is not accepted."""
     from huggingface_hub import HfApi
 
-    token = usable_token(token)
+    token = usable_token(None)
     with _as_hub_error("push", token):
         return HfApi(token=token).whoami()["name"]
 

@@ -122,13 +122,6 @@ def test_markup_in_a_message_is_text(recipe_file):
 # ------------------------------------------------------------------ schema
 
 
-def test_schema_prints_every_key():
-    code, output = call("schema")
-    assert code == 0
-    for row in describe_schema():
-        assert row.name in output
-
-
 def test_schema_as_json_is_the_manual():
     code, output = call("schema", "--json")
     assert code == 0
@@ -156,15 +149,8 @@ def test_dry_run_says_what_would_happen_and_does_nothing(recipe_file):
         "10 steps",
     ):
         assert words in output
-    assert "at least 3" in output and "Nothing was loaded" in output
+    assert "min: 3" in output and "Nothing was loaded" in output
     assert not (recipe_file.parent / "run").exists()
-
-
-def test_dry_run_says_which_steps_are_on_policy(recipe_file):
-    code, output = call("train", recipe_file, "on_policy={share: {start: 0.0, end: 0.5}, prompts: 7}", "--dry-run")
-    assert code == 0, output
-    said = " ".join(output.split())
-    assert "0% at first, 50% at the end, of the micro-steps; 7 texts of at most 256" in said and "reverse_kl" in said
 
 
 def test_dry_run_says_what_cached_features_take(recipe_file):
@@ -234,14 +220,6 @@ def test_dry_run_refuses_what_the_run_would_refuse(recipe_file, tmp_path):
 # ------------------------------------------------------------------ prepare
 
 
-def test_prepare_shows_counts_and_a_mask(recipe_file):
-    code, output = call("prepare", recipe_file, "--sample", 3)
-    assert code == 0, output
-    assert "workload" in output and "supervised (green)" in output
-    assert "<|im_start|>assistant" in output and "train.jsonl.gz:" in output
-    assert "there are 30 examples" in refused("prepare", recipe_file, "--sample", 30)
-
-
 def test_prepare_takes_prompts_without_responses(recipe_file, tmp_path):
     """Regeneration writes them, so there is no mask to show yet."""
     path = tmp_path / "prompts.jsonl"
@@ -251,6 +229,7 @@ def test_prepare_takes_prompts_without_responses(recipe_file, tmp_path):
     assert code == 0, output
     assert "to be written" in output and "Say hello." in output
     assert "no assistant turn" in refused("prepare", recipe_file, override, "regenerate.enabled=false")
+    assert "there are 1 examples" in refused("prepare", recipe_file, override, "--sample", 1)
 
 
 # ------------------------------------------------------------------ export and inspect

@@ -1,4 +1,4 @@
-"""`draftsmith prepare`: a recipe's data before anything is trained on it, as tables, bars and a sample with its mask.
+"""`draftsmith prepare`: a recipe's data before anything is trained on it, as tables and a sample with its mask.
 
 Examples are read and tokenised as a run does it; torch is imported when the command runs.
 """
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.bar import Bar
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -157,7 +156,8 @@ def _print(console: Console, report: dict[str, Any], *, regenerated: bool) -> No
     if regenerated:
         console.print("Responses are those of the data; the run replaces them by the target's own.\n", style="dim")
     if report["all"]["rows"]:
-        _print_lengths(console, report["all"])
+        quantiles = ", ".join(f"{name} {value:,}" for name, value in report["all"]["lengths"].items())
+        console.print(Text("Tokens per row", style="bold"), Text(quantiles, style="dim"))
     if not report["left_out"]:
         return
     table = _table("Left out", "why", "rows", "the first", right=("rows",))
@@ -199,21 +199,6 @@ def _sparkline(counts: list[int]) -> str:
     """One character per bucket, its height relative to the fullest; a space for an empty one."""
     top = max(counts)
     return "".join(BLOCKS[round((len(BLOCKS) - 1) * n / top)] if n else " " for n in counts)
-
-
-def _print_lengths(console: Console, counts: dict[str, Any]) -> None:
-    quantiles = ", ".join(f"{name} {value:,}" for name, value in counts["lengths"].items())
-    console.print(Text("Tokens per row", style="bold"), Text(quantiles, style="dim"))
-    grid = Table.grid(padding=(0, 1))
-    grid.add_column(justify="right", style="dim")
-    grid.add_column(width=max(min(console.width - 30, 60), 10))
-    grid.add_column(justify="right")
-    top = max(bucket["rows"] for bucket in counts["histogram"])
-    for bucket in counts["histogram"]:
-        bar = Bar(top, 0, bucket["rows"], color="cyan")
-        grid.add_row(f"{bucket['from']:,} – {bucket['to']:,}", bar, f"{bucket['rows']:,}")
-    console.print(grid)
-    console.print()
 
 
 def _print_sample(console: Console, example: Example, tokenizer: ConversationTokenizer, *, regenerated: bool) -> None:

@@ -64,8 +64,9 @@ def run(
         raise ConfigError(f"{recipe_path}: family is {recipe.family!r}; this launcher trains {', '.join(families)}")
     if dry_run:
         from train.planner.dry_run import describe
+        from train.planner.outline import outline
 
-        describe(recipe)
+        describe(outline(recipe))
         return 0
     if recipe.export.push_to_hub:
         account()  # a token that is of no use is noticed now, and not after the training

@@ -1,4 +1,4 @@
-"""The rates and memory of devices: accelerators by their makers' data sheets, and this machine's CPU, measured.
+"""The rates and memory of devices, by their makers' data sheets or measured, and the time that work takes on them.
 
 Peaks are dense (without sparsity), memory is what the maker names in decimal GB, links are bytes per second in one
 direction between two devices of one host. The shares of a peak that real code reaches are assumptions; for a CPU they
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -110,6 +110,64 @@ def total_memory(device: torch.device) -> int | None:
     if device.type == CPU:
         return None
     return int(torch.get_device_module(device).get_device_properties(device).total_memory)
+
+
+# --------------------------------------------------------------------------------------------- the time of work
+
+
+class Product(NamedTuple):
+    """A matrix product or an attention: operations, bytes read and written, and the dtype of its inputs."""
+
+    flops: float
+    moved: float
+    dtype: torch.dtype
+
+
+@dataclass
+class Work:
+    """Matrix products, bytes through memory and operations: a vector, as works are added and scaled.
+
+    A product takes the time of its arithmetic or of its operands' way through memory, whichever is longer (a roofline).
+    Everything else takes the time of its bytes, and every operation a fixed start. `products`: how often each is made;
+    `traffic`: bytes read and written by everything else; `calls`: operations started; `sent`: bytes to other devices.
+    """
+
+    products: dict[Product, float] = field(default_factory=dict)
+    traffic: float = 0.0
+    calls: float = 0.0
+    sent: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        products = dict(self.products)
+        for product, times in other.products.items():
+            products[product] = products.get(product, 0) + times
+        return Work(products, self.traffic + other.traffic, self.calls + other.calls, self.sent + other.sent)
+
+    def __mul__(self, times: float) -> Work:
+        products = {product: times * n for product, n in self.products.items()}
+        return Work(products, times * self.traffic, times * self.calls, times * self.sent)
+
+    @property
+    def flops(self) -> float:
+        return sum(product.flops * times for product, times in self.products.items())
+
+    def seconds(self, device: Device) -> Range:
+        """The time on one device, from the best to the worst part of its peaks that may be reached."""
+        return Range(*(self._seconds(device, i) for i in (2, 1, 0)))
+
+    def _seconds(self, device: Device, which: int) -> float:
+        reached, bandwidth = device.products[which], device.transfers[which] * device.bandwidth
+        computed = self.traffic / bandwidth + sum(
+            times * max(p.flops / (reached * device.peak(p.dtype)), p.moved / bandwidth)
+            for p, times in self.products.items()
+        )
+        started = self.calls * device.call_seconds
+        # an accelerator computes while the next operations are started
+        return (computed + started if device.kind == CPU else max(computed, started)) + self.sent / device.link
+
+
+def total(works: Iterable[Work]) -> Work:
+    return sum(works, Work())
 
 
 # --------------------------------------------------------------------------------------------- this machine

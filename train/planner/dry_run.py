@@ -1,14 +1,13 @@
 """`--dry-run` prints what a recipe would do, before any weight is loaded or a token is generated.
 
-The facts come from train/planner/outline.py, memory and disk from train/planner/memory.py. `draftsmith plan` adds time
-and money.
+First comes the recipe with every default written out, then what follows from it: shapes, tokens and steps
+(train/planner/outline.py), memory and disk (train/planner/memory.py). `draftsmith plan` adds time and money.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -18,16 +17,14 @@ from rich.table import Table
 
 from inference.console import size_text
 from train.planner.memory import StageMemory, disk, training_memory
-from train.planner.outline import Outline, outline
+from train.planner.outline import Outline
 from train.planner.token_counts import TokenCount
-from train.recipe.data_sections import TemperatureShare
-from train.recipe.recipe import Recipe
-from train.recipe.run_folder import EXPORT, PAGE, RECIPE, REPORT
 
 
-def describe(recipe: Recipe, console: Console | None = None) -> None:
+def describe(plan: Outline, console: Console | None = None) -> None:
     """Prints what a run of this recipe would do."""
-    plan, console = outline(recipe), console or Console()
+    console = console or Console()
+    console.print(plan.recipe.resolved_yaml(), markup=False, highlight=False, soft_wrap=True)
     for title, rows in _sections(plan):
         print_pairs(console, title, rows)
     shapes = Table(
@@ -56,20 +53,12 @@ Rows = list[tuple[str, str]]
 
 
 def _sections(plan: Outline) -> list[tuple[str, Rows]]:
-    recipe = plan.recipe
-    about = {"min": "at least", "max": "at most"}
-    gates = [
-        (name, ", ".join(f"{about[k]} {v:g}" for k, v in gate.model_dump(exclude_none=True).items()))
-        for name, gate in recipe.gates.items()
-    ]
     return [
-        (f"{recipe.name} ({recipe.family})", _model_rows(plan)),
+        (f"{plan.recipe.name} ({plan.recipe.family})", _model_rows(plan)),
         ("Data", _data_rows(plan)),
         ("Training", _training_rows(plan)),
         ("Memory of one process while it trains, about", memory_rows(training_memory(plan))),
         ("Disk, about", byte_rows(disk(plan))),
-        ("Gates", gates or [("none", "nothing is gated; the report is written all the same")]),
-        ("Output", _output_rows(recipe)),
     ]
 
 
@@ -126,24 +115,9 @@ def _alike(shapes: dict[str, tuple[int, ...]]) -> list[tuple[str, tuple[int, ...
 
 
 def _data_rows(plan: Outline) -> Rows:
-    recipe = plan.recipe
-    rows = [(f"train {i}" if i else "train", _source_text(s)) for i, s in enumerate(plan.sources)]
-    rows += [(f"validation {i}" if i else "validation", _source_text(s)) for i, s in enumerate(plan.validation)]
-    r = recipe.regenerate
-    rewritten = (
-        f"{_shares_text(r.temperatures)}; at most {r.max_new_tokens} tokens, counted above as long as those of the data"
-    )
-    where = f"by the target at {len(r.endpoints)} endpoints" if r.endpoints else "by the target"
-    which = ", every turn" if r.turns == "all" else ""
-    rows.append(("responses", f"{where}{which}: {rewritten}" if r.enabled else "as in the data"))
-    rows.append(
-        ("rows", f"{recipe.data.max_length} tokens, {'packed' if recipe.data.packing else 'one document each'}")
-    )
-    return rows
-
-
-def _shares_text(shares: Sequence[TemperatureShare]) -> str:
-    return ", ".join(f"{entry.share:.0%} at temperature {entry.temperature:g}" for entry in shares)
+    return [("train", _source_text(s)) for s in plan.sources] + [
+        ("validation", _source_text(s)) for s in plan.validation
+    ]
 
 
 def _source_text(source: TokenCount) -> str:
@@ -155,68 +129,16 @@ def _source_text(source: TokenCount) -> str:
 
 
 def _training_rows(plan: Outline) -> Rows:
-    t, d, steps = plan.recipe.training, plan.recipe.drafter, plan.steps()
-    shared = plan.step_rows()
+    t, shared, steps = plan.recipe.training, plan.step_rows(), plan.steps()
     per_step = shared.rows_per_step * plan.recipe.data.max_length
     passes = f", about {steps * per_step / plan.tokens:.2g} passes over the data" if steps and plan.tokens else ""
-    budget = f"{steps:,} steps{passes}" if steps else "until the budget of epochs is spent" if t.epochs else ""
-    limit = f"at most {t.max_minutes:g} minutes" if t.max_minutes else ""
-    decay = [d.step_decay**k for k in range(d.unroll_steps)]
-    weights = ", ".join(f"{w / sum(decay):.2f}" for w in decay)
+    budget = f"{steps:,} steps{passes}" if steps else "until the budget of epochs or minutes is spent"
+    over = "per process" if t.global_batch_size is None else "over all processes"
     return [
-        ("budget", "; ".join(part for part in (budget, limit) if part)),
-        (
-            "a step",
-            f"{per_step:,} tokens {'per process' if t.global_batch_size is None else 'over all processes'} "
-            f"({shared.rows} rows x {shared.micro_steps} micro-steps)",
-        ),
-        ("depths", f"{d.unroll_steps}, weighted {weights}"),
-        ("loss", ", ".join(f"{weight} x {name}" for name, weight in plan.recipe.loss.items())),
-        (
-            "learning rate",
-            f"{t.learning_rate:g}, {t.lr_schedule} after {t.warmup_ratio:.0%} warm-up, clip {t.max_grad_norm:g}",
-        ),
+        ("budget", budget),
+        ("a step", f"{per_step:,} tokens {over} ({shared.rows} rows x {shared.micro_steps} micro-steps)"),
         ("precision", "bf16 autocast, float32 weights" if plan.autocast == torch.bfloat16 else "float32"),
-        *_on_policy_rows(plan.recipe),
     ]
-
-
-def _on_policy_rows(recipe: Recipe) -> Rows:
-    """The texts of the drafter in training that each stage learns from."""
-    rows: Rows = []
-    for name, part in recipe.training_stages():
-        if (section := part.on_policy) is None:
-            continue
-        share = section.share
-        steps = f"{share.start:.0%}" + (f" at first, {share.end:.0%} at the end," if share.end != share.start else "")
-        drafts = section.num_speculative_tokens or recipe.evaluation.num_speculative_tokens
-        written = "written by the draft model itself" if part.drafter_writes() else f"{drafts} drafts per round"
-        suffix = ", ".join(f"{weight} x {term}" for term, weight in section.suffix_loss.items())
-        rows += [
-            (
-                f"on-policy{f', stage {name}' if name else ''}",
-                f"{steps} of the micro-steps; {section.prompts} texts of at most {section.max_new_tokens} tokens every "
-                f"{section.refresh_every} steps, {written}; "
-                + _shares_text(section.temperatures or part.regenerate.temperatures),
-            )
-        ]
-        if not part.drafter_writes():
-            weight = f"{section.suffix_weight:g} x {section.suffix_decay:g}^j"
-            rows.append(("", f"rejected suffixes: {suffix}, weighted {weight}"))
-    return rows
-
-
-def _output_rows(recipe: Recipe) -> Rows:
-    folder = Path(recipe.output_dir)
-    paths = [
-        ("resolved recipe", RECIPE),
-        ("checkpoints", "checkpoints"),
-        ("drafter", EXPORT),
-        ("measurements", REPORT),
-        ("report", PAGE),
-    ]
-    rows = [(name, f"{folder / path}{' (exists)' if (folder / path).exists() else ''}") for name, path in paths]
-    return [*rows, ("trackers", ", ".join(recipe.trackers) or "none")]
 
 
 def memory_rows(stage: StageMemory) -> Rows:

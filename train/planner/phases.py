@@ -15,9 +15,9 @@ import torch
 from inference.evaluation.evaluate import EvaluationSettings
 from inference.evaluation.suites import load_suite
 from train.planner import rehearsal
+from train.planner.devices import Work, total
 from train.planner.outline import Outline
 from train.planner.token_counts import ASSUMED_SHARE, ASSUMED_TOKENS, TokenCount
-from train.planner.work import Work, total
 from train.recipe.sections import EvaluationSection
 
 ASSUMED_TAU = 2.5  # acceptance length of the drafter that is going to be measured

@@ -32,8 +32,8 @@ from speculators.target.probe import needs_eager
 from train.data.loss_mask import TokenRow
 from train.data.packing import PackedRow, pack
 from train.losses.chunked import BLOCK_BYTES, CHUNK_BYTES, CHUNK_ROWS, SMALLEST_CHUNK
+from train.planner.devices import Work
 from train.planner.trace import CPU, Tally, Trace, without_memory
-from train.planner.work import Work
 from train.trainer.joint_target import JointTarget
 from train.trainer.optimizers import make_optimizer, optimizers_in
 from train.trainer.parallel import fill_gradients

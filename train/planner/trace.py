@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from inference.kv_cache.ragged_cache import RaggedView
-from train.planner.work import Product, Work
+from train.planner.devices import Product, Work
 
 REAL = 1 << 18  # elements: larger tensors are hollow
 CPU, META = torch.device("cpu"), torch.device("meta")

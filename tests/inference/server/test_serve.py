@@ -120,6 +120,8 @@ class TestVLLM:
         given = {"method": "mlp", "model": "x", "num_speculative_tokens": 2, "rejection_sample_method": "token"}
         _, drafting = self.command(f"target --speculative-config '{json.dumps(given)}'")
         assert drafting == given | {"method": "mlp_speculator", "rejection_sample_method": "standard"}
+        _, drafting = self.command("""target -sc '{"method": "dflash2", "model": "x", "num_speculative_tokens": 2}'""")
+        assert drafting["method"] == "dflash"
         _, drafting = self.command(OLDER)
         assert drafting == {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}
 

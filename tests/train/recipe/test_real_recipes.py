@@ -181,17 +181,6 @@ def local_recipe(path: Path, folder: Path, *overrides: str) -> Recipe:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", REAL, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_a_real_recipe_can_be_planned(path: Path, tmp_path: Path) -> None:
-    plan, billions = planned(path, tmp_path)
-    assert plan.target.num_parameters / 1e9 == pytest.approx(billions, abs=0.01)
-    assert 0 < plan.trainable < plan.target.num_parameters
-    assert plan.drafter.vocab_size == plan.target.vocab_size
-    assert plan.recipe.name == f"{path.parent.name}/{path.stem}"
-    dry_run.describe(plan.recipe)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", REAL, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_a_real_recipe_fits_the_devices_that_it_names(path: Path, tmp_path: Path) -> None:
     """Every stage, measurement in float32 among them, by the plan that its first lines name, as it is launched."""
     text = path.read_text()
@@ -203,6 +192,12 @@ def test_a_real_recipe_fits_the_devices_that_it_names(path: Path, tmp_path: Path
     plan = make_plan(local_recipe(path, tmp_path), find_device(gpu), int(count))
     names = {each.name for stage in plan.stages for each in stage.memory}
     assert plan.fits and {"train", "measure", "measure in float32"} <= names
+    first = plan.stages[0].outline
+    assert first.target.num_parameters / 1e9 == pytest.approx(TARGETS[load_recipe(path).target.model][0], abs=0.01)
+    assert 0 < first.trainable < first.target.num_parameters
+    assert first.drafter.vocab_size == first.target.vocab_size
+    assert first.recipe.name == f"{path.parent.name}/{path.stem}"
+    dry_run.describe(first)
 
 
 @pytest.mark.slow
@@ -217,7 +212,7 @@ def test_a_student_is_planned_from_its_config_alone(path: Path, tmp_path: Path, 
     adapted, _ = planned(path, tmp_path, lora)
     assert adapted.parameters - adapted.trainable == plan.trainable and 0 < adapted.trainable < plan.trainable / 10
     assert training_memory(adapted).total < training_memory(plan).total
-    dry_run.describe(adapted.recipe, Console(width=300))
+    dry_run.describe(adapted, Console(width=300))
     printed = " ".join(capsys.readouterr().out.split())
     assert "no state of the target: tokens alone" in printed
     assert f"starts from {adapted.recipe.drafter.init_from}" in printed
