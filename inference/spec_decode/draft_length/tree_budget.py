@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from inference.requests.request import Request
 from inference.spec_decode.draft_length.costs import Forward, RoundCosts
-from inference.spec_decode.draft_length.policy import DraftLength
+from inference.spec_decode.draft_length.policy import DraftLength, Schedule
 from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.proposers.base import Proposer
 
@@ -27,8 +27,8 @@ class AdaptiveTreeBudget(DraftLength):
     """As many places as pay, `num_speculative_tokens` at most, and at least one. Whole trees are drafted; `costs`: of
     their D only the last is read."""
 
-    def __init__(self, num_speculative_tokens: int, costs: RoundCosts) -> None:
-        super().__init__(num_speculative_tokens)
+    def __init__(self, num_speculative_tokens: int, costs: RoundCosts, schedule: Schedule | None = None) -> None:
+        super().__init__(num_speculative_tokens, schedule)
         self._costs = costs
         self._tokens = self._steps = PRIOR_ROUNDS  # committed per row, and plain decoding steps that they took
         self._accepted = self._expected = self._expected_now = 0.0  # places, of all rows
