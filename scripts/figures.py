@@ -7,9 +7,8 @@
     python scripts/figures.py --check                             # exit code 1 if a page and a result disagree
 
 A table stands between `<!-- measured FIGURE.TABLE: … -->` and `<!-- /measured -->`. Its cells are in
-docs/figures/FIGURE.json with the commit that was measured. Measuring deletes the folder of an earlier run: runs/compare,
-runs/quickstart/eagle3, runs/figures/…. All other text on the pages is written by hand, and has no
-table of figures.
+docs/figures/FIGURE.json with the commit that was measured. All other text on the pages is written by hand, and has no
+table of figures. Measuring deletes what an earlier run left: runs/compare, runs/quickstart/eagle3, runs/figures/….
 """
 
 from __future__ import annotations
@@ -310,7 +309,7 @@ def measure(name: str, given: Path | None = None) -> None:
     figure, commit = FIGURES[name], _commit()
     folder = given or ROOT / figure.folder
     if given is None:
-        if figure.folder not in (RUNS, "runs"):
+        if figure.folder != RUNS:
             shutil.rmtree(folder, ignore_errors=True)  # runs continue where they stopped, of another commit too
         folder.mkdir(parents=True, exist_ok=True)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
