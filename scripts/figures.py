@@ -8,7 +8,7 @@
 
 A table stands between `<!-- measured FIGURE.TABLE: … -->` and `<!-- /measured -->`. Its cells are in
 docs/figures/FIGURE.json with the commit that was measured. All other text on the pages is written by hand, and has no
-table of figures.
+table of figures. Measuring deletes what an earlier run left: runs/compare, runs/quickstart/eagle3, runs/figures/….
 """
 
 from __future__ import annotations
@@ -309,7 +309,9 @@ def measure(name: str, given: Path | None = None) -> None:
     figure, commit = FIGURES[name], _commit()
     folder = given or ROOT / figure.folder
     if given is None:
-        (ROOT / figure.folder).mkdir(parents=True, exist_ok=True)
+        if figure.folder != RUNS:
+            shutil.rmtree(folder, ignore_errors=True)  # runs continue where they stopped, of another commit too
+        folder.mkdir(parents=True, exist_ok=True)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         script = "set -euo pipefail\n" + "\n".join(figure.commands)
         subprocess.run(["bash", "-c", script], cwd=ROOT, env=os.environ | {"PATH": path}, check=True)
