@@ -46,11 +46,11 @@ PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SIZES: dict[str, Any] = {
     r"vocab_size|padded_vocab_size|vocab_size_per_layer_input": VOCABULARY,
     r"num_hidden_layers|n_layers?|num_layers|decoder_layers|encoder_layers|num_decoder_layers": LAYERS,
-    r"num_attention_heads|n_heads?|num_heads|decoder_attention_heads|encoder_attention_heads|.*linear_attn_heads": 4,
+    r"num_attention_heads|n_heads?|num_heads|linear_num_heads|(de|en)coder_attention_heads": 4,
     r"num_key_value_heads|num_kv_heads|swa_num_key_value_heads": 2,
-    r"(global_|swa_|v_|swa_v_|attention_|linear_key_|linear_value_)?head_dim|d_kv|qk_(rope_|nope_)?head_dim": 8,
+    r"(global_|swa_|v_|swa_v_|linear_(key_|value_)?)?head_dim|d_kv|qk_(rope_|nope_)?head_dim": 8,
     r"(q|kv|o)_lora_rank|low_rank_dim": 16,
-    r"hidden_size|n_embd|d_model|dim|embed_dim|word_embed_proj_dim|embedding_size|lru_width|attention_hidden_size": 32,
+    r"hidden_size|n_embd|d_model|dim|embed_dim|word_embed_proj_dim|embedding_size|lru_width": 32,
     r"(moe|shared_expert|expert|moe_shared_expert)_intermediate_size|expert_ffn_hidden_size": 16,
     r"intermediate_size.*|ffn_dim|n_inner|d_ff|d_inner|ffn_hidden_size|.*_ffn_dim|dense_intermediate_size": 48,
     r"num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts": 4,
@@ -76,9 +76,15 @@ SIZES: dict[str, Any] = {
     r"eos_token_id": 2,
 }
 
-UNSET = r".*_token_id|n_routed_experts|num_experts_per_tok|n_group|topk_group"  # get a size though the default has none
+# Get a size though the default has none.
+UNSET = r".*_token_id|n_(routed|shared)_experts|num_experts_per_tok|n_group|topk_group|head_dim|num_key_value_heads"
+_MIXED = ["linear_attention", "full_attention"] * (LAYERS // 2)
 GIVEN: dict[str, dict[str, Any]] = {  # what follows from the number of layers
     "bamba": {"attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {"layer_types": _MIXED},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
+    "mamba2": {"num_heads": 4, "head_dim": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "zamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -107,7 +113,7 @@ def _shrunk(fields: dict[str, Any]) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for name, value in fields.items():
         if name in ("text_config", "vision_config", "audio_config") and isinstance(value, dict):
-            kept[name] = value if name != "text_config" else value | _shrunk(value)
+            kept[name] = value if name != "text_config" else {"model_type": value["model_type"], **_shrunk(value)}
         elif name.endswith(("layer_types", "layers_block_type", "block_types", "mlp_layer_types")) and value:
             kinds = list(dict.fromkeys(value))  # in their order
             kept[name] = [kinds[i % len(kinds)] for i in range(LAYERS)]

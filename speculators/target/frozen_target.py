@@ -33,6 +33,7 @@ from speculators.target.probe import (
     Parts,
     additive_mask,
     attends_by_name,
+    confirm_causal,
     confirm_gradient,
     confirm_logits,
     confirm_masks,
@@ -108,6 +109,8 @@ class FrozenTarget(nn.Module):
             return
         self._head_to_logits, self.vocab_size = confirm_logits(parts)
         self._passes_gradients = confirm_gradient(parts)
+        confirm_causal(parts)
+        self._confirm_taps(parts)
         try:
             parts, recurrent = find_recurrent(parts)
             self._masks_by_kind = confirm_masks(parts)
@@ -358,16 +361,18 @@ class FrozenTarget(nn.Module):
                 taps, last_hidden = self._run(input_ids, position_ids, mask, places, 0, None)
         return TargetFeatures(input_ids, position_ids, segment_ids, loss_mask, taps, last_hidden, paths, forks)
 
-    def _probe_packed(self, *packed: Tensor) -> Tensor:
-        """input_ids, position_ids, segment_ids [1, T] -> last_hidden [1, T, H]. Checks the shape of the taps."""
-        features = self.features(*packed, loss_mask=packed[0])
-        expected = (*packed[0].shape, len(self.tap_layers) * self.hidden_size)
-        if features.taps is not None and features.taps.shape != expected:
+    def _confirm_taps(self, parts: Parts) -> None:
+        ids = torch.arange(3, device=parts.device)[None]
+        taps, expected = self._decode(ids)[0], (*ids.shape, len(self.tap_layers) * self.hidden_size)
+        if taps is not None and taps.shape != expected:
             raise UnsupportedTarget(
-                f"target {self.name_or_path}: its layers pass on {tuple(features.taps.shape)} instead of "
-                f"[batch, tokens, hidden size] {expected}; a drafter cannot tap several residual streams"
+                f"target {self.name_or_path}: its layers pass on {tuple(taps.shape)} instead of [batch, tokens, hidden "
+                f"size] {expected}; a drafter cannot tap several residual streams"
             )
-        return features.last_hidden
+
+    def _probe_packed(self, *packed: Tensor) -> Tensor:
+        """input_ids, position_ids, segment_ids [1, T] -> last_hidden [1, T, H]."""
+        return self.features(*packed, loss_mask=packed[0]).last_hidden
 
     def _run_texts(self, input_ids: Tensor, segment_ids: Tensor, forks: Tensor | None) -> tuple[Tensor | None, Tensor]:
         """The texts of packed rows [B, T], each as a row of its own: padding behind a text reaches nothing. Padding
@@ -402,9 +407,9 @@ class FrozenTarget(nn.Module):
             outputs.append((None if taps is None else taps.flatten(0, 1)[kept], last_hidden.flatten(0, 1)[kept]))
 
         def whole(parts: list[Tensor]) -> Tensor:
-            """[n, D] of each batch -> [B, T, D]; of several residual streams more dimensions, as they are."""
-            flat = parts[0].new_zeros(size, *parts[0].shape[1:]).index_copy(0, torch.cat(index), torch.cat(parts))
-            return flat.view(*input_ids.shape, *parts[0].shape[1:])
+            """[n, D] of each batch -> [B, T, D]."""
+            flat = parts[0].new_zeros(size, parts[0].shape[1]).index_copy(0, torch.cat(index), torch.cat(parts))
+            return flat.view(*input_ids.shape, -1)
 
         found_taps = [taps for taps, _ in outputs if taps is not None]
         return whole(found_taps) if found_taps else None, whole([last for _, last in outputs])
@@ -472,7 +477,7 @@ class FrozenTarget(nn.Module):
 
         def after(module: nn.Module, args: tuple, output) -> None:
             if self._collected is not None:
-                self._collected[tap] = output[0] if isinstance(output, tuple) else output
+                self._collected[tap] = output[0] if isinstance(output, (tuple, list)) else output
 
         before.is_tap = after.is_tap = True  # type: ignore[attr-defined]  # it changes nothing
         if tap == 0:

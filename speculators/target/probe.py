@@ -36,7 +36,7 @@ _RECURRENT_FIELDS = (
     "conv_L_cache",
 )
 _LOGIT_SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier_scale")
-_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _OF_STATES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _PROBE_ERRORS = (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError, NotImplementedError)
 _PROBE_ATTENTION = "draftsmith_probe"
@@ -120,8 +120,10 @@ def find_parts(model: PreTrainedModel) -> Parts:
     config = model.config.get_text_config()
     name = getattr(model.config, "_name_or_path", "") or type(model).__name__
     _refuse_unsupported(model, config, name)
-    decoder, n = model.get_decoder(), config.num_hidden_layers
-    lists = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == n]
+    n = config.num_hidden_layers
+    candidates = [model.get_decoder(), *model.children()]  # some classes take the model, or its head, for the decoder
+    found = ((each, _lists(each, n)) for each in candidates if each is not None and each is not model)
+    decoder, lists = next((pair for pair in found if pair[1]), (model, []))
     if not lists:
         raise UnsupportedTarget(f"target {name}: no module list of num_hidden_layers={n} layers in its decoder")
     layers = max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
@@ -139,6 +141,10 @@ def find_parts(model: PreTrainedModel) -> Parts:
     cache_name = "cache_params" if "cache_params" in names else "past_key_values"
     stateful = bool(_state_signs(model, config))
     return Parts(name, config, model, decoder, layers, embed_tokens, lm_head, kinds, window, cache_name, stateful)
+
+
+def _lists(module: nn.Module, length: int) -> list[nn.ModuleList]:
+    return [m for m in module.modules() if isinstance(m, nn.ModuleList) and len(m) == length]
 
 
 def _refuse_unsupported(model: PreTrainedModel, config: PretrainedConfig, name: str) -> None:
@@ -383,6 +389,16 @@ def confirm_logits(parts: Parts) -> tuple[Callable[[Tensor], Tensor], int]:
             f"({', '.join((*_LOGIT_SCALES, *_SOFT_CAPS))}); they could not be reproduced from hidden states"
         )
     return transform, own.shape[-1]
+
+
+def confirm_causal(parts: Parts) -> None:
+    """UnsupportedTarget if states depend on later tokens; by the median, since a router at a tie may change some."""
+    ids = _probe_ids(parts, 9)
+    part, whole = (parts.decode(each).last_hidden_state for each in (ids[:, :5], ids))
+    if part.shape[:2] != (1, 5) or _error(whole[:, :5], part).median() > _tolerance(parts.dtype):
+        raise UnsupportedTarget(
+            f"target {parts.name}: its states depend on later tokens, or are not one per token; a causal LM is needed"
+        )
 
 
 def confirm_gradient(parts: Parts) -> bool:

@@ -301,3 +301,15 @@ def test_a_wrong_path_and_a_wrong_attention_are_named(tmp_path):
         FrozenTarget.from_pretrained(str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="flash_attention_2"):
         FrozenTarget.from_pretrained("x", attn_implementation="flash_attention_2")
+
+
+def test_a_model_that_reads_later_tokens_is_refused(tiny_model):
+    with pytest.raises(UnsupportedTarget, match="its states depend on later tokens"):
+        FrozenTarget(tiny_model("bert-generation"))
+    FrozenTarget(tiny_model("bert-generation", is_decoder=True))
+
+
+def test_a_class_that_takes_itself_for_its_decoder(tiny_model):
+    model = tiny_model("llama")
+    model.get_decoder = lambda: model
+    assert FrozenTarget(model).decoder is model.model
