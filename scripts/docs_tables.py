@@ -34,7 +34,8 @@ _DECODER = dict(
 )  # fmt: skip
 _COMMON = dict(vocab_size=100, draft_vocab_size=100, hidden_size=32, target_hidden_size=32, num_target_layers=8)
 _BLOCK = dict(tap_layers=(1, 2, 3), block_size=8, mask_token_id=99)
-_EAGLE3 = [dict(num_layers=2), *({key: True} for key in ("norm_before_fc", "fc_norm", "qk_norm", "own_embeddings"))]
+_EAGLE3 = [dict(num_layers=2), dict(sliding_window=64)]
+_EAGLE3 += [{key: True} for key in ("norm_before_fc", "fc_norm", "qk_norm", "own_embeddings")]
 # A small drafter of each family, and the options that add further tensors to it.
 SAMPLES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "eagle3": (dict(**_COMMON, **_DECODER, tap_layers=(1, 2, 3)) | dict(draft_vocab_size=50), _EAGLE3),

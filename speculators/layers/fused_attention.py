@@ -206,8 +206,8 @@ def _of_run(
 
 
 def _cuda_takes(query: Tensor, queries: PackedQueries) -> bool:
-    """FlashAttention 2: half precision, a width of at most 256, Ampere or later; documents in one piece, no window."""
-    if queries.window is not None or query.dtype not in (torch.float16, torch.bfloat16):
+    """FlashAttention 2: half precision, a width of at most 256, Ampere or later; documents in one piece."""
+    if query.dtype not in (torch.float16, torch.bfloat16):
         return False
     if query.shape[-1] > 256 or torch.version.hip is not None:
         return False
@@ -220,7 +220,7 @@ def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, queries: PackedQueries, scale
     q, (k, v), documents = _per_slot(q, queries), (_laid_out(x) for x in (k, v)), _documents(queries)
     offsets, longest, padding = documents
     out, lse, *_ = aten._flash_attention_forward(
-        q, k, v, offsets, offsets, longest, longest, 0.0, True, False, scale=scale
+        q, k, v, offsets, offsets, longest, longest, 0.0, True, False, scale=scale, **_window(queries)
     )  # [B·T, h, d], [h, B·T]
     if padding is not None:
         key, value = _repeated(q, k[padding], v[padding])
@@ -244,7 +244,7 @@ def _cuda_backward(
     )  # of dropout: none
     dq, dk, dv = aten._flash_attention_backward(
         of_documents, q, k, v, out, lse.t().contiguous(), offsets, offsets, longest, longest, 0.0, True, seed, unused,
-        scale=scale,
+        scale=scale, **_window(queries),
     )  # fmt: skip
     if padding is not None:  # its keys are seen by their own queries only
         g, o, own = (x[padding].to(lse.dtype) for x in (grad, out, q))
@@ -261,6 +261,11 @@ def _cuda_backward(
 def _documents(queries: PackedQueries) -> Documents:
     assert queries.documents is not None  # by _cuda_takes
     return queries.documents
+
+
+def _window(queries: PackedQueries) -> dict[str, int]:
+    """The kernel's arguments for it: keys before a query, its own not counted, and behind."""
+    return {} if queries.window is None else {"window_size_left": queries.window - 1, "window_size_right": 0}
 
 
 def _laid_out(x: Tensor) -> Tensor:

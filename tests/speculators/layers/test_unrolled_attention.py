@@ -138,11 +138,15 @@ class Flash:
         library.impl("_flash_attention_backward", self.backward, "CPU")
         self.calls = 0
 
-    def probabilities(self, q, k, offsets, scale, lse=None):
+    def probabilities(self, q, k, offsets, scale, lse=None, window_size_left=None, window_size_right=None):
         for a, b in pairwise(offsets.tolist()):
             own, keys = q[a:b], k[a:b].repeat_interleave(q.shape[1] // k.shape[1], 1)
             scores = torch.einsum("qhd,khd->hqk", own, keys) * scale
-            scores.masked_fill_(torch.ones(b - a, b - a, dtype=torch.bool).triu(1), float("-inf"))
+            hidden = torch.ones(b - a, b - a, dtype=torch.bool).triu(1)
+            if window_size_left is not None:
+                hidden |= torch.ones_like(hidden).tril(-window_size_left - 1)
+                assert window_size_right == 0
+            scores.masked_fill_(hidden, float("-inf"))
             norm = scores.logsumexp(-1) if lse is None else lse[:, a:b]
             yield slice(a, b), own, keys, norm, (scores - norm[..., None]).exp()
 
@@ -150,7 +154,7 @@ class Flash:
         assert causal and not dropout and offsets is same and longest == offsets.diff().max()
         self.calls += 1
         out, lse, repeat = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0]), q.shape[1] // k.shape[1]
-        for part, _, _, norm, p in self.probabilities(q, k, offsets, scale):
+        for part, _, _, norm, p in self.probabilities(q, k, offsets, scale, **rest):
             out[part] = torch.einsum("hqk,khd->qhd", p, v[part].repeat_interleave(repeat, 1))
             lse[:, part] = norm
         return out, lse, torch.zeros(2, dtype=torch.uint64), torch.zeros(0), torch.zeros(0)
@@ -159,7 +163,7 @@ class Flash:
         self, grad, q, k, v, out, lse, offsets, same, longest, _, dropout, causal, seed, unused, *, scale, **rest
     ):
         dq, dk, dv, repeat = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), q.shape[1] // k.shape[1]
-        for part, own, keys, _, p in self.probabilities(q, k, offsets, scale, lse):
+        for part, own, keys, _, p in self.probabilities(q, k, offsets, scale, lse, **rest):
             dp = torch.einsum("qhd,khd->hqk", grad[part], v[part].repeat_interleave(repeat, 1))
             ds = p * (dp - (grad[part] * out[part]).sum(-1).t()[..., None]) * scale
             dq[part] = torch.einsum("hqk,khd->qhd", ds, keys)
@@ -181,11 +185,12 @@ def flash(monkeypatch):
         yield Flash(library)
 
 
+@pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("depths", [0, 2])
 @pytest.mark.parametrize("chosen", ["all", "some", "filled up"])
 @pytest.mark.parametrize("documents", DOCUMENTS)
-def test_one_call_for_all_documents_of_a_cuda_device(flash, documents, chosen, depths):
-    queries = packed(documents, chosen)
+def test_one_call_for_all_documents_of_a_cuda_device(flash, documents, chosen, depths, window):
+    queries = packed(documents, chosen).within(window)
     compare(tensors(queries, depths), queries, atol=1e-12, rtol=1e-12)
     assert flash.calls == (documents != "interrupted")
 
