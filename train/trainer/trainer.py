@@ -237,10 +237,10 @@ class Trainer:
         self.state.step += 1
         seen = to_device(self.telemetry.saw(hosts), self.accelerator.device)
         sums = self._sum(torch.cat([torch.stack([totals.flatten() for totals in measured]).sum(0), seen]))
-        known: dict[str, Any] = {"step": self.state.step, "learning_rate": rate}
+        figures: dict[str, Any] = {"step": self.state.step, "learning_rate": rate}
         if self.on_policy is not None:
-            known["on_policy"] = self._on_policy_record(share)
-        return Unread(known, torch.cat([each.double() for each in (sums, counts, suffix, norm[None])]))
+            figures["on_policy"] = self._on_policy_record(share)
+        return Unread(figures, torch.cat([each.double() for each in (sums, counts, suffix, norm[None])]))
 
     def _count(self, batches: Sequence[Any]) -> tuple[Tensor, Tensor]:
         """Counts of the whole step, before any loss: [K] valid terms of each depth outside rejected suffixes, and
