@@ -31,6 +31,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from inference.provenance import cpu_model, git_commit
+from inference.report.measurement import ALL_WORKLOADS, OUR_ENGINE
 from inference.report.schema import load_report
 from scripts import bench_peers
 from scripts.measuring import markdown, save_json
@@ -192,9 +193,66 @@ def read_load(folder: Path) -> dict[str, Table]:
 
 
 def read_engines(folder: Path) -> dict[str, Table]:
-    summary = load_report(folder / "acceptance.json").summary
+    """τ and tokens/s of both engines, and of this one with compiled rounds."""
+    both, compiled = (load_report(folder / name / "acceptance.json") for name in ("both", "compiled"))
     keys = ("expected_acceptance_length", "acceptance_length", "vllm_acceptance_length")
-    return {"tau": Table(["expected by replay", "this runtime", "vLLM"], [[f"{summary[f't0.{k}']:.3f}" for k in keys]])}
+    taus = [f"{both.summary[f't0.{k}']:.3f}" for k in keys]
+    runs = {
+        "vLLM": (both, "vllm"),
+        "this runtime": (both, OUR_ENGINE),
+        "this runtime, compiled": (compiled, OUR_ENGINE),
+    }
+    speeds = {}
+    for name, (report, engine) in runs.items():
+        cell = report.cell(ALL_WORKLOADS, 0, engine=engine)
+        assert cell is not None and cell.tokens_per_second is not None, f"{name} was not timed"
+        rates = cell.tokens_per_second
+        assert rates.autoregressive is not None, f"{name} was not timed without drafts"
+        speeds[name] = rates.autoregressive.median, rates.speculative.median
+    rows = []
+    for name, (off, on) in speeds.items():
+        peer_off, peer_on = speeds["vLLM"]
+        rows.append(
+            [name, f"{off:.0f}", f"{on:.0f}", f"{on / off:.2f}", f"{off / peer_off:.2f}", f"{on / peer_on:.2f}"]
+        )
+    heads = ["engine", "tokens/s off", "drafted", "×", "off ÷ vLLM", "drafted ÷ vLLM"]
+    return {
+        "tau": Table(["expected by replay", "this runtime", "vLLM"], [taus], left=0),
+        "speeds": Table(heads, rows),
+    }
+
+
+def read_advice(folder: Path) -> dict[str, Table]:
+    """Gains of each K and of what follows the advice, and the advice itself."""
+    first, followed = (json.loads((folder / name / "comparison.json").read_text()) for name in ("first", "followed"))
+    lengths = list(first["advice"]["levels"][0]["median_gains"])
+
+    def ranged(gain: dict[str, float]) -> str:
+        return f"{gain['median']:.2f} ({gain['smallest']:.2f} to {gain['largest']:.2f})"
+
+    gains, kept = [], []
+    for level in first["advice"]["levels"]:
+        cells = [f"{level['median_gains'][tokens]:.2f}" for tokens in lengths]
+        advised = str(level["num_speculative_tokens"])
+        gains.append([str(level["max_concurrency"]), *cells, advised, ranged(level["gain"])])
+    for level in followed["advised"]:
+        cells = [f"{gain:.2f}" for gain in level["fixed_gains"].values()]
+        kept.append([str(level["max_concurrency"]), *cells, ranged(level["gain"]), f"{level['worst']:.3f}"])
+    names = [f"K = {tokens}" for tokens in lengths]
+    return {
+        "gains": Table(["at a time", *names, "advised", "its gain (range)"], gains),
+        "followed": Table(["at a time", "off", *names, "advice followed (range)", "÷ best fixed K"], kept),
+    }
+
+
+def read_clients(folder: Path) -> dict[str, Table]:
+    rows = []
+    for client, found in json.loads((folder / "clients.json").read_text()).items():
+        metrics = f"{found['metrics']:.4f}" if "metrics" in found else "-"
+        rows.append(
+            [client, *(f"{found[n]:.0f}" for n in ("verifications", "accepted")), f"{found['tau']:.4f}", metrics]
+        )
+    return {"tau": Table(["client", "verifications", "accepted", "τ pooled, its own", "of `/metrics`"], rows)}
 
 
 # ------------------------------------------------------------------ the figures
@@ -215,10 +273,26 @@ _METHODS = (
     '"num_speculative_tokens":16,"speculative_eagle_topk":4,"speculative_num_steps":4,"enable_adaptive_verification":true}',
 )
 _SERVED = (
-    f"draftsmith bench --compare --together --model {TARGET} --num-prompts 16 --dataset-name custom "
+    f"draftsmith bench --compare --together --model {TARGET} --num-prompts 64 --dataset-name custom "
     "--dataset-path recipes/quickstart/data/test.jsonl.gz --disable-shuffle --output-len 64 --temperature 0 "
-    f'--concurrencies 1,2,4,8 --speculative-config \'{{"model": "{HEAD}", "num_speculative_tokens": 4}}\''
+    f'--concurrencies 1,8,32 --speculative-config \'{{"model": "{HEAD}", "num_speculative_tokens": 4}}\''
 )
+_ADVICE = (
+    f"draftsmith bench --compare --together --model {TARGET} --num-prompts 32 --dataset-name custom "
+    "--dataset-path recipes/quickstart/data/test.jsonl.gz --disable-shuffle --output-len 48 --temperature 0 "
+    "--concurrencies 1,4,16 --draft-lengths 0,2,4,6 --repeats 5 --serve-args '--max-num-seqs 16' "
+    f'--speculative-config \'{{"model": "{HEAD}", "num_speculative_tokens": 6}}\''
+)
+_TO_SUITE = (
+    'zcat recipes/quickstart/data/test.jsonl.gz | python -c \'import json, sys; [print(json.dumps({"question_id": i, '
+    '"category": row["workload"], "turns": [m["content"] for m in row["messages"] if m["role"] == "user"]})) '
+    "for i, row in enumerate(map(json.loads, sys.stdin))]'"
+)
+_EVALUATED = (
+    f"draftsmith evaluate --model {TARGET} --drafter {HEAD} --temperature 0 --repeats 5 --max-tokens 96 "
+    f"--out {RUNS}/engines"
+)
+_VLLM = "export DRAFTSMITH_VLLM_PYTHON=${DRAFTSMITH_VLLM_PYTHON:-$PWD/.venv-vllm/bin/python}"
 FIGURES = {
     "quickstart": Figure(20, ("make quickstart",), "runs/quickstart/eagle3", read_quickstart),
     "compare": Figure(
@@ -270,13 +344,13 @@ FIGURES = {
     "plan": Figure(6, (f"python scripts/bench_plan.py --json {RUNS}/plan.json",), RUNS, read_plan),
     "peers": Figure(10, (f"python scripts/bench_peers.py --json {RUNS}/peers.json",), RUNS, read_peers),
     "load": Figure(
-        8,
+        10,
         (
-            f"{_SERVED} --result-dir {RUNS}/load/draftsmith",
-            "export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind DRAFTSMITH_VLLM_PYTHON="
-            "${DRAFTSMITH_VLLM_PYTHON:-$PWD/.venv-vllm/bin/python}",
+            f"{_SERVED} --result-dir {RUNS}/load/draftsmith --serve-args '--max-num-seqs 32'",
+            "export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind",
+            _VLLM,
             f"{_SERVED} --result-dir {RUNS}/load/vllm "
-            "--serve-args '--engine vllm --dtype float32 --max-model-len 2048 --max-num-seqs 8 --enforce-eager'",
+            "--serve-args '--engine vllm --dtype bfloat16 --max-model-len 2048 --max-num-seqs 32 --enforce-eager'",
         ),
         f"{RUNS}/load",
         read_load,
@@ -284,14 +358,35 @@ FIGURES = {
         needs=("quickstart",),
     ),
     "engines": Figure(
-        6,
+        10,
         (
-            "export DRAFTSMITH_VLLM_PYTHON=${DRAFTSMITH_VLLM_PYTHON:-$PWD/.venv-vllm/bin/python}",
-            f"draftsmith evaluate --engine draftsmith --engine vllm --model {TARGET} --drafter {HEAD} \\\n  "
-            f"--temperature 0 --repeats 0 --max-tokens 96 --out {RUNS}/engines",
+            _VLLM,
+            f"{_EVALUATED}/both --engine draftsmith --engine vllm",
+            f"{_EVALUATED}/compiled --engine draftsmith --no-enforce-eager",
         ),
         f"{RUNS}/engines",
         read_engines,
+        needs=("quickstart",),
+    ),
+    "advice": Figure(
+        12,
+        (
+            f"{_ADVICE} --result-dir {RUNS}/advice/first",
+            f"{_ADVICE} --result-dir {RUNS}/advice/followed --advised {RUNS}/advice/first/speculative_config.json",
+        ),
+        f"{RUNS}/advice",
+        read_advice,
+        needs=("quickstart",),
+    ),
+    "clients": Figure(
+        6,
+        (
+            f"{_TO_SUITE} > {RUNS}/clients/spec_bench.jsonl",
+            f"python scripts/bench_clients.py {TARGET} {HEAD} --suite-path {RUNS}/clients/spec_bench.jsonl "
+            f"--num-prompts 12 --max-tokens 48 --dtype float32 --json {RUNS}/clients/clients.json",
+        ),
+        f"{RUNS}/clients",
+        read_clients,
         needs=("quickstart",),
     ),
 }

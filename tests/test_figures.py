@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -58,10 +59,12 @@ def test_a_result_fills_its_tables_and_nothing_else(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["quickstart", "engines"])
 def test_the_figures_of_a_report_are_those_of_its_summary(name, monkeypatch):
     summary = {f"t{t}.{key}": 2.5 + t for t in (0, 1) for key in (*figures.SUMMARY.values(), "vllm_acceptance_length")}
-    report = type("Report", (), {"summary": summary | {"lossless_mismatches": 0.0}})
+    rates = SimpleNamespace(autoregressive=SimpleNamespace(median=100.0), speculative=SimpleNamespace(median=250.0))
+    report = SimpleNamespace(summary=summary | {"lossless_mismatches": 0.0},
+                             cell=lambda *place, **engine: SimpleNamespace(tokens_per_second=rates))  # fmt: skip
     monkeypatch.setattr(figures, "load_report", lambda path: report)
     cells = [cell for table in FIGURES[name].read(Path()).values() for row in table.rows for cell in row]
-    assert {"quickstart": {"2.50", "3.50", "0"}, "engines": {"2.500"}}[name] <= set(cells)
+    assert {"quickstart": {"2.50", "3.50", "0"}, "engines": {"2.500", "100", "250", "2.50", "1.00"}}[name] <= set(cells)
 
 
 def test_speeds_of_methods_become_ratios_to_drafting_off_and_trees_ratios_to_their_chain(tmp_path):
