@@ -30,4 +30,8 @@ def test_what_is_slower_in_every_response_is_so_by_as_much():
 
 def test_times_are_kept(tmp_path):
     keep({"w": {"K=1": [timed(1.0, 1.5)]}}, tmp_path / "a" / "times.json")
-    assert json.loads((tmp_path / "a" / "times.json").read_text()) == {"w": {"K=1": [[[100, 1.0], [100, 1.5]]]}}
+    assert json.loads((tmp_path / "a" / "times.json").read_text()) == {
+        "rates": {"all": {"K=1": 80.0}, "w": {"K=1": 80.0}},
+        "other_half": None,
+        "times": {"w": {"K=1": [[[100, 1.0], [100, 1.5]]]}},
+    }

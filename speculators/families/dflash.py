@@ -260,9 +260,9 @@ class DFlash(Drafter):
         what the next slot needs of this one ([..., ·] or None). `carry`: that of the slot before."""
         return state, None
 
-    def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
-        """[N, D] -> [N, V_draft]."""
-        return self.base_logits(hidden)
+    def head(self, hidden: Tensor, depth: int = 0, base: Tensor | None = None) -> Tensor:
+        """[N, D] -> [N, V_draft]. `base`: `base_logits` of the states in `hidden`, if they are known."""
+        return self.base_logits(hidden) if base is None else base
 
     def base_logits(self, state: Tensor) -> Tensor:
         """Normed states [..., H] -> [..., V_draft], by the target's head or the reduced one."""
@@ -406,11 +406,10 @@ class DFlash(Drafter):
         self.append(inputs)
         tokens = _newest(inputs.token_ids, inputs.counts)
         states, carry = self._block(inputs.cache, inputs.start, inputs.stop, tokens, k), None
-        logits = None if self.reads_drafts else self.head(states)  # [b, k, V_draft], in one product
+        base = self._base_of(states)
         for depth in range(k):
             hidden, carry = self.read(states[:, depth], tokens, carry)
-            found = self.head(hidden, depth) if logits is None else logits[:, depth]
-            tokens = yield DraftLogits(found, self.confidence(hidden))
+            tokens = yield DraftLogits(self.head(hidden, depth, base[:, depth]), self.confidence(hidden))
 
     def draft_tree(self, inputs: DraftInput, k: int, grow: Grow) -> None:
         """See `Drafter.draft_tree`. One block serves all branches: marginals where drafts are not read, otherwise the
@@ -418,15 +417,22 @@ class DFlash(Drafter):
         self.append(inputs)
         tokens = _newest(inputs.token_ids, inputs.counts)[:, None]  # [b, w]
         states, carry = self._block(inputs.cache, inputs.start, inputs.stop, tokens[:, 0], k), None
+        base = self._base_of(states)
         for depth in range(k):
             w = tokens.shape[1] if self.reads_drafts else 1
             state = states[:, depth, None].expand(-1, w, -1)
             hidden, carry = self.read(state, tokens[:, :w], carry)
-            logits = self.head(hidden.flatten(0, 1), depth).unflatten(0, hidden.shape[:2])
+            known = base[:, depth, None].expand(-1, w, -1).flatten(0, 1)
+            logits = self.head(hidden.flatten(0, 1), depth, known).unflatten(0, hidden.shape[:2])
             if (level := grow(logits.expand(-1, tokens.shape[1], -1))) is None:
                 return
             tokens = level.token_ids
             carry = None if carry is None else level.of_parents(carry)
+
+    def _base_of(self, states: Tensor) -> Tensor:
+        """[b, k, H] -> [b, k, V_draft]: the head's weights are read once for all slots. As rows of one matrix, because
+        a product of more dimensions copies the weights."""
+        return self.base_logits(states.flatten(0, 1)).unflatten(0, states.shape[:2])
 
     def _block(self, cache, start: int, stop: int, anchor_ids: Tensor, k: int) -> Tensor:
         """Normed states of the slots that predict the next `k` tokens [b, k, H]. The cache stays as it is: the block's

@@ -168,9 +168,9 @@ class DFlash2(DFlash):
         """[N, D] -> logits over the whole vocabulary, before the selector [N, V]."""
         return self.base_logits(hidden[..., : self.config.hidden_size])
 
-    def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
+    def head(self, hidden: Tensor, depth: int = 0, base: Tensor | None = None) -> Tensor:
         """[N, D] -> [N, V], minus infinity outside the top k of `unary_logits`."""
-        unary = self.unary_logits(hidden).float()
+        unary = (self.unary_logits(hidden) if base is None else base).float()
         best, candidates = unary.topk(min(self.config.selector_top_k, unary.shape[-1]), dim=-1)  # [N, k]
         following = nn.functional.embedding(candidates, self.candidate_selector.successor_codebook)  # [N, k, r]
         scores = best + (following.float() @ hidden[..., self.config.hidden_size :, None].float()).squeeze(-1)

@@ -139,8 +139,9 @@ class DSpark(DFlash):
         parts = [state, embedded] if features is embedded else [state, embedded, features]
         return torch.cat(parts, -1), carry
 
-    def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
-        base = self.base_logits(hidden[..., : self.config.hidden_size])
+    def head(self, hidden: Tensor, depth: int = 0, base: Tensor | None = None) -> Tensor:
+        if base is None:
+            base = self.base_logits(hidden[..., : self.config.hidden_size])
         return base + self.markov_head.markov_w2(hidden[..., -self.config.markov_rank :]).to(base.dtype)
 
     def head_parameters(self) -> list[nn.Parameter]:

@@ -103,21 +103,20 @@ class PEagle(Eagle3):
 
     def draft_steps(self, inputs: DraftInput, k: int) -> DraftSteps:
         """See `Drafter.draft_steps`: one forward over the true slots and k - 1 unknown ones behind them."""
-        states = self._all_depths(inputs, k)
+        logits = self._all_depths(inputs, k)
         for depth in range(k):
-            yield DraftLogits(self.head(states[:, depth]))
+            yield DraftLogits(logits[:, depth])
 
     def draft_tree(self, inputs: DraftInput, k: int, grow: Grow) -> None:
         """See `Drafter.draft_tree`. Every branch has the distributions of its depth."""
-        states, width = self._all_depths(inputs, k), 1
+        logits, width = self._all_depths(inputs, k), 1
         for depth in range(k):
-            logits = self.head(states[:, depth])[:, None]
-            if (level := grow(logits.expand(-1, width, -1))) is None:
+            if (level := grow(logits[:, depth, None].expand(-1, width, -1))) is None:
                 return
             width = level.token_ids.shape[1]
 
     def _all_depths(self, inputs: DraftInput, k: int) -> Tensor:
-        """Appends the slots of each row; the states of the newest one and of k - 1 unknown ones [b, k, H]."""
+        """Appends the slots of each row; the logits of the newest one and of k - 1 unknown ones [b, k, V_draft]."""
         token_ids, (b, M) = inputs.token_ids, inputs.token_ids.shape
         true = on_device(inputs.counts, token_ids.device)[:, None]  # [b, 1]
         place = torch.arange(M + k - 1, device=token_ids.device).expand(b, -1)
@@ -129,4 +128,5 @@ class PEagle(Eagle3):
         for row, count in enumerate(inputs.counts, inputs.start):
             inputs.cache.advance(row, count)
         wanted = true - 1 + torch.arange(k, device=ids.device)  # [b, k]
-        return states.gather(1, wanted[..., None].expand(-1, -1, states.shape[-1]))
+        chosen = states.gather(1, wanted[..., None].expand(-1, -1, states.shape[-1]))
+        return self.head(chosen.flatten(0, 1)).unflatten(0, (b, k))

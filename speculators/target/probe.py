@@ -393,9 +393,9 @@ def confirm_logits(parts: Parts) -> tuple[Callable[[Tensor], Tensor], int]:
 
 def confirm_causal(parts: Parts) -> None:
     """UnsupportedTarget if states depend on later tokens; by the median, since a router at a tie may change some."""
-    ids = _probe_ids(parts, 9)
-    part, whole = (parts.decode(each).last_hidden_state for each in (ids[:, :5], ids))
-    if part.shape[:2] != (1, 5) or _error(whole[:, :5], part).median() > _tolerance(parts.dtype):
+    ids = _probe_ids(parts, 7)
+    part, whole = (parts.decode(each).last_hidden_state for each in (ids[:, :4], ids))
+    if part.shape[:2] != (1, 4) or _error(whole[:, :4], part).median() > _tolerance(parts.dtype):
         raise UnsupportedTarget(
             f"target {parts.name}: its states depend on later tokens, or are not one per token; a causal LM is needed"
         )

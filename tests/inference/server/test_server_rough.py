@@ -242,6 +242,8 @@ def test_a_step_that_fails_on_a_sound_device_ends_nobody_else(serving, drafting_
 
 def test_no_port_is_open_before_every_shape_is_compiled(serving, drafting_llm, model, monkeypatch):
     llm, done = drafting_llm("ngram", model), []
-    monkeypatch.setattr(llm, "warm_up", lambda: time.sleep(0.3) or done.append(threading.current_thread().name) or 3)
+    monkeypatch.setattr(
+        llm, "warm_up", lambda *asked: time.sleep(0.3) or done.append(threading.current_thread().name) or 3
+    )
     url = serving(llm)
     assert done == ["engine"] and fine(url)  # in the thread that runs the rounds
