@@ -39,6 +39,9 @@ CASES: dict[str, tuple[str, tuple[str, dict[str, Any]], dict[str, Any], dict[str
     "eagle3, norm_before_fc, two qwen3 layers, reduced vocabulary, qwen2": (
         "eagle3", ("qwen2", {}), {"norm_before_fc": True, "qk_norm": True, "num_layers": 2, "draft_vocab_size": 96}, {},
     ),
+    "eagle3, sliding window in two layers, reduced vocabulary": (
+        "eagle3", ("llama", {}), {"num_layers": 2, "sliding_window": 8, "draft_vocab_size": 96}, {},
+    ),
     "medusa": ("medusa", ("llama", {}), {"num_heads": 3}, LEAST_SQUARES),
     "medusa, two blocks, no bias, qwen3": (
         "medusa", ("qwen3", {}), {"num_heads": 3, "num_layers": 2, "fc_bias": False}, LEAST_SQUARES,
@@ -64,6 +67,7 @@ CASES: dict[str, tuple[str, tuple[str, dict[str, Any]], dict[str, Any], dict[str
         {"num_layers": 2, "own_embeddings": True, "draft_vocab_size": 96, "fc_norm": True, **DEPTHS},
         {},
     ),
+    "peagle, sliding window": ("peagle", ("llama", {}), {"sliding_window": 8, **DEPTHS, **FITTED}, LEAST_SQUARES),
 }  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def prefixed(c: dict[str, Any], t: dict[str, torch.Tensor]) -> None:
 
 
 ONE = {"num_layers": 1, **BLOCK}
-BLOCK_FAULTS: dict[str, tuple[str, dict[str, Any], Any]] = {  # kind -> family, shape, change
+OTHER_FAULTS: dict[str, tuple[str, dict[str, Any], Any]] = {  # kind -> family, shape, change
     "missing_tensor": ("dflash", ONE, lambda c, t: t.pop("fc.weight")),
     "unexpected_tensor": ("dflash", ONE, lambda c, t: t.update({"stray.weight": torch.ones(3)})),
     "prefix": ("dflash", ONE, prefixed),
@@ -105,13 +105,14 @@ BLOCK_FAULTS: dict[str, tuple[str, dict[str, Any], Any]] = {  # kind -> family, 
     "taps_out_of_range": ("dflash", ONE, section(target_layer_ids=[0, 1, 9])),
     "causal_disagrees": ("dflash", ONE, section(causal=True)),
     "window_dropped": ("dflash", {**ONE, "sliding_window": 8}, lambda c, t: c.pop("use_sliding_window")),
+    "window_ignored": ("eagle3", {"sliding_window": 8}, lambda c, t: c.pop("layer_types")),
     "missing_mask_hidden": ("peagle", DEPTHS, lambda c, t: t.pop("mask_hidden")),
 }
 
 
-@pytest.mark.parametrize("kind", BLOCK_FAULTS)
-def test_vllm_makes_of_a_fault_of_a_block_drafter_what_the_table_says(servable_model, serve, tmp_path, kind) -> None:
-    family, shape, change = BLOCK_FAULTS[kind]
+@pytest.mark.parametrize("kind", OTHER_FAULTS)
+def test_vllm_makes_of_a_fault_of_another_drafter_what_the_table_says(servable_model, serve, tmp_path, kind) -> None:
+    family, shape, change = OTHER_FAULTS[kind]
     model = servable_model("llama")
     target = FrozenTarget(model, (1, 2, 3))
     drafter = family_class(family)(config_for_target(target, family, tap_layers=(1, 2, 3), **shape)).attach(target)

@@ -247,6 +247,52 @@ def test_a_target_of_qwen3_next_writes_the_same_with_a_module_of_its_kind(tiny_m
     assert texts[0].outputs[0].token_ids == texts[1].outputs[0].token_ids
 
 
+def test_the_module_of_a_qwen3_next_checkpoint_is_trained_and_drafts(tiny_model, tmp_path: Path) -> None:
+    """transformers drops `mtp.*` on load. It is read all the same, trained, exported, written back; and it drafts."""
+    model = tiny_model("qwen3_next")
+    whole = tmp_path / "whole"
+    model.save_pretrained(whole)
+    target = FrozenTarget(model)
+    carried = shaken(Mtp(config_for_target(target, "mtp")), 0.1)
+    module = load_file(export_drafter(carried, tmp_path / "module", dtype=torch.float32) / "model.safetensors")
+    save_file(load_file(whole / "model.safetensors") | module, whole / "model.safetensors", metadata={"format": "pt"})
+
+    target = FrozenTarget.from_pretrained(str(whole))
+    recipe = recipe_class("mtp").model_validate(
+        {
+            "name": "t", "family": "mtp", "target": {"model": str(whole)}, "drafter": {"init_from": "target"},
+            "data": {"train": [{"path": "chats.jsonl"}]},
+        }
+    )  # fmt: skip
+    drafter = make_drafter(recipe, drafter_config(recipe, target), target, None, None, tmp_path)
+    assert all(torch.equal(p, drafter.get_parameter(name)) for name, p in carried.named_parameters())
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    prompts = [{"prompt_token_ids": IDS[0, :n].tolist()} for n in (4, 9)]
+    plain = [o.outputs[0].token_ids for o in make_llm(target).generate(prompts, params, False)]
+    ids = torch.tensor([[*prompts[0]["prompt_token_ids"], *plain[0]]])
+    f = features(ids, target(ids)[1])
+    losses = []
+    optimizer = torch.optim.AdamW(drafter.trainable_parameters(), lr=1e-2)
+    for _ in range(15):
+        steps = drafter.unroll(f, 2)
+        labels = ids.flatten()
+        loss = sum(nn.functional.cross_entropy(drafter.head(s.hidden), labels[s.target_index + 1]) for s in steps)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+
+    head = export_drafter(drafter.eval(), tmp_path / "head", dtype=torch.float32)
+    served = write_back(head, whole, tmp_path / "served")
+    assert set(load_file(served / "model.safetensors")) == set(load_file(whole / "model.safetensors"))
+    target = FrozenTarget.from_pretrained(str(served))
+    llm = make_llm(target, drafter=load_drafter(served, target), num_speculative_tokens=2)
+    outputs = llm.generate(prompts, params, False)
+    assert [o.outputs[0].token_ids for o in outputs] == plain
+    assert sum(o.outputs[0].spec_decode_metrics.num_accepted_tokens for o in outputs) > 0
+
+
 @torch.no_grad()
 def test_position_zero_is_blind_where_it_is_in_vllm(tiny_model, qwen3_next) -> None:
     """The first slot does not see its token; of Qwen3-Next it does."""
