@@ -107,7 +107,9 @@ def read_quickstart(folder: Path) -> dict[str, Table]:
 
 def read_compare(folder: Path) -> dict[str, Table]:
     text = (folder / "comparison.json").read_text(encoding="utf-8")
-    return {"families": Table.of(families(Comparison.model_validate_json(text)))}
+    made = Table.of(families(Comparison.model_validate_json(text)))
+    speedup = made.headings.index("speedup T=0")
+    return {"families": Table(made.headings, sorted(made.rows, key=lambda row: -float(row[speedup])))}
 
 
 def read_runtime(folder: Path) -> dict[str, Table]:
