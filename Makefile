@@ -80,7 +80,7 @@ bench-runtime: $(VENV)/.installed  ## every way of drafting side by side, and wh
 bench-losses: $(VENV)/.installed  ## memory and time of the chunked objective against the plain one
 	$(BIN)/python scripts/bench_losses.py $(ARGS)
 
-bench-peers: $(VENV)/.installed  ## the EAGLE-3 training step beside that of vLLM's speculators (makes .venv-peers first: 2 GB)
+bench-peers: $(VENV)/.installed  ## training steps of EAGLE-3 and DFlash beside those of vLLM's speculators (makes .venv-peers first: 2 GB)
 	$(BIN)/python scripts/bench_peers.py --venv $(PEERS_VENV) $(ARGS)
 
 check-gpu: $(VENV)/.installed  ## what this machine's GPU does, part by part (ten minutes; ARGS="--device cpu" elsewhere)

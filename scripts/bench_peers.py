@@ -1,6 +1,7 @@
-"""The EAGLE-3 training step of vLLM's library `speculators` beside ours: the same numbers first, then time and memory.
+"""Training steps of vLLM's library `speculators` beside ours, EAGLE-3 and DFlash: the same numbers first, then time
+and memory.
 
-    python scripts/bench_peers.py                               # four settings; makes .venv-peers first
+    python scripts/bench_peers.py                               # all settings; makes .venv-peers first
     python scripts/bench_peers.py --setting packed --pairs 9 --threads 2
     python scripts/bench_peers.py --device cuda --peer-python /path/to/python
 
@@ -14,6 +15,7 @@ compiles).
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -39,6 +41,7 @@ from scripts.measuring import save_json, table, with_peak_memory
 PEER = "speculators==0.9.0"
 CHECK = (
     "import torch; from importlib.metadata import version as v; import speculators.models.eagle3.core; "
+    "import speculators.models.dflash.core; "
     'print(f\'speculators {v("speculators")}, torch {torch.__version__}, transformers {v("transformers")}\')'
 )
 SIDES = ("ours", "speculators")
@@ -58,6 +61,8 @@ class WorkerFailed(Exception):
 class Setting:
     """The sizes of a row and of the head, and how it is computed."""
 
+    about: str = ""
+    family: str = "eagle3"
     tokens: int = 1024
     documents: int = 1
     draft_vocab: int = 16_384
@@ -66,6 +71,8 @@ class Setting:
     vocab: int = 16_384
     hidden: int = 512
     depths: int = 7
+    layers: int = 1
+    anchors: int = 256  # blocks of the row, of DFlash
     decay: float = 0.8  # of a depth's weight
     dtype: str = "bfloat16"
     device: str = "cpu"
@@ -73,11 +80,15 @@ class Setting:
     attention: str = "sdpa"  # the library's
 
 
+REDUCED: dict[str, Any] = {"tokens": 2048, "draft_vocab": 8192, "supervised": 0.4}
+BLOCKS: dict[str, Any] = {"family": "dflash", "layers": 5, "decay": math.exp(-1 / 4)}  # the library's gamma of 4
 SETTINGS = {
-    "whole": Setting(),
-    "frozen": Setting(head=False),  # as the library has it
-    "reduced": Setting(tokens=2048, draft_vocab=8192, supervised=0.4),
-    "packed": Setting(documents=8),
+    "whole": Setting("head trained"),
+    "frozen": Setting("head frozen, as the library has it", head=False),
+    "reduced": Setting("8,192 of the vocabulary, 40 % supervised", **REDUCED),
+    "packed": Setting("eight documents in the row", documents=8),
+    "dflash": Setting("256 blocks, five layers, the target's head", head=False, **BLOCKS),
+    "dflash-reduced": Setting("the same over 8,192 of the vocabulary, 40 % supervised", **BLOCKS, **REDUCED),
 }
 
 
@@ -97,19 +108,21 @@ class PeerEnvironment(setup_vllm.Environment):
         # It asks for these two, uses neither, and gets builds for another torch, which transformers fails to import.
         names = ("torchaudio", "torchvision")
         self._run(f"remove {' and '.join(names)}", [self.python, "-m", "pip", "uninstall", "--quiet", "--yes", *names])
-        return self._run("import it", [self.python, "-P", "-c", CHECK])
+        return self._run("import it", [self.python, "-I", "-c", CHECK])
 
 
 def make_batch(s: Setting) -> dict[str, Tensor]:
     """The row, and what both sides share of the target. Every tensor's first dimension is T, V, Vd or H.
 
-    The first `depths + 1` tokens of a document are not supervised; after them, the last part of every hundred is.
+    The first `depths + 1` tokens of a document are not supervised, nor the last of the row; of the others, the last
+    part of every hundred is.
     """
     torch.manual_seed(0)
     length = s.tokens // s.documents
     place = torch.arange(s.tokens)
     position = place % length
-    learnt = (position > s.depths) & (position % 100 >= round(100 * (1 - s.supervised)))
+    learnt = (position > s.depths) & (place < s.tokens - s.depths - 1)
+    learnt &= position % 100 >= round(100 * (1 - s.supervised))
     half = lambda *shape: torch.randn(shape).bfloat16()
     return {
         "input_ids": torch.randint(0, s.vocab, (s.tokens,)),

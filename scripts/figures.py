@@ -173,7 +173,7 @@ def read_plan(folder: Path) -> dict[str, Table]:
 def read_peers(folder: Path) -> dict[str, Table]:
     results = json.loads((folder / "peers.json").read_text())["results"]
     heads = ["setting", "T", "s, ours : theirs", "tokens/s", "MiB, ours : theirs", "memory"]
-    rows = [bench_peers.cells(name, result) for name, result in results.items()]
+    rows = [bench_peers.cells(f"`{name}`: {each['setting']['about']}", each) for name, each in results.items()]
     return {"steps": Table(heads, [[*row[:4], *row[5:7]] for row in rows])}
 
 
@@ -344,7 +344,7 @@ FIGURES = {
         read_printed("memory.md", "rows"),
     ),
     "plan": Figure(6, (f"python scripts/bench_plan.py --json {RUNS}/plan.json",), RUNS, read_plan),
-    "peers": Figure(10, (f"python scripts/bench_peers.py --json {RUNS}/peers.json",), RUNS, read_peers),
+    "peers": Figure(15, (f"python scripts/bench_peers.py --json {RUNS}/peers.json",), RUNS, read_peers),
     "load": Figure(
         10,
         (

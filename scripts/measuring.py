@@ -48,13 +48,13 @@ def _resident(name: str, pid: int | str) -> int:
 
 
 def make_trainer(recipe: Recipe, model: Any, rows: Sequence[TokenRow], accelerator: Accelerator, folder: Path) -> Any:
-    """A Trainer of the recipe's EAGLE-3 head over a transformers model and rows of tokens."""
+    """A Trainer of the recipe's head over a transformers model and rows of tokens."""
     probe = FrozenTarget(model)
     config = drafter_config(recipe, probe)
     target = FrozenTarget(model, config.tap_layers)
     probe.close()
     torch.manual_seed(0)
-    drafter = family_class("eagle3")(config).attach(target).to(accelerator.device)
+    drafter = family_class(recipe.family)(config).attach(target).to(accelerator.device)
     drafter.initialise_from(target, recipe.drafter)
     packed = pack(rows, recipe.data.max_length)
     return Trainer(recipe, target, drafter, packed, accelerator=accelerator, folder=folder)

@@ -1,9 +1,10 @@
-"""One side of scripts/bench_peers.py: a process that runs a training step of an EAGLE-3 head whenever it is told to.
+"""One side of scripts/bench_peers.py: a process that runs a training step of a head whenever it is told to.
 
     python -P scripts/peer_worker.py ours|speculators FOLDER
 
 FOLDER has `setting.json` (a `Setting`), `batch.safetensors` (what `make_batch` made) and `weights.safetensors`, the
-head's weights, which our side writes. Each line of stdin is a command, each line of stdout a JSON answer:
+head's weights, which our side writes, as it does the anchors that it draws for a row of DFlash
+(`anchors-<tokens>.safetensors`). Each line of stdin is a command, each line of stdout a JSON answer:
 
     warm            a step over the first tokens only
     step            a step: its seconds, its CPU seconds, its loss, and its peak memory if the device is a GPU
@@ -15,6 +16,7 @@ The library `speculators` has the name of a package of this project. So our side
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -29,7 +31,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-WARM_TOKENS = 64
+WARM_TOKENS = 128
 Tensors = dict[str, Tensor]
 
 
@@ -50,10 +52,11 @@ def layer_sizes(s: Any) -> dict[str, Any]:
 class Ours:
     """This project: the micro-step of its Trainer, which is forward and backward of `unroll` and chunked objective.
 
-    The library sums the mean losses of the depths, of which we take a weighted mean; so its weights decay^k are given
-    as they are. Over a reduced vocabulary the library renormalises the target's p, we leave it as it is (`forward_kl`).
-    With the weight of a term divided by the mass P of its p the gradients are the same, and the losses differ by the
-    mean of log P, which is taken off.
+    We take a weighted mean of the mean losses of the depths; the library sums them (EAGLE-3), or divides the weighted
+    sum of all terms by their number (DFlash). So its weights decay^k are given as they are, over its normaliser. Over a
+    reduced vocabulary the library renormalises the target's p, we leave it as it is (`forward_kl`). With the weight of
+    a term divided by the mass P of its p the gradients are the same, and the losses differ by the mean of log P, which
+    is taken off.
     """
 
     def __init__(self, s: Any, given: Tensors, folder: Path) -> None:
@@ -65,18 +68,21 @@ class Ours:
         from train.data.loss_mask import TokenRow
         from train.recipe.recipe import make_recipe
 
-        self.s, self.given, self.version = s, given, "this project"
+        self.s, self.given, self.folder, self.version = s, given, folder, "this project"
         half = s.dtype == "bfloat16"
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, **layer_sizes(s)))
         model = model.to(s.device, torch.bfloat16 if half else torch.float32)
         model.get_input_embeddings().weight.data.copy_(given["embed"])
         model.get_output_embeddings().weight.data.copy_(given["lm_head"])
+        block = {"block_size": s.depths + 1, "mask_token_id": 0, "anchors_per_row": s.anchors}
         recipe = make_recipe({
             "name": "bench",
+            "family": s.family,
             "target": {"model": "random"},
             "data": {"train": [{"path": "none.jsonl"}], "max_length": s.tokens},
-            "drafter": {"unroll_steps": s.depths, "draft_vocab_size": s.draft_vocab, "tap_layers": [1, 2, 3],
-                        "step_decay": s.decay},
+            "drafter": {"unroll_steps": s.depths, "draft_vocab_size": s.draft_vocab, "num_layers": s.layers,
+                        "tap_layers": [1, 2, 3]} | (block if s.family == "dflash" else {}),
+            "loss": {"forward_kl": 1.0},
             "training": {"steps": 1, "batch_size": 1},
         })  # fmt: skip
         accelerator = Accelerator(cpu=s.device == "cpu", mixed_precision="bf16" if half else "no")
@@ -86,7 +92,8 @@ class Ours:
         self.module = self.trainer.module
         self.module.train()
         self._set_weights(folder / "weights.safetensors")
-        self.module.lm_head.weight.requires_grad_(s.head)
+        if hasattr(self.module, "lm_head"):  # not where it is the target's
+            self.module.lm_head.weight.requires_grad_(s.head)
         self.whole = self.prepare(s.tokens)
 
     def _set_weights(self, file: Path) -> None:
@@ -115,28 +122,35 @@ class Ours:
     @torch.no_grad()
     def prepare(self, tokens: int) -> Callable[[], float]:
         """The step over the first tokens of the row."""
-        from speculators.drafter import term_paths
+        from speculators.drafter import host_batch
 
         s, features = self.s, self.features(tokens)
-        found = [term_paths(features, depth) for depth in range(s.depths)]
-        decay = torch.tensor([s.decay**k for k in range(s.depths)], device=s.device)
-        scales = decay / torch.stack([valid.sum() for valid, _ in found]).clamp(min=1)
-        ids, offset = self.module.draft_to_target, 0.0
-        unroll, mass = type(self.module).unroll, torch.ones(tokens, device=s.device)
-        if ids is not None:
-            rows = features.last_hidden[0].split(128)
-            mass = torch.cat([self.trainer.target.logits(r).float().softmax(-1)[:, ids].sum(-1) for r in rows])
-            logs = [mass.log()[path[valid]].sum() for valid, path in found]
-            offset = float((torch.stack(logs) * scales).sum())
+        scales = torch.tensor([s.decay**k for k in range(s.depths)], device=s.device)
+        counts = self.module.count_terms(host_batch(features), s.depths).to(s.device)
+        if s.family == "dflash":
+            scales = scales / (counts.sum() + 1e-5)
+            blocks = self.module.blocks_of(features, s.depths)
+            anchors = 1 + blocks.slots[blocks.terms[0]]
+            save_file({"anchors": anchors.cpu()}, self.folder / f"anchors-{tokens}.safetensors")
+        else:
+            scales = scales / counts.clamp(min=1)
+        ids, offset = self.module.draft_to_target, torch.zeros((), device=s.device)
+        if ids is None:
+            return lambda: float(self.trainer._micro_step(features, scales).loss)
+        unroll, rows = type(self.module).unroll, features.last_hidden[0].split(128)
+        mass = torch.cat([self.trainer.target.logits(r).float().softmax(-1)[:, ids].sum(-1) for r in rows])
 
         def weighed(*given: Any) -> Any:
             for term in unroll(self.module, *given):
-                yield replace(term, weight=term.weight / mass[term.target_index])
+                share = mass[term.target_index]
+                offset.add_(scales[term.depth] * share.log().sum())
+                yield replace(term, weight=term.weight / share)
 
         def step() -> float:
-            if ids is not None:
-                self.module.unroll = weighed
-            return float(self.trainer._micro_step(features, scales).loss) - offset
+            self.module.unroll = weighed
+            offset.zero_()
+            loss = self.trainer._micro_step(features, scales).loss
+            return float(loss - offset)
 
         return step
 
@@ -144,46 +158,51 @@ class Ours:
 class Library:
     """The library: what its Trainer does in a step, over a row that its own collate function made.
 
-    It asks the mask about the token that a depth reads, we about the one that it predicts: each document's mask is
-    shifted by one. It lets the last slots of a document predict tokens of the next, so the documents of a `Setting`
+    EAGLE-3 asks the mask about the token that a depth reads, we about the one that it predicts: each document's mask is
+    shifted by one. DFlash draws its anchors from all supervised tokens, we from those whose next token is supervised
+    too: it gets ours. Both let the last slots of a document predict tokens of the next, so the documents of a `Setting`
     begin with tokens that nobody learns.
     """
 
     def __init__(self, s: Any, given: Tensors, folder: Path) -> None:
-        from transformers import LlamaConfig
+        import transformers
 
-        core, losses = import_module("speculators.models.eagle3.core"), import_module("speculators.losses")
-        config = LlamaConfig(num_hidden_layers=1, **layer_sizes(s))
+        self.s, self.given, self.folder = s, given, folder
+        self.version = f"speculators {metadata.version('speculators')}"
+        self.core = import_module(f"speculators.models.{s.family}.core")
+        losses = import_module("speculators.losses")
+        fused = "fused" if s.device == "cuda" else "eager"
+        self.options: dict[str, Any] = {"loss_config": losses.resolve_loss_config("kl_div", fused)}
+        if s.family == "dflash":
+            name, layers = "DFlash", transformers.Qwen3Config
+            own = {"aux_hidden_state_layer_ids": [1, 2, 3], "block_size": s.depths + 1, "mask_token_id": 0}
+            self.options |= {"gamma": -1 / math.log(s.decay)}
+        else:
+            name, layers = "Eagle3", transformers.LlamaConfig
+            own = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+            self.options |= {"ttt_steps": s.depths, "ttt_step_loss_decay": s.decay}
+        config = layers(num_hidden_layers=s.layers, **layer_sizes(s))
         config._attn_implementation = s.attention
-        made = core.Eagle3SpeculatorConfig(
-            transformer_layer_config=config,
-            draft_vocab_size=s.draft_vocab,
-            eagle_aux_hidden_state_layer_ids=[1, 2, 3],
-        )
-        self.s, self.given, self.version = s, given, f"speculators {metadata.version('speculators')}"
-        self.module = core.Eagle3DraftModel(made)
-        weights = load_file(folder / "weights.safetensors") | {
+        make_config, make = (getattr(self.core, f"{name}{kind}") for kind in ("SpeculatorConfig", "DraftModel"))
+        self.module = make(make_config(transformer_layer_config=config, draft_vocab_size=s.draft_vocab, **own))
+        head = given["lm_head"][given["draft_ids"]]
+        weights = {"lm_head.weight": head} | load_file(folder / "weights.safetensors") | {
             "embed_tokens.weight": given["embed"],
-            "verifier_lm_head.weight": given["lm_head"][given["draft_ids"]],
+            "verifier_lm_head.weight": head,
             "verifier_norm.weight": given["norm"],
-        }
+        }  # fmt: skip
         missing, unknown = self.module.load_state_dict(weights, strict=False)
         if unknown or set(missing) - {"t2d", "d2t"}:
             raise ValueError(f"the heads have different weights: {missing} are missing, {unknown} are unknown")
         self.module.to(s.device).train()
         self.module.lm_head.weight.requires_grad_(s.head)
-        fused = "fused" if s.device == "cuda" else "eager"
-        self.options = {
-            "ttt_steps": s.depths,
-            "ttt_step_loss_decay": s.decay,
-            "loss_config": losses.resolve_loss_config("kl_div", fused),
-        }
         self.whole = self.prepare(s.tokens)
 
     def prepare(self, tokens: int) -> Callable[[], float]:
         """The step over the first tokens of the row."""
-        data, shift = import_module("speculators.train.data"), import_module("speculators.models.eagle3.data")
-        given, device, dtype = self.given, self.s.device, getattr(torch, self.s.dtype)
+        s, given, options = self.s, self.given, self.options
+        data, eagle3 = import_module("speculators.train.data"), s.family == "eagle3"
+        preprocess = import_module("speculators.models.eagle3.data").shift_batch if eagle3 else None
         samples = []
         for document in given["segment_ids"][:tokens].unique():
             at = (given["segment_ids"][:tokens] == document).nonzero().flatten()
@@ -192,17 +211,23 @@ class Library:
                 "input_ids": given["input_ids"][at],
                 "hidden_states": given["taps"][at],
                 "verifier_last_hidden_states": given["state"][at],
-                "loss_mask": torch.cat([mask[1:], mask[:1] & False]),
+                "loss_mask": torch.cat([mask[1:], mask[:1] & False]) if eagle3 else mask,
                 "lengths": torch.tensor([len(at)]),
                 "position_ids": torch.arange(len(at)),
             }
             samples.append({name: each.cpu() for name, each in sample.items()})
-        collate = data.CollateFn(tokens, self.s.hidden, dtype=dtype, preprocess=shift.shift_batch)
-        batch = {name: each.to(device) for name, each in collate(samples).items() if isinstance(each, Tensor)}
+        collate = data.CollateFn(tokens, s.hidden, dtype=getattr(torch, s.dtype), preprocess=preprocess)
+        batch = {name: each.to(s.device) for name, each in collate(samples).items() if isinstance(each, Tensor)}
+        if not eagle3:
+            anchors = load_file(self.folder / f"anchors-{tokens}.safetensors")["anchors"].to(s.device)
+            anchors = anchors[anchors < tokens - s.depths - 1]  # in front of a row's last tokens it takes none
+            options = options | {"max_anchors": len(anchors)}
 
         def step() -> float:
-            with torch.autocast(device, torch.bfloat16, enabled=self.s.dtype == "bfloat16"):
-                _, loss, _ = self.module(**batch, **self.options)
+            if not eagle3:
+                self.core.select_anchors = lambda *_: (anchors, torch.ones_like(anchors, dtype=torch.bool))
+            with torch.autocast(s.device, torch.bfloat16, enabled=s.dtype == "bfloat16"):
+                _, loss, _ = self.module(**batch, **options)
             loss.backward()
             return float(loss.detach())
 
