@@ -28,17 +28,22 @@ from speculators.drafter import term_paths
 TINY = Setting(tokens=48, documents=2, vocab=40, draft_vocab=24, hidden=32, depths=3, dtype="float32")
 
 
-def test_our_step_is_the_loss_that_the_library_defines(tmp_path):
-    """The sum over depths of decay^k times the mean of KL(p || q), p renormalised over the draft vocabulary."""
-    given = make_batch(TINY)
-    ours = Ours(TINY, given, tmp_path)
-    features, expected = ours.features(TINY.tokens), torch.zeros(())
+@pytest.mark.parametrize("setting", [TINY, replace(TINY, family="dflash", anchors=8)], ids=lambda s: s.family)
+def test_our_step_is_the_loss_that_the_library_defines(setting, tmp_path):
+    """decay^k KL(p || q), p renormalised over the draft vocabulary: EAGLE-3's depths are means, which are summed;
+    DFlash's terms are summed, over their number."""
+    given = make_batch(setting)
+    ours = Ours(setting, given, tmp_path)
+    features, sums, counts = ours.features(setting.tokens), [], []
     with torch.no_grad():
         rows = ours.trainer.target.logits(features.last_hidden[0])[:, given["draft_ids"]].log_softmax(-1)
-        for term in ours.module.unroll(features, TINY.depths):
+        for term in ours.module.unroll(features, setting.depths):
             log_p, log_q = rows[term.target_index], ours.module.head(term.hidden).log_softmax(-1)
-            expected += TINY.decay**term.depth * (log_p.exp() * (log_p - log_q)).sum(-1).mean()
-    assert ours.whole() == pytest.approx(float(expected), rel=1e-5)
+            sums.append(float(setting.decay**term.depth * (log_p.exp() * (log_p - log_q)).sum()))
+            counts.append(len(term.hidden))
+    depth_means = sum(each / count for each, count in zip(sums, counts))
+    expected = sum(sums) / (sum(counts) + 1e-5) if setting.family == "dflash" else depth_means
+    assert ours.whole() == pytest.approx(expected, rel=1e-5)
     assert all(p.grad is not None for p in ours.module.parameters())
 
 
