@@ -226,10 +226,11 @@ class DFlash(Drafter):
         options: DFlashOptions | None = None,
         features: Sequence[TargetFeatures] | None = None,
     ) -> DFlash:
-        """See `start_weights`; with `init: least_squares`, fitted to `features` from there."""
+        """See `start_weights`; with `init: least_squares`, fitted to `features` from there. None: weights of a
+        checkpoint will follow."""
         self.start_weights(target)
-        if options is not None and options.init == "least_squares":
-            self.start_reading(target, *start_from_least_squares(self, target, features or ()))
+        if options is not None and options.init == "least_squares" and features is not None:
+            self.start_reading(target, *start_from_least_squares(self, target, features))
         return self
 
     def start_weights(self, target: FrozenTarget) -> None:

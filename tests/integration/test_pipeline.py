@@ -117,13 +117,20 @@ def test_cached_features(recipe, tiny_target, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.integration
-def test_a_fitted_start_muon_and_kept_features(recipe, tmp_path, capsys):
+@pytest.mark.parametrize("family", ["eagle3", "dflash"])
+def test_a_fitted_start_muon_and_kept_features(family, recipe, tmp_path, capsys):
     """The quickstart's way: a stage more, and the same command again trains nothing twice."""
-    fitted = ["drafter.init=least_squares", "drafter.norm_before_residual=true", "drafter.num_key_value_heads=4"]
-    fitted += ["training.optimizer=muon", "training.keep_features_gb=0.1", *SHORT]
+    if family == "dflash":
+        fields = yaml.safe_load(recipe.read_text()) | {
+            "family": "dflash",
+            "drafter": {"block_size": 3, "num_layers": 1},
+        }
+        recipe.write_text(yaml.safe_dump(fields))
+    fitted = ["drafter.init=least_squares", "drafter.num_key_value_heads=4", "training.optimizer=muon", *SHORT]
+    fitted += ["training.keep_features_gb=0.1", *(["drafter.norm_before_residual=true"] if family == "eagle3" else [])]
     assert run(recipe, fitted) == 0
     assert "[3/6] fit the start" in capsys.readouterr().out
-    assert read_drafter_config(tmp_path / "run" / "export").norm_before_residual
+    assert family == "dflash" or read_drafter_config(tmp_path / "run" / "export").norm_before_residual
     weights = (tmp_path / "run" / "export" / "model.safetensors").read_bytes()
     assert run(recipe, fitted) == 0
     assert "fit the start" not in capsys.readouterr().out
