@@ -7,7 +7,7 @@ and memory.
 
 Both sides get the same weights and the same row. In float32, and again in the dtype that is timed, loss and gradients
 of one step must agree within TOLERANCE, or nothing is timed. Then each side is a process that stays alive
-(peer_worker.py), and steps alternate: forward and backward, without target and optimizer. Figures are medians over
+(peers/worker.py), and steps alternate: forward and backward, without target and optimizer. Figures are medians over
 pairs. Memory is the peak of a process's first step above what it held before (on a GPU of its last step, as the first
 compiles).
 """
@@ -143,7 +143,7 @@ class Worker:
 
     def __init__(self, side: str, python: Path | str, folder: Path, threads: int) -> None:
         self.side, self.log = side, folder / f"{side}.log"
-        script = Path(__file__).with_name("peer_worker.py")
+        script = Path(__file__).parent / "peers" / "worker.py"
         hidden = {"PYTHONPATH", "PYTHONSAFEPATH"}  # which would put this project into the library's place
         environment = {name: value for name, value in os.environ.items() if name not in hidden}
         environment |= {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -21,7 +21,7 @@ from scripts.bench_peers import (
     make_batch,
     speedup,
 )
-from scripts.peer_worker import Ours
+from scripts.peers.worker import Ours
 from scripts.setup_vllm import TORCH
 from speculators.drafter import term_paths
 

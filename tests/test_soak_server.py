@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from scripts.soak_load import Tally
-from scripts.soak_server import Found, app, growth, violations
+from scripts.soak_server import Found, Tally, app, growth, violations
 
 TARGET = Path(__file__).resolve().parents[1] / "recipes" / "quickstart" / "target"
 

@@ -1,6 +1,6 @@
 """One side of scripts/bench_peers.py: a process that runs a training step of a head whenever it is told to.
 
-    python -P scripts/peer_worker.py ours|speculators FOLDER
+    python -P scripts/peers/worker.py ours|speculators FOLDER
 
 FOLDER has `setting.json` (a `Setting`), `batch.safetensors` (what `make_batch` made) and `weights.safetensors`, the
 head's weights, which our side writes, as it does the anchors that it draws for a row of DFlash
@@ -60,7 +60,7 @@ class Ours:
     """
 
     def __init__(self, s: Any, given: Tensors, folder: Path) -> None:
-        sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+        sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
         from accelerate import Accelerator
         from transformers import LlamaConfig, LlamaForCausalLM
 
