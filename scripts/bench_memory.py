@@ -37,7 +37,7 @@ DEPTHS, HEADS, VOCABULARY = 7, 4, 4096
 
 
 def one_step(length: int, way: str, hidden_size: int, texts: int) -> tuple[float, float]:
-    """(MiB at the peak of a step above those before it, seconds, loss)."""
+    """(MiB at the peak of a step above those before it, seconds)."""
     if way == "plain":
         attention.KERNELS.clear()
         target_module.LONG_ROW = attention.KEPT_SCORES = attention.SCORES["cpu"] = 1 << 62
