@@ -136,11 +136,15 @@ def fingerprint(recipe: Recipe, target_hash: str, before: str) -> str:
             training.add(key)
     if recipe.on_policy is not None:  # runs without it are those from before this section
         names.add("on_policy")
-    newer = ("adapter", "sliding_window")  # unset, runs are those from before these keys
+    # unset, runs are those from before these keys; block families have had windows from the start
+    newer = ("adapter", "sliding_window") if recipe.family in ("eagle3", "peagle") else ("adapter",)
     unset = {key for key in newer if getattr(recipe.drafter, key, None) is None}
     left_out = {"regenerate": recipe.regenerate.not_in_fingerprint(), "training": training, "target": {"sharding"}}
     left_out["drafter"] = unset
     sections = recipe.model_dump(mode="json", include=names, exclude=left_out)
+    for source in (*sections["data"]["train"], *sections["data"]["validation"]):
+        if not source["chat_template_kwargs"]:  # likewise
+            del source["chat_template_kwargs"]
     parts = [sections, target_hash, before]
     if recipe.features.mode == "cache":
         parts += [recipe.features.engine, *recipe.features.encodings]
