@@ -275,7 +275,7 @@ class Engine:
         inputs = torch.cat([anchors, proposal.token_ids], dim=1) if proposal.width else anchors  # [B, K+1]
         t2 = clock()
         taps, last_hidden = self._forward(0, len(rows), inputs, proposal)
-        logits = self.target.logits(last_hidden)  # [B, 1+K, V]
+        logits = self._target_forward.logits(last_hidden)  # [B, 1+K, V]
         t3 = clock()
         if proposer is not None and proposer.reads_logits:
             proposer.see_logits(rows, proposal, logits)
@@ -328,7 +328,7 @@ class Engine:
             padded = [piece + [0] * (width - len(piece)) for piece in pieces]
             taps, last_hidden = self._forward(start, stop, on_device(padded, self.target.device))
             for i, (row, count) in enumerate(zip(range(start, stop), counts, strict=True)):
-                record_prompt_logprobs(self.target.logits, rows[row], lengths[row], last_hidden[i, :count])
+                record_prompt_logprobs(self._target_forward.logits, rows[row], lengths[row], last_hidden[i, :count])
                 if lengths[row] + count == len(texts[i]):
                     ends[row] = last_hidden[i, count - 1].clone()
             cache.advance_rows(start, counts)
@@ -337,7 +337,7 @@ class Engine:
         begun = [(request, ends[row]) for row, request in enumerate(wave, first) if not request.output_token_ids]
         if begun:
             new = [request for request, _ in begun]
-            logits = self.target.logits(torch.stack([end for _, end in begun])[:, None])  # [b, 1, V]
+            logits = self._target_forward.logits(torch.stack([end for _, end in begun])[:, None])  # [b, 1, V]
             first_tokens = self._decide(logits, Proposal.empty(len(new), self.target.device), new)
             now = perf_counter()
             for request, kept in zip(new, first_tokens, strict=True):
@@ -390,7 +390,7 @@ class Engine:
     def _rehearse(self, rows: int, T: int) -> None:
         """A forward over T tokens of each of the first rows, forgotten: for its time to be taken."""
         token_ids = torch.zeros(rows, T, dtype=torch.long, device=self.target.device)
-        self.target.logits(self._forward(0, rows, token_ids)[1]).argmax(-1).tolist()
+        self._target_forward.logits(self._forward(0, rows, token_ids)[1]).argmax(-1).tolist()
 
     def _decide(self, logits: Tensor, proposal: Proposal, rows: Sequence[Request]) -> list[Kept]:
         """Logits [b, 1+K, V] -> the accepted drafts of each row and one token more."""

@@ -113,8 +113,8 @@ class IsolatedCosts:
     def measure(self, trials: int) -> dict[str, list[float]]:
         """Milliseconds of `trials` trials of each part, taken in turn: target_step_ms, verify_ms, draft_ms."""
         parts: dict[str, Callable[[], Any]] = {
-            "target_step_ms": lambda: self.target.logits(self._forward(self.next_ids[:, :1])[1]),
-            "verify_ms": lambda: self.target.logits(self._forward(self.next_ids)[1]),
+            "target_step_ms": lambda: self._target_forward.logits(self._forward(self.next_ids[:, :1])[1]),
+            "verify_ms": lambda: self._target_forward.logits(self._forward(self.next_ids)[1]),
         }
         if self.drafter is not None:
             parts["draft_ms"] = self._draft

@@ -198,16 +198,17 @@ class DecoderLayer(nn.Module):
         x = residual + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(self.post_attention_layernorm(x))
 
-    def fuse(self, *, shared: bool = False) -> None:
+    def fuse(self, *, shared: bool = False, packs: bool = False) -> None:
         """Projections of one input become one product, a step of decoding being mostly calls. `shared`: without a copy
-        of the weights, and only where calls take a share of the time (`FrozenLinear.worth_joining`)."""
+        of the weights but a packed one if `packs`, and else only where calls take a share of the time
+        (`FrozenLinear.worth_joining`)."""
         a, m = self.self_attn, self.mlp
-        qkv = a.q_proj, a.k_proj, a.v_proj
-        if not shared or FrozenLinear.worth_joining(*qkv):
-            a.fused = FrozenLinear(*qkv, shared=shared)
+        qkv, always = (a.q_proj, a.k_proj, a.v_proj), packs or not shared
+        if always or FrozenLinear.worth_joining(*qkv):
+            a.fused = FrozenLinear(*qkv, shared=shared, packs=packs)
             a.join_norms()
-        if isinstance(m, GatedMLP) and (not shared or FrozenLinear.worth_joining(m.gate_proj, m.up_proj)):
-            m.fused = FrozenLinear(m.gate_proj, m.up_proj, shared=shared)
+        if isinstance(m, GatedMLP) and (always or FrozenLinear.worth_joining(m.gate_proj, m.up_proj)):
+            m.fused = FrozenLinear(m.gate_proj, m.up_proj, shared=shared, packs=packs)
 
     def unfuse(self) -> None:
         self.self_attn.fused = self.self_attn.qk_weight = self.mlp.fused = None

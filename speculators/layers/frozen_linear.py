@@ -1,32 +1,43 @@
-"""Linear layers with constant weights, optimized for one row at a time.
+"""Linear layers with constant weights, optimized for a few rows at a time.
 
 Layers with the same input become one product. On a CPU the weight has a second copy: in bfloat16 packed for oneDNN's
-kernels, which halves the time of a few rows if the weight is not in the cache; in float32 transposed, which makes one
-row up to a quarter faster. The copy suits a drafter, which is small, and not a target, whose weights are shared.
+kernels, which about halves the time of a few rows; in float32 transposed, which makes one row up to a quarter faster.
+The copy suits models that are small beside the memory: drafters, and targets up to `MOST_PACKED`.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 MOST_JOINED = 64 << 20  # bytes of weights; reading more takes so long that the calls saved are nothing
+MOST_PACKED = 2 << 30  # bytes of a target's weights that are packed, which holds them twice
 
 
 class FrozenLinear:
     """[..., in] -> [..., concatenated outputs of all `linears`]; either all of them have a bias, or none has.
 
-    `shared`: the product has the weights of `linears`, which are moved to lie together, and no copy.
+    `shared`: the product has the weights of `linears`, which are moved to lie together, and no copy but a packed one if
+    `packs`, which does not follow what is written to them until `read_weights`.
     """
 
-    def __init__(self, *linears: nn.Linear, shared: bool = False) -> None:
+    def __init__(self, *linears: nn.Linear, shared: bool = False, packs: bool = False) -> None:
         join = _moved_together if shared else _joined
         self.weight = join([linear.weight for linear in linears])
         self.bias = None if linears[0].bias is None else join([linear.bias for linear in linears])
-        self.packed = _pack(self.weight) if not shared and _packs(self.weight) else None
+        self._packs = (packs or not shared) and can_pack(self.weight)
+        self.packed: Tensor | None = None
         self.across = self.weight.t().contiguous() if not shared and _turns(self.weight) else None  # [in, out]
+        self.read_weights()
+
+    def read_weights(self) -> None:
+        """Packs the weight anew."""
+        if self._packs:
+            self.packed = _pack(self.weight)
+            _PACKED[_key(self.weight)] = self
 
     @staticmethod
     def worth_joining(*linears: nn.Linear) -> bool:
@@ -37,16 +48,45 @@ class FrozenLinear:
         shape = x.shape  # made 2-d, since a strided batch of one would use bmm, which takes four times as long
         rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
         count, across = rows.shape[0], self.across
-        packed = self.packed is not None and x.dtype == torch.bfloat16 and count > 0
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():  # a compiler chooses its own layout
-            out = nn.functional.linear(rows, self.weight, self.bias)
+        packed = self.packed is not None and x.dtype == torch.bfloat16 and count > 0 and not torch.is_grad_enabled()
+        if packed and torch.compiler.is_compiling():
+            out = torch.ops.draftsmith.packed_linear(rows, self.weight, self.bias)
         elif packed:
-            out = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
+            out = _packed_product(rows, self.packed, self.bias)
+        elif torch.compiler.is_compiling() or torch.is_grad_enabled():  # a compiler chooses its own layout
+            out = nn.functional.linear(rows, self.weight, self.bias)
         elif across is not None and count == 1 and rows.dtype == across.dtype:
             out = rows.mm(across) if self.bias is None else torch.addmm(self.bias, rows, across)
         else:
             out = nn.functional.linear(rows, self.weight, self.bias)
         return out if len(shape) == 2 else out.view(*shape[:-1], self.weight.shape[0])
+
+
+_PACKED: weakref.WeakValueDictionary[tuple, FrozenLinear] = weakref.WeakValueDictionary()  # by what `_key` says
+_LIBRARY = torch.library.Library("draftsmith", "FRAGMENT")
+_LIBRARY.define("packed_linear(Tensor rows, Tensor weight, Tensor? bias) -> Tensor")
+
+
+def _packed_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """linear(rows, weight, bias) inside compiled code, to which a packed weight cannot be given."""
+    found = _PACKED.get(_key(weight))
+    return nn.functional.linear(rows, weight, bias) if found is None else _packed_product(rows, found.packed, bias)
+
+
+def _key(weight: Tensor) -> tuple:
+    return weight.data_ptr(), *weight.shape
+
+
+def _packed_product(rows: Tensor, packed: Tensor | None, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+
+
+_LIBRARY.impl("packed_linear", _packed_linear, "CPU")
+
+
+@torch.library.register_fake("draftsmith::packed_linear", lib=_LIBRARY)
+def _(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[0])
 
 
 def freeze_linears(module: nn.Module) -> None:
@@ -91,7 +131,8 @@ def _turns(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
-def _packs(weight: Tensor) -> bool:
+def can_pack(weight: Tensor) -> bool:
+    """True if oneDNN has kernels for a packed copy of it here: bfloat16 on a CPU that computes with it."""
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
         return False
     ops = torch.ops.mkldnn

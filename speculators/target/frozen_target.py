@@ -104,10 +104,10 @@ class FrozenTarget(nn.Module):
         self._attends_by_name, self._packs = not self._eager, not parts.stateful
         self._passes_gradients = True
         if not parts.has_values:
-            self._head_to_logits = nn.Identity()
+            self.head_to_logits = nn.Identity()
             self.vocab_size: int = parts.lm_head.weight.shape[0]  # type: ignore[assignment,index]
             return
-        self._head_to_logits, self.vocab_size = confirm_logits(parts)
+        self.head_to_logits, self.vocab_size = confirm_logits(parts)
         self._passes_gradients = confirm_gradient(parts)
         confirm_causal(parts)
         self._confirm_taps(parts)
@@ -319,7 +319,7 @@ class FrozenTarget(nn.Module):
                 f"({type(self.lm_head).__name__}), which this drafter shares; train a family with a head of its own "
                 "(eagle3, medusa), or use a checkpoint whose lm_head is not quantised"
             )
-        return self._head_to_logits(self._parts.lm_head(last_hidden))
+        return self.head_to_logits(self._parts.lm_head(last_hidden))  # whose output it scales and caps
 
     def final_norm(self, residual: Tensor) -> Tensor:
         """The residual stream after the last layer (tap `num_layers`) [..., H] -> last_hidden [..., H]."""

@@ -4,7 +4,8 @@ transformers runs a model layer by layer in some forty calls each, which for a s
 arithmetic. Here the layers of architectures that differ from Llama's by biases, norms of queries and keys, and experts
 only are those of speculators/layers/decoder.py around the very same weights, with projections of one input as one
 product. Whether they compute what the model computes is tried out on a few tokens; a model that is not of this kind, or
-fails, runs as it is, and the log says why. Knows no family and no loss; for inference only.
+fails, runs as it is, and the log says why. On a CPU the weights of a model of up to `MOST_PACKED` bytes are packed for
+bfloat16 products, which holds them twice. Knows no family and no loss; for inference only.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from speculators.config import DecoderConfig
+from speculators.layers import frozen_linear
 from speculators.layers.attention import cached_attends
 from speculators.layers.decoder import DecoderLayer, RMSNorm, RotaryTable, freeze_norms
 from speculators.layers.frozen_linear import FrozenLinear
@@ -41,6 +43,10 @@ class TargetForward:
         """As `FrozenTarget.forward` over the `past_key_values` of a ragged cache."""
         return (self._target if self._plain is None else self._plain)(*inputs)
 
+    def logits(self, last_hidden: Tensor) -> Tensor:
+        """As `FrozenTarget.logits`: last_hidden [..., H] -> [..., V]."""
+        return (self._target if self._plain is None else self._plain).logits(last_hidden)
+
     @property
     def is_plain(self) -> bool:
         return self._plain is not None
@@ -62,21 +68,30 @@ class PlainDecoder:
     """`forward` and `logits` of `runner`, for a model that is made of plain layers (see `plain_decoder`).
 
     `copies`: products of several projections are copies, laid out for one row, which suits a small model whose weights
-    do not change. Without them the weights of small projections are moved, so that those of one input lie together.
+    do not change. Without them the weights of small projections are moved, so that those of one input lie together;
+    the only copies are then those packed for a CPU, which `read_weights` renews.
     """
 
     def __init__(self, runner: FrozenTarget, *, copies: bool) -> None:
         decoder, config = runner.decoder, _config_of(runner)
+        packs = not copies and _packs(runner)
         self._embed, self._norm, self._taps = runner.embed_tokens, _shared_norm(decoder.norm), runner.tap_layers
         self._positions = RotaryTable(config, decoder.rotary_emb)
         self._layers = [_around(layer, config) for layer in decoder.layers]
+        self._packed: list[FrozenLinear] = []
         for layer in self._layers:
-            layer.fuse(shared=not copies)
+            layer.fuse(shared=not copies, packs=packs)
+            if packs:
+                self._packed += _packed_parts(layer)
+        self._head: FrozenLinear | None = None
+        self._runner = runner
+        if packs and not _changed(runner.lm_head):
+            self._head = FrozenLinear(runner.lm_head, shared=True, packs=True)
+            self._packed.append(self._head)
         self.read_weights()
         if not copies and runner.device.type != "cpu":
             free_memory()  # that the weights were moved from
-        self.logits = runner.logits
-        self._modules = list(decoder.modules())
+        self._modules = [*decoder.modules(), runner.lm_head]
         self._made_of = _make(self._modules)
 
     @torch.no_grad()
@@ -101,13 +116,26 @@ class PlainDecoder:
             taps.append(state)
         return torch.cat(taps, dim=-1) if taps else None, self._norm(state)
 
+    def logits(self, last_hidden: Tensor) -> Tensor:
+        """As `FrozenTarget.logits`."""
+        if self._head is None or torch.is_grad_enabled():
+            return self._runner.logits(last_hidden)
+        return self._runner.head_to_logits(self._head(last_hidden))
+
+    @property
+    def packed_bytes(self) -> int:
+        """Of the weights that are held twice."""
+        return sum(each.weight.nbytes for each in self._packed)
+
     @property
     def outdated(self) -> bool:
         """True if a module, a hook or the memory of a weight is another than when this was made."""
         return _make(self._modules) != self._made_of
 
     def read_weights(self) -> None:
-        """Renews what was made of the norms' weights."""
+        """Renews what was made of the weights."""
+        for product in self._packed:
+            product.read_weights()
         for layer in self._layers:
             freeze_norms(layer)
             layer.self_attn.join_norms()
@@ -128,7 +156,10 @@ def _plain_or_say(target: FrozenTarget) -> PlainDecoder | None:
     if isinstance(found, str):
         logger.info("target %s: decoding runs transformers' forward: %s", target.name_or_path, found)
         return None
-    logger.info("target %s: decoding runs its %s layers with few calls", target.name_or_path, target.config.model_type)
+    packed = f", {found.packed_bytes >> 20} MiB of weights packed for oneDNN" if found.packed_bytes else ""
+    logger.info(
+        "target %s: decoding runs its %s layers with few calls%s", target.name_or_path, target.config.model_type, packed
+    )
     return found
 
 
@@ -167,6 +198,19 @@ def _other_weights(runner: FrozenTarget) -> str | None:
         if weight.device != runner.device:
             return f"its weights are on {runner.device} and {weight.device}"
     return None
+
+
+def _packs(runner: FrozenTarget) -> bool:
+    """True if the projections and the head of a target are to be packed, and with the copy take no more than that."""
+    weights = [part.weight for layer in runner.layers for _, part in _projections(layer)]
+    if not _changed(runner.lm_head):
+        weights.append(runner.lm_head.weight)
+    return frozen_linear.can_pack(weights[0]) and sum(each.nbytes for each in weights) <= frozen_linear.MOST_PACKED
+
+
+def _changed(linear: nn.Module) -> bool:
+    hooks = (*linear._forward_hooks, *linear._forward_pre_hooks)
+    return type(linear) is not nn.Linear or bool(hooks) or "forward" in linear.__dict__
 
 
 def _projections(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -243,6 +287,16 @@ class _Past:
 
 
 # ---------------------------------------------------------------------- its layers
+
+
+def _packed_parts(layer: DecoderLayer) -> Iterator[FrozenLinear]:
+    """The packed products of a fused layer; those of one projection replace it."""
+    for parent, name in ((layer.self_attn, "o_proj"), (layer.mlp, "down_proj")):
+        if hasattr(parent, "fused"):  # experts run as they are
+            linear = getattr(parent, name)
+            delattr(parent, name)  # a module, which only a module may replace
+            setattr(parent, name, FrozenLinear(linear, shared=True, packs=True))
+            yield from (parent.fused, getattr(parent, name))
 
 
 def _config_of(runner: FrozenTarget) -> DecoderConfig:

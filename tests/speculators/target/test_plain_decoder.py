@@ -205,3 +205,31 @@ def test_large_projections_are_not_moved(monkeypatch) -> None:
     with torch.no_grad():
         found, wanted = (features(run, RaggedCache(1, 64), pieces) for run in (plain, target))
     torch.testing.assert_close(found, wanted, **CLOSE)
+
+
+needs_packing = pytest.mark.skipif(
+    not frozen_linear.can_pack(torch.zeros(1, dtype=torch.bfloat16)), reason="no packed bfloat16 products on this CPU"
+)
+
+
+@needs_packing
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_a_small_target_is_packed_and_follows_what_is_written(name: str) -> None:
+    target = FrozenTarget(make_tiny_model(name).bfloat16(), TAPS)
+    forward, ids = TargetForward(target), [[5, 9, 11], [42, 8, 3]]
+    assert forward._plain.packed_bytes > 0
+    for change in (0.0, 0.05):
+        with torch.inference_mode():
+            for parameter in target.parameters():
+                parameter.add_(change * torch.randn_like(parameter))
+            forward.read_weights()
+            found, wanted = (features(run, RaggedCache(2, 64), [ids])[0] for run in (forward, target))
+            state = wanted[..., -32:]
+            pairs = (found, wanted), (forward.logits(state), target.logits(state))
+            assert all((one - other).norm() < 0.03 * other.norm() for one, other in pairs)
+
+
+@needs_packing
+def test_a_large_target_is_not_packed(monkeypatch) -> None:
+    monkeypatch.setattr(frozen_linear, "MOST_PACKED", 1 << 10)
+    assert plain_decoder(FrozenTarget(make_tiny_model("qwen3").bfloat16(), TAPS), copies=False).packed_bytes == 0
