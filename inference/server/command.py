@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from inference.console import print_error
+from inference import console
 from inference.server.options import LLM_OPTIONS, SAMPLING_FIELDS, ServeFlags, read_flags
 from inference.server.real_vllm import become_vllm, speculative_config, wants_vllm
-from speculators.errors import ConfigError, DraftsmithError
+from speculators.errors import ConfigError
 
 if TYPE_CHECKING:
     from inference.entrypoints.llm import LLM
@@ -37,11 +37,7 @@ def register(app: typer.Typer) -> None:
 
 def main() -> None:
     """Runs the command with the arguments of this process."""
-    try:
-        run(sys.argv[1:])
-    except DraftsmithError as error:
-        print_error(error)
-        sys.exit(2)
+    console.run(lambda: run(sys.argv[1:]))
 
 
 def run(arguments: Sequence[str]) -> None:
