@@ -121,23 +121,18 @@ class SpeculativeConfig(BaseModel):
         names = [name for name in SpeculativeConfig.model_fields if name.startswith(prefix)]
         return {name.removeprefix(prefix): getattr(self, name) for name in names}
 
-    def _most_drafts(self) -> int | None:
-        """num_speculative_tokens where it is not given: what a method's other options come to, or None."""
-        if self.method == "suffix":
-            return self.suffix_decoding_max_tree_depth
-        return self.lookahead_num_guesses * (self.lookahead_ngram_size - 1) if self.method == "lookahead" else None
-
     @model_validator(mode="after")
     def _consistent(self) -> SpeculativeConfig:
         methods = [*FAMILIES, *TRAINING_FREE]
         if self.method is not None and self.method not in methods:
             raise ValueError(f"method {self.method!r}; expected one of {', '.join(methods)}, or None (off)")
         if self.rejection_sample_method not in METHODS:
-            raise ValueError(
-                f"rejection_sample_method {self.rejection_sample_method!r}; expected one of {', '.join(METHODS)}"
-            )
-        if self.num_speculative_tokens is None:
-            object.__setattr__(self, "num_speculative_tokens", self._most_drafts())
+            known = ", ".join(METHODS)
+            raise ValueError(f"rejection_sample_method {self.rejection_sample_method!r}; expected one of {known}")
+        if self.num_speculative_tokens is None and self.method in ("suffix", "lookahead"):
+            pool = self.lookahead_num_guesses * (self.lookahead_ngram_size - 1)
+            most = self.suffix_decoding_max_tree_depth if self.method == "suffix" else pool
+            object.__setattr__(self, "num_speculative_tokens", most)
         if self.method is not None and self.num_speculative_tokens is None:
             raise ValueError("num_speculative_tokens is missing: how many tokens to draft per round, such as 4")
         if self.trained and self.model is None:

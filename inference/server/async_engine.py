@@ -279,7 +279,7 @@ class AsyncEngine:
 
     def _expire(self) -> None:
         now = perf_counter()
-        for generation in [generation for generation in self._active.values() if generation.deadline < now]:
+        for generation in [g for g in self._active.values() if g.deadline < now]:
             message = f"the response was not finished within {self.options.request_timeout_s:g} s, the server's limit"
             self._abort(generation, APIError(408, message, headers={"x-should-retry": "false"}))
 

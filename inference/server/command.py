@@ -7,6 +7,7 @@ accepted, all others that are not known are errors (vllm_options). torch is impo
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import typer
 
 from inference import console
 from inference.server.options import LLM_OPTIONS, SAMPLING_FIELDS, ServeFlags, read_flags
-from inference.server.real_vllm import become_vllm, speculative_config, wants_vllm
+from inference.server.real_vllm import speculative_config, vllm_command, wants_vllm
 from speculators.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,8 +42,9 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> None:
-    if wants_vllm(arguments):
-        become_vllm(arguments)
+    if wants_vllm(arguments):  # this process is replaced, so that signals, output and exit code are vLLM's own
+        command = vllm_command(arguments)
+        os.execv(command[0], command)
     flags, others = read_flags(arguments)
     logging.basicConfig(level=flags.uvicorn_log_level.upper(), format="%(levelname)s: %(message)s")
     llm = load(flags, others)

@@ -28,15 +28,6 @@ class DeviceLost(DraftsmithError):
     """The device no longer computes, as after a failed assertion in a kernel; this process cannot repeat a step."""
 
 
-def require_device(device: torch.device, error: Exception) -> None:
-    """DeviceLost, from `error`, if the device does not compute. The first work after such an error fails."""
-    try:
-        torch.ones(1, device=device).add_(1).item()
-    except RuntimeError:
-        reason = str(error).strip().partition("\n")[0]
-        raise DeviceLost(f"{device} answers no more ({reason}); start the server again") from error
-
-
 def guarded_step(engine: Engine) -> Step:
     """One step of the engine; if it fails, one step for each request alone with the same random numbers. DeviceLost if
     the device cannot go on."""
@@ -44,7 +35,12 @@ def guarded_step(engine: Engine) -> Step:
     try:
         return Step(engine.step(), [])
     except Exception as error:
-        require_device(engine.target.device, error)
+        device = engine.target.device
+        try:
+            torch.ones(1, device=device).add_(1).item()
+        except RuntimeError:
+            reason = str(error).strip().partition("\n")[0]
+            raise DeviceLost(f"{device} answers no more ({reason}); start the server again") from error
         snapshot.restore()
         return _step_one_by_one(engine)
 
