@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
@@ -21,7 +20,7 @@ def print_error(error: DraftsmithError) -> None:
     Console(stderr=True, soft_wrap=True).print(Text(f"error: {error}", style="red"))
 
 
-def run(app: typer.Typer) -> None:
+def run(app: Callable[[], object]) -> None:
     """Runs a command line; anything but a DraftsmithError is a bug and shows its traceback."""
     try:
         app()

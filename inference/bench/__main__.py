@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from inference import console
 from inference.bench.command import run
-from inference.console import print_error
-from speculators.errors import DraftsmithError
 
 if __name__ == "__main__":
-    try:
-        sys.exit(run(sys.argv[1:]))
-    except DraftsmithError as error:
-        print_error(error)
-        sys.exit(2)
+    console.run(lambda: sys.exit(run(sys.argv[1:])))

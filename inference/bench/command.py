@@ -40,9 +40,12 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _compare(options: BenchOptions, console: Console) -> int:
-    folder, existing = Path(options.result_dir), options.baseline_url is not None
-    if existing:
-        servers = {"off": _existing(str(options.baseline_url)), "on": _existing(options.url)}
+    folder = Path(options.result_dir)
+    if options.baseline_url is not None:
+        servers: dict[str, Server] = {
+            "off": lambda: nullcontext(str(options.baseline_url)),
+            "on": lambda: nullcontext(options.url),
+        }
         comparison = compare(options, prepare(options), servers, together=True)
     else:
         config = _config(options)
@@ -120,10 +123,6 @@ def _started(options: BenchOptions, name: str, config: dict[str, Any] | None) ->
     log = Path(options.result_dir) / f"server-{name.replace('=', '-')}.log"
     return partial(started, str(options.model), config, shlex.split(options.serve_args), log,
                    options.ready_check_timeout_sec)  # fmt: skip
-
-
-def _existing(url: str) -> Server:
-    return lambda: nullcontext(url)
 
 
 def _filename(result: dict[str, Any]) -> str:

@@ -27,6 +27,7 @@ RATIOS = (
 )  # fmt: skip
 WARMUPS = 2  # of each server, unless --num-warmups says otherwise
 
+Results = dict[tuple[str, int], list[dict[str, Any]]]  # of every repeat, by mode and concurrency
 Server = Callable[[], AbstractContextManager[str]]  # opened, it gives the base URL of a server that answers
 
 
@@ -55,21 +56,23 @@ def compare(
     turns, so that a slow machine slows all; otherwise they are started one after the other, anew in each repeat, which
     needs the memory of one. `config`: the speculative_config that is measured, for the advice."""
     levels = sorted(set(options.concurrencies))
-    results: dict[tuple[str, int], list[dict[str, Any]]] = {(mode, level): [] for mode in modes for level in levels}
+    results: Results = {(mode, level): [] for mode in modes for level in levels}
 
-    def measure_at(mode: str, url: str, concurrency: int, cold: bool) -> None:
-        warmups = (WARMUPS if options.num_warmups is None else options.num_warmups) if cold else 0
-        body = options.extra_body | modes[mode].body
-        changes = {"base_url": url, "max_concurrency": concurrency, "num_warmups": warmups, "extra_body": body}
-        results[mode, concurrency].append(measure(options.model_copy(update=changes), work))
+    warmups = WARMUPS if options.num_warmups is None else options.num_warmups
 
     def turn(urls: dict[str, str], repeat: int, cold: bool) -> None:
         """Every mode of these servers at every level; who begins changes with the repeat."""
         names = [mode for mode in modes if modes[mode].server in urls]
         names = names[repeat % len(names) :] + names[: repeat % len(names)]
         for level in levels:
-            for mode in names:
-                measure_at(mode, urls[modes[mode].server], level, cold and level == levels[0])
+            for name in names:
+                changes = {
+                    "base_url": urls[modes[name].server],
+                    "max_concurrency": level,
+                    "num_warmups": warmups if cold and level == levels[0] else 0,
+                    "extra_body": options.extra_body | modes[name].body,
+                }
+                results[name, level].append(measure(options.model_copy(update=changes), work))
 
     with ExitStack() as running:
         urls = {name: running.enter_context(server()) for name, server in servers.items()} if together else {}
@@ -103,22 +106,15 @@ def _median(repeats: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return sorted(repeats, key=lambda result: result["output_throughput"])[(len(repeats) - 1) // 2]
 
 
-def _advice(
-    results: dict[tuple[str, int], list[dict[str, Any]]],
-    levels: Sequence[int],
-    modes: dict[str, Mode],
-    config: dict[str, Any],
-) -> dict[str, Any]:
+def _advice(results: Results, levels: Sequence[int], modes: dict[str, Mode], config: dict[str, Any]) -> dict[str, Any]:
     """The advice, and how a server that follows an earlier one did."""
 
     def speeds(mode: str, level: int) -> tuple[float, ...]:
         return tuple(result["output_throughput"] for result in results[mode, level])
 
+    lengths = {mode.tokens: name for name, mode in modes.items() if mode.tokens is not None}
     measured = [
-        LevelSpeeds(
-            n, speeds("off", n), {m.tokens: speeds(name, n) for name, m in modes.items() if m.tokens is not None}
-        )
-        for n in levels
+        LevelSpeeds(n, speeds("off", n), {tokens: speeds(name, n) for tokens, name in lengths.items()}) for n in levels
     ]
     advice: dict[str, Any] = {"advice": advise(measured, config)}
     if ADVISED in modes:
@@ -130,9 +126,7 @@ def _level(concurrency: int, off: dict[str, Any], on: dict[str, Any], greedy: bo
     for result in (off, on):
         tpot = result.get("median_tpot_ms")
         result["tokens_per_second_per_user"] = 1000 / tpot if tpot else None
-    ratios = {
-        name: on[name] / off[name] if on.get(name) is not None and off.get(name) else None for name in RATIOS
-    }  # fmt: skip
+    ratios = {n: on[n] / off[n] if on.get(n) is not None and off.get(n) else None for n in RATIOS}
     level: dict[str, Any] = {"max_concurrency": concurrency, "ratios": ratios}
     if greedy:
         columns = (result[name] for result in (off, on) for name in ("generated_texts", "errors"))

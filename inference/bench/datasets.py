@@ -52,21 +52,10 @@ def load_questions(options: BenchOptions, tokenizer: Any) -> list[Question]:
 
 def as_text(question: Question, tokenizer: Any, *, raw: bool) -> Question:
     """A conversation as a text, by the chat template. `raw`: the plain contents of the messages."""
-    return question if question.prompt is not None else replace(question, prompt=_text(question, tokenizer, raw))
-
-
-def as_chat(question: Question) -> Question:
-    """A text as a message of the user."""
-    return replace(question, prompt=None, messages=question.messages or _user(question.prompt or ""))
-
-
-def _user(text: str) -> tuple[dict[str, Any], ...]:
-    return ({"role": "user", "content": text},)
-
-
-def _text(question: Question, tokenizer: Any, raw: bool) -> str:
+    if question.prompt is not None:
+        return question
     if raw:
-        return "\n\n".join(str(message["content"]) for message in question.messages)
+        return replace(question, prompt="\n\n".join(str(message["content"]) for message in question.messages))
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
             "the dataset holds conversations and the tokenizer has no chat template: use --backend openai-chat, whose "
@@ -76,7 +65,16 @@ def _text(question: Question, tokenizer: Any, raw: bool) -> str:
     bos = tokenizer.bos_token
     if bos and tokenizer(text).input_ids[:2] == [tokenizer.bos_token_id] * 2:
         text = text.removeprefix(bos)  # the server adds it again
-    return text
+    return replace(question, prompt=text)
+
+
+def as_chat(question: Question) -> Question:
+    """A text as a message of the user."""
+    return replace(question, prompt=None, messages=question.messages or _user(question.prompt or ""))
+
+
+def _user(text: str) -> tuple[dict[str, Any], ...]:
+    return ({"role": "user", "content": text},)
 
 
 # ---------------------------------------------------------------------------------------------------- random
@@ -153,10 +151,8 @@ def _suite(options: BenchOptions) -> list[Question]:
     read = [one for one in load_suite(options.dataset_name, path) if category in (None, one.category)]
     if not read:
         raise DataError(f"{path}: there are no rows of category {category!r}")
-    return [
-        Question(length, messages=_user(one.turns[0]), later=() if options.first_turns_only else one.turns[1:])
-        for one in read
-    ]
+    last = 1 if options.first_turns_only else None
+    return [Question(length, messages=_user(one.turns[0]), later=one.turns[1:last]) for one in read]
 
 
 def _custom_row(row: dict[str, Any], options: BenchOptions) -> Question:

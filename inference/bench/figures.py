@@ -54,6 +54,7 @@ def figures(
     that succeeded, over `duration_s`.
     """
     done = [outcome for outcome in outcomes if outcome.success]
+    starts_and_ends = [(o.start_time, 1) for o in done] + [(o.start_time + o.latency, -1) for o in done]
     prompt_tokens, output_tokens = sum(o.prompt_len for o in done), sum(o.output_tokens for o in done)
     result: dict[str, Any] = {
         "duration": duration_s,
@@ -75,7 +76,7 @@ def figures(
         "generated_texts": [o.text for o in outcomes],
         "errors": [o.error for o in outcomes],
         "max_output_tokens_per_s": _busiest_second(done),
-        "max_concurrent_requests": _most_at_once(done),
+        "max_concurrent_requests": int(np.cumsum([step for _, step in sorted(starts_and_ends)]).max(initial=0)),
     }
     seconds = {
         "ttft": [o.ttft for o in done],
@@ -102,12 +103,6 @@ def _busiest_second(done: Sequence[Outcome]) -> float:
     times = [np.cumsum([o.start_time + o.ttft - first, *o.itl]) for o in done]
     tokens = [np.full(len(pieces), o.output_tokens / len(pieces)) for o, pieces in zip(done, times, strict=True)]
     return float(np.bincount(np.concatenate(times).astype(int), np.concatenate(tokens)).max())
-
-
-def _most_at_once(done: Sequence[Outcome]) -> int:
-    """Most requests that ran at the same time."""
-    starts_and_ends = [(o.start_time, 1) for o in done] + [(o.start_time + o.latency, -1) for o in done]
-    return int(np.cumsum([step for _, step in sorted(starts_and_ends)]).max(initial=0))
 
 
 def drafting_figures(before: SpecDecodeCounters | None, after: SpecDecodeCounters | None) -> dict[str, Any]:

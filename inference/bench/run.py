@@ -47,11 +47,6 @@ class Work:
     count_tokens: Callable[[str], int] | None
     dress: Callable[[Question], Question] = lambda question: question
 
-    @property
-    def requests(self) -> int:
-        """All turns of all conversations."""
-        return sum(1 + len(question.later) for question in self.questions)
-
 
 def prepare(options: BenchOptions) -> Work:
     """Reads the dataset. Asks the server for its model if the options name none."""
@@ -100,7 +95,8 @@ async def _measure(options: BenchOptions, work: Work) -> dict[str, Any]:
                 raise DraftsmithError(f"{options.url}{options.route}: a warm-up request failed: {outcome.error}")
         arrivals = arrival_times(count, options.request_rate, options.burstiness, options.seed)
         before = await _drafting(client)
-        with tqdm(total=work.requests, disable=options.disable_tqdm, unit="request", leave=False) as bar:
+        turns = sum(1 + len(question.later) for question in work.questions)
+        with tqdm(total=turns, disable=options.disable_tqdm, unit="request", leave=False) as bar:
 
             async def hold(number: int) -> list[Outcome]:
                 question, outcomes = work.questions[number], list[Outcome]()
@@ -219,7 +215,13 @@ async def stream(
         tokens = usage.get("completion_tokens")
         if tokens is None and count_tokens is not None:
             tokens = count_tokens(text)
-        error = _incomplete(times, finished, tokens)
+        error = ""
+        if not times:
+            error = "the stream ended without a token"
+        elif not finished:
+            error = "the stream broke off: no choice gave a finish_reason"
+        elif tokens is None:
+            error = "the server reports no usage for streams; name its tokenizer with --tokenizer to count tokens"
     except RequestFailed as failure:
         error = str(failure)
     except TimeoutError:
@@ -238,17 +240,6 @@ async def stream(
     )
 
 
-def _incomplete(times: Sequence[float], finished: bool, tokens: int | None) -> str:
-    """Why a stream is no whole answer; empty if it is one."""
-    if not times:
-        return "the stream ended without a token"
-    if not finished:
-        return "the stream broke off: no choice gave a finish_reason"
-    if tokens is None:
-        return "the server reports no usage for streams; name its tokenizer with --tokenizer to count tokens"
-    return ""
-
-
 def _piece(choice: Mapping[str, Any]) -> str | None:
     """The generated text of a choice; None if it brings no token. An empty text is a token whose text is held back. The
     opening of a chat, which names the role, brings none."""
@@ -265,6 +256,8 @@ def _piece(choice: Mapping[str, Any]) -> str | None:
 
 
 def _description(options: BenchOptions, work: Work) -> dict[str, Any]:
+    name = options.dataset_name
+    suite = suite_files(name, str(options.dataset_path)) if name in SUITES else ()
     return {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": options.backend,
@@ -273,8 +266,8 @@ def _description(options: BenchOptions, work: Work) -> dict[str, Any]:
         "model_id": work.model_id,
         "tokenizer_id": work.tokenizer_id,
         "num_prompts": len(work.questions),
-        "dataset_name": options.dataset_name,
-        **_suite_files(options),
+        "dataset_name": name,
+        **({"dataset_sha256": {file.name: sha256_of(file) for file in suite}} if suite else {}),
         "seed": options.seed,
         "ignore_eos": options.ignores_eos,
         "request_parameters": options.body,
@@ -283,14 +276,6 @@ def _description(options: BenchOptions, work: Work) -> dict[str, Any]:
         "burstiness": options.burstiness,
         "max_concurrency": options.max_concurrency,
     }
-
-
-def _suite_files(options: BenchOptions) -> dict[str, Any]:
-    """The hashes of a suite's files."""
-    if options.dataset_name not in SUITES:
-        return {}
-    files = suite_files(options.dataset_name, str(options.dataset_path))
-    return {"dataset_sha256": {file.name: sha256_of(file) for file in files}}
 
 
 def without_details(result: dict[str, Any]) -> dict[str, Any]:

@@ -12,14 +12,12 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from inference.compilation.compiled_step import Compiled, GoOn, Report
+from inference.compilation.compiled_step import CachedStep, Compiled, GoOn, Report
 from inference.compilation.config import Compilation
 from inference.compilation.static_shapes import Buckets, Shape, StaticRows, at_least, padded
 from inference.compilation.whole_chain import WholeChain
@@ -32,7 +30,6 @@ from speculators.errors import ConfigError
 from speculators.families.attention_free import SlotwiseDrafter
 from speculators.families.autoregressive import ChainDrafter
 from speculators.families.draft_model.model import DraftModel
-from speculators.precision import on_device
 from speculators.target.frozen_target import FrozenTarget
 from speculators.target.plain_decoder import TargetForward
 
@@ -40,60 +37,6 @@ if TYPE_CHECKING:
     from speculators.drafter import Drafter
 
 logger = logging.getLogger(__name__)
-
-
-class CachedStep:
-    """A step over new tokens of the first rows of `cache`: `function(rows, *inputs)`, inputs and outputs
-    [b, T, …] each (an output may be None)."""
-
-    def __init__(
-        self,
-        what: str,
-        function: Callable[..., Any],
-        cache: RaggedCache,
-        buckets: Buckets,
-        compilation: Compilation,
-    ) -> None:
-        self.compiled = Compiled(what, compilation)
-        self._function, self._cache, self.buckets = function, cache, buckets
-        self._like: tuple[Tensor, ...] | None = None  # one token of one row of each input, once it was called
-
-    def __call__(self, rows: int, *inputs: Tensor) -> tuple[Tensor, ...] | None:
-        """None: not compiled, for the keys and values have no memory yet, or for the reason that was warned of."""
-        cache, width = self._cache, inputs[0].shape[1]
-        keys, values = cache.memory()
-        if not keys or self.compiled.failure is not None:
-            return None
-        if not len(self.compiled):
-            for each in (*keys, *values):
-                torch._dynamo.mark_static_address(each)
-        shape = self.buckets.shape(rows, width, max(cache.lengths[:rows]))
-        cache.reserve(0, shape.rows, shape.width)
-        lengths = on_device(cache.lengths[: shape.rows], cache.device)
-        self._like = self._like or tuple(each[:1, :1].clone() for each in inputs)
-        full = [padded(each, shape.rows, shape.width) for each in inputs]
-        found = self.compiled.run(shape, lambda: self._at(shape), lengths, keys, values, *full)
-        return None if found is None else tuple(None if x is None else x[:rows, :width] for x in found)
-
-    def warm_up(self, go_on: GoOn = lambda: True) -> None:
-        """Compiles every shape while `go_on()`, on inputs like those of the first call. No row holds anything: keys
-        and values are written over. Nothing if it was never called, or cannot be compiled."""
-        for shape in self.buckets.shapes if self._like else ():
-            keys, values = self._cache.memory()
-            last = on_device([shape.keys - shape.width] * shape.rows, self._cache.device)
-            full = [padded(each, shape.rows, shape.width) for each in self._like or ()]
-            if not go_on():
-                return
-            if self.compiled.run(shape, partial(self._at, shape), last, keys, values, *full) is None:
-                return
-
-    def _at(self, shape: Shape) -> Callable[..., Any]:
-        function = self._function
-
-        def step(lengths: Tensor, keys: list[Tensor], values: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
-            return function(StaticRows(lengths, keys, values, shape), *inputs)
-
-        return step
 
 
 class CompiledRounds:
@@ -123,11 +66,15 @@ class CompiledRounds:
         width = 1 if proposer is None else 1 + proposer.num_speculative_tokens
         buckets = Buckets(cache.max_rows, width, cache.max_len, compilation.row_sizes)
 
-        def forward(rows: StaticRows, token_ids: Tensor) -> tuple[Tensor | None, Tensor]:
-            positions = rows.position_ids().clamp(max=max_model_len - 1)  # padding only
-            return target_forward(token_ids, positions, rows.mask(), rows.view())
+        def make(shape: Shape) -> Callable[..., Any]:
+            def step(placed: Tensor, keys: list[Tensor], values: list[Tensor], token_ids: Tensor) -> Any:
+                rows = StaticRows(placed[0], keys, values, shape)
+                positions = rows.position_ids().clamp(max=max_model_len - 1)  # padding only
+                return target_forward(token_ids, positions, rows.mask(), rows.view())
 
-        self.target = CachedStep(f"the target {target.name_or_path}", forward, cache, buckets, compilation)
+            return step
+
+        self.target = CachedStep(f"the target {target.name_or_path}", make, cache, buckets, compilation)
         self.drafter = CompiledDrafter(compilation)
         if isinstance(proposer, HeadProposer) and compilation.drafter:
             proposer.run_drafter(self.drafter)
@@ -147,8 +94,8 @@ class CompiledRounds:
                 report(self.num_graphs, self.most_graphs)
             return perf_counter() - began < limit_s
 
-        for each in (self.target, *self.drafter.warm):
-            each.warm_up(go_on)
+        for step in (self.target, *self.drafter.steps):
+            step.warm_up(go_on)
         if not go_on():
             logger.warning(
                 "%d of at most %d graphs were compiled in %.0f s; the others are when they are first met",
@@ -162,7 +109,7 @@ class CompiledRounds:
     @property
     def num_graphs(self) -> int:
         """Steps compiled so far."""
-        return len(self.target.compiled) + sum(len(step) for step in self.drafter.steps)
+        return sum(len(step.compiled) for step in (self.target, *self.drafter.steps))
 
     @property
     def most_graphs(self) -> int:
@@ -179,7 +126,8 @@ class CompiledRounds:
                 logger.warning("trees of drafts are not compiled: rounds that verify one run eager")
             self._warned = True
             return None
-        return self.target(rows, token_ids)
+        found = self.target(rows, token_ids)
+        return found and tuple(None if x is None else x[:rows, : token_ids.shape[1]] for x in found)
 
 
 class CompiledDrafter:
@@ -187,8 +135,7 @@ class CompiledDrafter:
 
     def __init__(self, compilation: Compilation) -> None:
         self._compilation = compilation
-        self.steps: list[Compiled] = []
-        self.warm: list[CachedStep | RowStep | WholeChain] = []
+        self.steps: list[CachedStep | RowStep] = []
         self.most_graphs = 0
 
     def __call__(self, drafter: Drafter, cache: RaggedCache, depth: int) -> tuple[Drafter, WholeChain | None]:
@@ -205,8 +152,7 @@ class CompiledDrafter:
             twin._extend = self._extending(name, drafter, cache, buckets)  # type: ignore[union-attr]
             twin.head = self._by_rows(f"the output head of {name}", drafter.head, buckets)  # type: ignore[method-assign]
             chain = WholeChain(name, drafter, cache, buckets, self._compilation, depth)
-            self.steps.append(chain.compiled)
-            self.warm.append(chain)
+            self.steps.append(chain.step)
             self.most_graphs = 2 * buckets.most + len(buckets.rows)
         else:
             why = "its steps have no fixed shape" if isinstance(drafter, DraftModel) else "its steps are not known"
@@ -218,26 +164,29 @@ class CompiledDrafter:
     ) -> Callable[..., Tensor]:
         original = drafter._extend
 
-        def once(rows: StaticRows, *inputs: Tensor) -> tuple[Tensor]:
-            return (original(rows, 0, rows.shape.rows, *inputs),)
+        def make(shape: Shape) -> Callable[..., tuple[Tensor]]:
+            def step(placed: Tensor, keys: list[Tensor], values: list[Tensor], *inputs: Tensor) -> tuple[Tensor]:
+                return (original(StaticRows(placed[0], keys, values, shape), 0, shape.rows, *inputs),)
 
-        step = CachedStep(name, once, cache, buckets, self._compilation)
-        self.steps.append(step.compiled)
-        self.warm.append(step)
+            return step
+
+        step = CachedStep(name, make, cache, buckets, self._compilation)
+        self.steps.append(step)
 
         def extend(cache: RaggedCache, start: int, stop: int, token_ids: Tensor, *given: Any, **placed: Any) -> Tensor:
             """As the drafter's own; some of `given` may be None."""
             inputs = (token_ids, *(each for each in given if each is not None))
             plain = len(inputs) <= 2 and not start and not placed and token_ids.shape[1] <= buckets.widths[-1]
             found = step(stop, *inputs) if plain else None
-            return original(cache, start, stop, token_ids, *given, **placed) if found is None else found[0]
+            if found is None:
+                return original(cache, start, stop, token_ids, *given, **placed)
+            return found[0][:stop, : token_ids.shape[1]]
 
         return extend
 
     def _by_rows(self, name: str, function: Callable[..., Any], buckets: Buckets) -> RowStep:
         step = RowStep(name, function, buckets, self._compilation)
-        self.steps.append(step.compiled)
-        self.warm.append(step)
+        self.steps.append(step)
         return step
 
 

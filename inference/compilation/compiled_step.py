@@ -1,13 +1,14 @@
 """One function compiled by torch.compile, once per key; what torch cannot compile is named and runs eager.
 
-Knows no model, no cache and no shapes.
+Knows no model.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -17,7 +18,10 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
 from inference.compilation.config import Compilation
+from inference.compilation.static_shapes import Buckets, Shape, padded
+from inference.kv_cache.ragged_cache import RaggedCache
 from speculators.errors import ConfigError
+from speculators.precision import on_device
 
 logger = logging.getLogger(__name__)
 
@@ -101,3 +105,49 @@ class Compiled:
             f"{type(error).__name__}: {self.failure}",
             stacklevel=2,
         )
+
+
+class CachedStep:
+    """A step over new tokens of the first rows of `cache`, compiled once per shape.
+
+    make    of a shape, the function (placed [2, R], keys, values, *inputs) -> outputs. `placed`: each row's length
+            before it, and how many of its new tokens are no padding where `counts` say so
+    ahead   slots that it fills after those of its inputs
+    """
+
+    def __init__(
+        self, what: str, make: Callable[[Shape], Callable[..., Any]], cache: RaggedCache, buckets: Buckets,
+        compilation: Compilation, ahead: int = 0,
+    ) -> None:  # fmt: skip
+        self.compiled = Compiled(what, compilation)
+        self._make, self._cache, self.buckets, self._ahead = make, cache, buckets, ahead
+        self._like: tuple[Tensor, ...] | None = None  # one token of one row of each input, once it was called
+
+    def __call__(self, rows: int, *inputs: Tensor, counts: Sequence[int] = ()) -> tuple[Tensor, ...] | None:
+        """inputs [b, T, …] each -> outputs of all rows of the shape. None: not compiled, and nothing was done, for the
+        keys and values have no memory yet, or for the reason that was warned of."""
+        cache, (keys, values) = self._cache, self._cache.memory()
+        if not keys or self.compiled.failure is not None:
+            return None
+        if not len(self.compiled):
+            for each in (*keys, *values):
+                torch._dynamo.mark_static_address(each)
+        shape = self.buckets.shape(rows, inputs[0].shape[1], max(cache.lengths[:rows]) + self._ahead)
+        cache.reserve(0, shape.rows, shape.width + self._ahead)
+        self._like = self._like or tuple(each[:1, :1].clone() for each in inputs)
+        return self._run(shape, cache.lengths[: shape.rows], inputs, counts)
+
+    def warm_up(self, go_on: GoOn = lambda: True) -> None:
+        """Compiles every shape while `go_on()`, on inputs like those of the first call. No row holds anything: keys
+        and values are written over. Nothing if it was never called, or cannot be compiled."""
+        for shape in self.buckets.shapes if self._like else ():
+            lengths = [max(shape.keys - shape.width - self._ahead, 0)] * shape.rows
+            if not go_on() or self._run(shape, lengths, self._like or ()) is None:
+                return
+
+    def _run(
+        self, shape: Shape, lengths: Sequence[int], inputs: Sequence[Tensor], counts: Sequence[int] = ()
+    ) -> tuple[Tensor, ...] | None:
+        placed = on_device([lengths, [*counts, *[1] * (shape.rows - len(counts))]], self._cache.device)
+        full = [padded(each, shape.rows, shape.width) for each in inputs]
+        return self.compiled.run(shape, partial(self._make, shape), placed, *self._cache.memory(), *full)

@@ -51,16 +51,12 @@ class CompilationConfig(BaseModel):
     mode: Literal["NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE"] | None = Field(
         None, description="NONE or 0: not by torch.compile; the others, or 1 to 3, are one here: torch.compile"
     )
-    backend: Literal["", "inductor", "aot_eager", "eager"] = Field(
-        "",
-        description="of torch.compile; empty: inductor. The others gain nothing, but are quick to say what fails",
-    )
+    # empty: inductor. The others gain nothing, but are quick to say what fails
+    backend: Literal["", "inductor", "aot_eager", "eager"] = Field("", description="of torch.compile")
     cudagraph_mode: Literal["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"] | None = Field(
         None, description="NONE: no CUDA graphs; the others are one here: of every decoding step as a whole"
     )
-    cudagraph_capture_sizes: list[int] | None = Field(
-        None, min_length=1, description="numbers of responses in flight that batches are padded to"
-    )
+    cudagraph_capture_sizes: list[int] | None = Field(None, min_length=1, description="what batches are padded to")
     max_cudagraph_capture_size: int | None = Field(None, ge=1, description="the largest of them")
     inductor_compile_config: dict[str, Any] = Field(default_factory=dict, description="options of torch's inductor")
 

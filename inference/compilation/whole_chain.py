@@ -7,19 +7,17 @@ chains, and those that end early, need their logits outside and are drafted dept
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from inference.compilation.compiled_step import Compiled, GoOn
+from inference.compilation.compiled_step import CachedStep
 from inference.compilation.config import Compilation
-from inference.compilation.static_shapes import Buckets, Shape, StaticRows, padded
+from inference.compilation.static_shapes import Buckets, Shape, StaticRows
 from inference.kv_cache.ragged_cache import RaggedCache
 from speculators.drafter import DraftInput
 from speculators.families.autoregressive import ChainDrafter
 from speculators.families.draft_model.model import DraftModel
-from speculators.precision import on_device
 from speculators.vocab.draft_vocab import to_target_ids
 
 
@@ -35,49 +33,21 @@ class WholeChain:
         compilation: Compilation,
         depth: int,
     ) -> None:
-        self.compiled = Compiled(f"the chain of {what}", compilation)
-        self._drafter, self._cache, self._buckets, self._depth = drafter, cache, buckets, depth
-        self._like: tuple[Tensor, ...] | None = None  # one token of one row of each input, once it was called
+        self._drafter, self._cache, self._depth = drafter, cache, depth
+        self.step = CachedStep(f"the chain of {what}", self._at, cache, buckets, compilation, ahead=depth - 1)
 
     def __call__(self, inputs: DraftInput) -> Tensor | None:
         """Token ids [b, depth], the new slots written to the cache; None: it is not compiled, and nothing was done."""
-        cache, stop, width = self._cache, inputs.stop, inputs.token_ids.shape[1]
-        keys, values = cache.memory()
-        if inputs.start or not keys or self.compiled.failure is not None or width > self._buckets.widths[-1]:
+        if inputs.start or inputs.token_ids.shape[1] > self.step.buckets.widths[-1]:
             return None
-        if not len(self.compiled):
-            for each in (*keys, *values):
-                torch._dynamo.mark_static_address(each)
-        shape = self._buckets.shape(stop, width, max(cache.lengths[:stop]) + self._depth - 1)
-        cache.reserve(0, shape.rows, shape.width + self._depth - 1)
-        given = (inputs.token_ids, *self._features(inputs))
-        self._like = self._like or tuple(each[:1, :1].clone() for each in given)
-        counts = [*inputs.counts, *[1] * (shape.rows - stop)]
-        placed = on_device([cache.lengths[: shape.rows], counts], cache.device)
-        full = [padded(each, shape.rows, shape.width) for each in given]
-        found = self.compiled.run(shape, partial(self._at, shape), placed, keys, values, *full)
+        state = () if isinstance(self._drafter, DraftModel) else (inputs.taps, inputs.last_hidden)
+        given = [inputs.token_ids, *(each for each in state if each is not None)]
+        found = self.step(inputs.stop, *given, counts=inputs.counts)
         if found is None:
             return None
         for row, count in enumerate(inputs.counts):
-            cache.advance(row, count)
-        return found[0][:stop]
-
-    def warm_up(self, go_on: GoOn = lambda: True) -> None:
-        """As `CachedStep.warm_up`."""
-        for shape in self._buckets.shapes if self._like else ():
-            keys, values = self._cache.memory()
-            length = max(shape.keys - shape.width - self._depth, 0)
-            placed = on_device([[length] * shape.rows, [1] * shape.rows], self._cache.device)
-            full = [padded(each, shape.rows, shape.width) for each in self._like or ()]
-            if not go_on():
-                return
-            if self.compiled.run(shape, partial(self._at, shape), placed, keys, values, *full) is None:
-                return
-
-    def _features(self, inputs: DraftInput) -> list[Tensor]:
-        if isinstance(self._drafter, DraftModel):
-            return []
-        return [each for each in (inputs.taps, inputs.last_hidden) if each is not None]
+            self._cache.advance(row, count)
+        return found[0][: inputs.stop]
 
     def _at(self, shape: Shape) -> Callable[..., tuple[Tensor]]:
         drafter, reads_tokens = self._drafter, isinstance(self._drafter, DraftModel)

@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from inference.compilation.config import read_compilation
@@ -104,12 +105,9 @@ class LLM:
         **others: Any,
     ) -> None:
         device = known_device(device)
+        eager_drafter, place = drafts_eagerly(speculative_config), default_device(device)
         compilation = read_compilation(
-            enforce_eager,
-            compilation_config,
-            default_device(device),
-            eager_drafter=drafts_eagerly(speculative_config),
-            max_num_seqs=max_num_seqs,
+            enforce_eager, compilation_config, place, eager_drafter=eager_drafter, max_num_seqs=max_num_seqs
         )
         source: dict[str, Any] = dict(trust_remote_code=trust_remote_code, revision=revision)
         config = parse_speculative_config(complete(read_options(others, speculative_config), model, **source))
@@ -120,8 +118,8 @@ class LLM:
                 stacklevel=2,
             )
         sizes = {"tensor_parallel_size": tensor_parallel_size} | {n: others[n] for n in PARALLEL_SIZES if n in others}
-        keep_on_one_device(model, sizes, device=default_device(device), dtype=dtype, **source)
-        target = load_target(model, dtype=dtype, device=default_device(device), **source)
+        keep_on_one_device(model, sizes, device=place, dtype=dtype, **source)
+        target = load_target(model, dtype=dtype, device=place, **source)
         tokenizer = load_tokenizer(model, tokenizer, **source)
         target, drafter = load_drafter_for(target, config, tokenizer)
         max_model_len = model_limit(target, max_model_len, drafter)
@@ -136,10 +134,8 @@ class LLM:
             seed=seed,
         )
         proposer = make_proposer(config, target, drafter, max_num_seqs, max_model_len)
-        draft_length = make_draft_length(config)
-        self._set_up(
-            Engine(target, options, proposer=proposer, draft_length=draft_length, on_round=on_round), tokenizer
-        )
+        length = make_draft_length(config)
+        self._set_up(Engine(target, options, proposer=proposer, draft_length=length, on_round=on_round), tokenizer)
 
     @classmethod
     def from_modules(
@@ -252,9 +248,7 @@ class LLM:
         drafted = isinstance(self.engine.proposer, HeadProposer)  # others have nothing to compile
         for speculate, temperature in ((True, 0), (True, 1), (False, 0)) if drafted else ((False, 0),):
             few = SamplingParams(temperature=temperature, max_tokens=most, ignore_eos=True, seed=0)
-            self.generate(
-                {"prompt_token_ids": [0]}, few, use_tqdm=False, speculate=speculate
-            )  # what each step is given
+            self.generate({"prompt_token_ids": [0]}, few, False, speculate=speculate)  # what each step is given
         with torch.inference_mode():
             compiled.warm_up(report, limit_s)
         self.engine.reset_prefix_cache()  # rows were written over
@@ -281,20 +275,20 @@ class LLM:
     def _run(self, prompts: list[Prompt], sampling_params: Any, use_tqdm: bool, speculate: bool) -> list[RequestOutput]:
         responses = self._submit(prompts, sampling_params, speculate)
         unfinished = {id(request) for response in responses for request in response.requests}
-        progress = _Progress(len(unfinished)) if use_tqdm else None
+        bar, tokens = tqdm(total=len(unfinished), desc="generate", unit="response", disable=not use_tqdm), 0
         try:
             while unfinished:
                 for request in self.engine.step():
                     if id(request) in unfinished:
                         unfinished.discard(id(request))
-                        if progress is not None:
-                            progress.finished(request)
+                        tokens += len(request.token_ids) - request.num_prompt_tokens
+                        speed = tokens / max(bar.format_dict["elapsed"], 1e-9)
+                        bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
+                        bar.update()
         finally:
-            if unfinished:  # an error or an interrupt: leave the engine usable
-                for response in responses:
-                    self.engine.abort(response.request_id)
-            if progress is not None:
-                progress.close()
+            for response in responses if unfinished else ():  # an error or an interrupt: leave the engine usable
+                self.engine.abort(response.request_id)
+            bar.close()
         return [response.output() for response in responses]
 
     def _stream(self, prompts: list[Prompt], sampling_params: Any, speculate: bool) -> Iterator[RequestOutput]:
@@ -302,11 +296,9 @@ class LLM:
         try:
             while not response.finished:
                 self.engine.step()
-                new = response.delta()
-                if new is not None:
+                if (new := response.delta()) is not None:
                     yield new
-            new = response.delta()  # what an abort left
-            if new is not None:
+            if (new := response.delta()) is not None:  # what an abort left
                 yield new
         finally:
             self.engine.abort(response.request_id)
@@ -330,14 +322,13 @@ class LLM:
         return responses
 
     def _request(self, request_id: str, index: int, prompt: Prompt, params: SamplingParams, streaming: bool) -> Request:
-        generator = None
+        generator = detokenizer = None
         if params.seed is not None:
             generator = make_generator(params.seed + index)
         else:
             if not params.greedy:
                 generator = make_generator((self.engine.options.seed << 32) + self._num_seeded)
             self._num_seeded += 1
-        detokenizer = None
         if self._tokenizer is not None and params.detokenize and (streaming or params.stop):
             detokenizer = Detokenizer(self._tokenizer, prompt.token_ids, params)
         return Request(
@@ -368,31 +359,11 @@ class LLM:
                 faults.append(f"prompt {i} has token ids outside 0..{vocab_size - 1}; is the tokenizer the model's?")
             else:
                 longest = limit if each.max_tokens is None else min(limit, length + each.max_tokens)
-                refusal = self.engine.refusal(length, longest)
-                if refusal is not None:
+                if (refusal := self.engine.refusal(length, longest)) is not None:
                     faults.append(f"prompt {i}: {refusal}")
             faults += [f"prompt {i}: {fault}" for fault in self._sampling.faults(each)]
         if faults:
             raise ConfigError("; ".join(faults))
-
-
-class _Progress:
-    """A progress bar over responses that also shows output tokens per second."""
-
-    def __init__(self, total: int) -> None:
-        from tqdm.auto import tqdm
-
-        self._bar = tqdm(total=total, desc="generate", unit="response", dynamic_ncols=True)
-        self._tokens = 0
-
-    def finished(self, request: Request) -> None:
-        self._tokens += len(request.token_ids) - request.num_prompt_tokens
-        elapsed = self._bar.format_dict["elapsed"]
-        self._bar.set_postfix_str(f"{self._tokens / max(elapsed, 1e-9):.0f} tokens/s", refresh=False)
-        self._bar.update()
-
-    def close(self) -> None:
-        self._bar.close()
 
 
 def _params_per_prompt(given: Any, count: int) -> list[SamplingParams]:

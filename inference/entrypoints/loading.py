@@ -50,24 +50,15 @@ def whole_config(model: str, *, trust_remote_code: bool = False, revision: str |
     name, revision = split_revision(str(model), revision)
     adapter = Path(name) / "adapter_config.json"
     if adapter.is_file() and not adapter.with_name("config.json").exists():  # peft writes it without the model's own
-        return whole_config(_base_of(adapter), trust_remote_code=trust_remote_code)
+        base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        if not base:
+            raise CheckpointError(f"target {name}: {adapter.name} names no base_model_name_or_path; merge it first")
+        return whole_config(base, trust_remote_code=trust_remote_code)
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, revision=revision)
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, revision=revision)
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"target {model}: its config.json could not be read: {hub_trouble(error) or error}"
-        ) from error
-    return config
-
-
-def _base_of(adapter: Path) -> str:
-    """The model that a folder's adapter changes."""
-    base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if not base:
-        raise CheckpointError(
-            f"target {adapter.parent}: {adapter.name} names no base_model_name_or_path; merge it first"
-        )
-    return base
+        why = hub_trouble(error) or error
+        raise CheckpointError(f"target {model}: its config.json could not be read: {why}") from error
 
 
 def load_target(
@@ -99,8 +90,7 @@ def taps_of(config: SpeculativeConfig, target: FrozenTarget) -> tuple[int, ...]:
     head = read_drafter_config(config.model, target.num_layers)
     if head.family != config.method:
         raise ConfigError(
-            f"speculative_config: method is {config.method!r}, but {config.model} holds a drafter of "
-            f"family {head.family!r}"
+            f"speculative_config: method is {config.method!r}, but {config.model} is of family {head.family!r}"
         )
     return tuple(head.tap_layers)
 
@@ -134,10 +124,9 @@ def make_proposer(
             num_speculative_tokens=k, draft_sample_method=config.draft_sample_method, tree=config.tree
         )
         return HeadProposer(drafter, target, options, max_rows, max_model_len)
-    if config.method == "suffix":
-        return SuffixProposer(k, **config.suffix_options, device=target.device)
-    if config.method == "lookahead":
-        return LookaheadProposer(k, **config.lookahead_options, device=target.device)
+    if config.method in ("suffix", "lookahead"):
+        kind = SuffixProposer if config.method == "suffix" else LookaheadProposer
+        return kind(k, **config.proposer_options, device=target.device)
     shortest, longest = config.lookup_sizes
     return NgramProposer(k, shortest, longest, target.device)
 
@@ -157,9 +146,8 @@ def load_tokenizer(model: Any, tokenizer: Any, *, trust_remote_code: bool = Fals
     try:
         found = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, revision=revision)
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"tokenizer {source}: could not be loaded: {hub_trouble(error) or error}; {advice}"
-        ) from error
+        why = hub_trouble(error) or error
+        raise CheckpointError(f"tokenizer {source}: could not be loaded: {why}; {advice}") from error
     if len(found) <= len(getattr(found, "added_tokens_decoder", ())):  # empty: there were no files
         raise CheckpointError(f"tokenizer {source}: there is no vocabulary beside config.json; {advice}")
     return found

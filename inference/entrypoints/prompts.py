@@ -46,8 +46,7 @@ def _read_prompt(prompt: Any, tokenizer: Any) -> Prompt:
         raise ConfigError(f'{found}; expected a string, {{"prompt": str}} or {{"prompt_token_ids": [int]}}')
     token_ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
     if token_ids is not None:
-        token_ids = [int(token) for token in token_ids]
-        return Prompt(text, token_ids)
+        return Prompt(text, [int(token) for token in token_ids])
     if not isinstance(text, str):
         raise ConfigError(f"its text is a {type(text).__name__}; expected a string")
     return Prompt(text, list(_needed(tokenizer)(text).input_ids))

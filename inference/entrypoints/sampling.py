@@ -34,12 +34,10 @@ class RequestSampling:
         """The settings that cannot be honoured, as a sentence."""
         faults = []
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            beyond = [token for token in getattr(params, name) or () if token >= self._vocab_size]
-            if beyond:
+            if beyond := [token for token in getattr(params, name) or () if token >= self._vocab_size]:
                 faults.append(f"{name} {beyond} go beyond 0..{self._vocab_size - 1}")
         for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(params, name) or 0
-            if count > self._vocab_size:
+            if (count := getattr(params, name) or 0) > self._vocab_size:
                 faults.append(f"{name}={count}, but the vocabulary has {self._vocab_size} tokens; -1 is all of them")
         if params.stop and self._tokenizer is None:
             faults.append("asks for stop strings, which need a tokenizer; pass LLM(tokenizer=...)")

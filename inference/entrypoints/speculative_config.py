@@ -15,71 +15,59 @@ TRAINING_FREE = ("ngram", "suffix", "lookahead")
 OPTION_PREFIXES = {"ngram": "prompt_lookup_", "suffix": "suffix_decoding_", "lookahead": "lookahead_"}
 
 
+def option(default: Any, description: str, **limits: Any) -> Any:
+    return Field(default, description=description, **limits)
+
+
 class SpeculativeConfig(BaseModel):
     """Options of `LLM(speculative_config={...})`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     method: str | None = Field(description="family of the drafter, ngram, suffix, lookahead, or None: drafting off")
-    model: str | None = Field(None, description="folder or repository id of an exported head")
-    num_speculative_tokens: int | None = Field(
-        None, ge=1, description="K, drafts per row and round (suffix, lookahead: by default what their options allow)"
+    model: str | None = option(None, "folder or repository id of an exported head")
+    num_speculative_tokens: int | None = option(None, "K, drafts per row and round; default: as the drafter says", ge=1)
+    num_speculative_tokens_per_batch_size: list[tuple[int, int, int]] | None = option(
+        None, "[[smallest batch size, largest, K], …]: fewer drafts in larger batches; K = 0 is none"
     )
-    num_speculative_tokens_per_batch_size: list[tuple[int, int, int]] | None = Field(
-        None, description="[[smallest batch size, largest, K], …]: fewer drafts in larger batches; K = 0 is none"
-    )
-    enable_adaptive_verification: bool = Field(
+    enable_adaptive_verification: bool = option(
         False,
-        description="draft and verify as many tokens as pay now, K at most (docs/adaptive-length.md); with "
-        "speculative_eagle_topk as many places of a tree as pay (docs/trees.md)",
+        "draft and verify as many tokens as pay now, K at most (docs/adaptive-length.md); with speculative_eagle_topk "
+        "as many places of a tree as pay (docs/trees.md)",
     )
-    adaptive_verification_costs: dict[str, list[float]] | None = Field(
-        None, description="{verify: [V(1), …, V(K+1)], draft: [D(1), …, D(K)]} in any unit, not measured: reproducible"
+    adaptive_verification_costs: dict[str, list[float]] | None = option(
+        None, "{verify: [V(1), …, V(K+1)], draft: [D(1), …, D(K)]} in any unit, not measured: reproducible"
     )
-    prompt_lookup_max: int | None = Field(None, ge=1, description="ngram: longest match looked for (default 4)")
-    prompt_lookup_min: int | None = Field(None, ge=1, description="ngram: shortest match that counts (default 2)")
-    suffix_decoding_max_tree_depth: int = Field(
-        24, ge=2, description="suffix: longest pattern counted; a match and its draft together are no longer"
+    prompt_lookup_max: int | None = option(None, "ngram: longest match looked for (default 4)", ge=1)
+    prompt_lookup_min: int | None = option(None, "ngram: shortest match that counts (default 2)", ge=1)
+    suffix_decoding_max_tree_depth: int = option(24, "suffix: longest pattern, a match and its draft", ge=2)
+    suffix_decoding_max_cached_requests: int = option(10_000, "suffix: finished responses remembered", ge=0)
+    suffix_decoding_max_spec_factor: float = option(1.0, "suffix: drafts per token matched", gt=0, allow_inf_nan=False)
+    suffix_decoding_min_token_prob: float = option(0.1, "suffix: least estimated probability of a draft", ge=0, le=1)
+    lookahead_window_size: int = option(15, "lookahead: columns of the window, W", ge=1)
+    lookahead_ngram_size: int = option(5, "lookahead: tokens of an n-gram, N", ge=3)
+    lookahead_num_guesses: int = option(15, "lookahead: n-grams kept per first token, and verified in a round, G", ge=1)
+    lookahead_pool_from_prompt: bool = option(True, "lookahead: n-grams of prompt and committed text are guesses too")
+    use_heterogeneous_vocab: bool = option(False, "draft_model: of another tokenizer; only shared tokens are drafted")
+    draft_sample_method: Literal["probabilistic", "greedy"] = option(
+        "probabilistic", "at temperature > 0: sample from q, or take its argmax"
     )
-    suffix_decoding_max_cached_requests: int = Field(
-        10_000, ge=0, description="suffix: finished responses remembered; 0: each request's own text only"
-    )
-    suffix_decoding_max_spec_factor: float = Field(
-        1.0, gt=0, allow_inf_nan=False, description="suffix: tokens drafted per token matched"
-    )
-    suffix_decoding_min_token_prob: float = Field(
-        0.1, ge=0, le=1, description="suffix: a draft ends before its estimated probability falls below this"
-    )
-    lookahead_window_size: int = Field(15, ge=1, description="lookahead: columns of the window, W")
-    lookahead_ngram_size: int = Field(5, ge=3, description="lookahead: tokens of an n-gram, N")
-    lookahead_num_guesses: int = Field(
-        15, ge=1, description="lookahead: n-grams kept for each first token, and verified in a round, G"
-    )
-    lookahead_pool_from_prompt: bool = Field(
-        True, description="lookahead: n-grams of the prompt and of the committed text are guesses too"
-    )
-    use_heterogeneous_vocab: bool = Field(
-        False, description="draft_model: it may have another tokenizer; only tokens that both have are drafted"
-    )
-    draft_sample_method: Literal["probabilistic", "greedy"] = Field(
-        "probabilistic", description="at temperature > 0: sample from q, or take its argmax"
-    )
-    speculative_token_tree: str | list[list[int]] | None = Field(
+    speculative_token_tree: str | list[list[int]] | None = option(
         None,
-        description="trained drafters: a fixed tree of drafts, as the ranks on the way to each, such as "
-        "[(0,), (1,), (0, 0)]; num_speculative_tokens is then its size",
+        "trained drafters: a fixed tree of drafts, as the ranks on the way to each, such as [(0,), (1,), (0, 0)]; "
+        "num_speculative_tokens is then its size",
     )
-    speculative_eagle_topk: int | None = Field(
+    speculative_eagle_topk: int | None = option(
         None,
+        "trained drafters: a tree grown every round, of so many drafts per level to go on from; num_speculative_tokens "
+        "is how many places of it are verified",
         ge=1,
-        description="trained drafters: a tree grown every round, of so many drafts per level to go on from; "
-        "num_speculative_tokens is how many places of it are verified",
     )
-    speculative_num_steps: int | None = Field(None, ge=1, description="levels of that tree")
-    rejection_sample_method: str = Field(
+    speculative_num_steps: int | None = option(None, "levels of that tree", ge=1)
+    rejection_sample_method: str = option(
         AUTO,
-        description="the verification rule at temperature > 0; auto: block for sampled chains, traversal for sampled "
-        "trees, sample_match for deterministic drafts",
+        "the verification rule at temperature > 0; auto: block for sampled chains, traversal for sampled trees, "
+        "sample_match for deterministic drafts",
     )
 
     @property
@@ -127,25 +115,11 @@ class SpeculativeConfig(BaseModel):
             )
 
     @property
-    def suffix_options(self) -> dict[str, Any]:
-        """suffix: its proposer's options."""
-        return self._options_of("suffix")
-
-    @property
-    def lookahead_options(self) -> dict[str, Any]:
-        """lookahead: its proposer's options."""
-        return self._options_of("lookahead")
-
-    def _options_of(self, method: str) -> dict[str, Any]:
-        prefix = OPTION_PREFIXES[method]
+    def proposer_options(self) -> dict[str, Any]:
+        """suffix, lookahead: the options of its proposer."""
+        prefix = OPTION_PREFIXES[str(self.method)]
         names = [name for name in SpeculativeConfig.model_fields if name.startswith(prefix)]
         return {name.removeprefix(prefix): getattr(self, name) for name in names}
-
-    def _most_drafts(self) -> int | None:
-        """num_speculative_tokens where it is not given: what a method's other options come to, or None."""
-        if self.method == "suffix":
-            return self.suffix_decoding_max_tree_depth
-        return self.lookahead_num_guesses * (self.lookahead_ngram_size - 1) if self.method == "lookahead" else None
 
     @model_validator(mode="after")
     def _consistent(self) -> SpeculativeConfig:
@@ -153,11 +127,12 @@ class SpeculativeConfig(BaseModel):
         if self.method is not None and self.method not in methods:
             raise ValueError(f"method {self.method!r}; expected one of {', '.join(methods)}, or None (off)")
         if self.rejection_sample_method not in METHODS:
-            raise ValueError(
-                f"rejection_sample_method {self.rejection_sample_method!r}; expected one of {', '.join(METHODS)}"
-            )
-        if self.num_speculative_tokens is None:
-            object.__setattr__(self, "num_speculative_tokens", self._most_drafts())
+            known = ", ".join(METHODS)
+            raise ValueError(f"rejection_sample_method {self.rejection_sample_method!r}; expected one of {known}")
+        if self.num_speculative_tokens is None and self.method in ("suffix", "lookahead"):
+            pool = self.lookahead_num_guesses * (self.lookahead_ngram_size - 1)
+            most = self.suffix_decoding_max_tree_depth if self.method == "suffix" else pool
+            object.__setattr__(self, "num_speculative_tokens", most)
         if self.method is not None and self.num_speculative_tokens is None:
             raise ValueError("num_speculative_tokens is missing: how many tokens to draft per round, such as 4")
         if self.trained and self.model is None:

@@ -56,10 +56,6 @@ def _depth(drafter: str, family: str) -> int:
     places += [fields.get(name) for name in DEPTH_FIELDS.get(family, ())]
     found = next((value for value in places if isinstance(value, int) and value > 0), None)
     if found is None:
-        logger.warning(
-            "speculative_config: num_speculative_tokens is not given, and config.json of %s does not say it; %d are "
-            "drafted in each round",
-            drafter,
-            NUM_SPECULATIVE_TOKENS,
-        )
+        message = "speculative_config: num_speculative_tokens is not given, nor in config.json of %s; %d are drafted"
+        logger.warning(message, drafter, NUM_SPECULATIVE_TOKENS)
     return found or NUM_SPECULATIVE_TOKENS

@@ -28,24 +28,14 @@ logger = logging.getLogger(__name__)
 Accepted = tuple[Any, ...] | None  # the values that mean what is done here anyway; None: any value
 
 # Options of LLM that change no output: how memory is kept, how steps are launched, what is logged.
+ANY_VALUE = (
+    "async_scheduling", "block_size", "cpu_offload_gb", "disable_custom_all_reduce", "disable_log_requests",
+    "disable_log_stats", "distributed_executor_backend", "enable_chunked_prefill", "gpu_memory_utilization",
+    "max_parallel_loading_workers", "max_seq_len_to_capture", "num_gpu_blocks_override", "num_lookahead_slots",
+    "num_scheduler_steps", "served_model_name", "swap_space", "use_v2_block_manager",
+)  # fmt: skip
 ENGINE_OPTIONS: dict[str, Accepted] = {
-    "async_scheduling": None,
-    "block_size": None,
-    "cpu_offload_gb": None,
-    "disable_custom_all_reduce": None,
-    "disable_log_requests": None,
-    "disable_log_stats": None,
-    "distributed_executor_backend": None,
-    "enable_chunked_prefill": None,
-    "gpu_memory_utilization": None,
-    "max_parallel_loading_workers": None,
-    "max_seq_len_to_capture": None,
-    "num_gpu_blocks_override": None,
-    "num_lookahead_slots": None,
-    "num_scheduler_steps": None,
-    "served_model_name": None,
-    "swap_space": None,
-    "use_v2_block_manager": None,
+    **dict.fromkeys(ANY_VALUE),
     # these would change outputs, or what is loaded, at any other value
     "code_revision": (None,),
     "convert": ("auto", "none"),
@@ -64,18 +54,13 @@ ENGINE_OPTIONS: dict[str, Accepted] = {
 }
 
 # Options of speculative_config that change no output. Which texts are drafted for changes none either: it is lossless.
+ANY_SPECULATIVE_VALUE = (
+    "attention_backend", "disable_by_batch_size", "disable_logprobs", "disable_mqa_scorer",
+    "disable_padded_drafter_batch", "draft_tensor_parallel_size", "enforce_eager", "max_model_len", "moe_backend",
+    "tensor_parallel_size", "use_local_argmax_reduction",
+)  # fmt: skip
 SPECULATIVE_OPTIONS: dict[str, Accepted] = {
-    "attention_backend": None,
-    "disable_by_batch_size": None,
-    "disable_logprobs": None,
-    "disable_mqa_scorer": None,
-    "disable_padded_drafter_batch": None,
-    "draft_tensor_parallel_size": None,
-    "enforce_eager": None,
-    "max_model_len": None,
-    "moe_backend": None,
-    "tensor_parallel_size": None,
-    "use_local_argmax_reduction": None,
+    **dict.fromkeys(ANY_SPECULATIVE_VALUE),
     "acceptance_method": (None, "rejection_sampler"),
     "code_revision": (None,),
     "kv_cache_dtype": (None, "auto"),
@@ -99,13 +84,7 @@ DEPRECATED = {
 }
 
 # vLLM's names of methods that are called otherwise here.
-METHODS = {
-    "deepseek_mtp": "mtp",
-    "mimo_mtp": "mtp",
-    "mlp_speculator": "mlp",
-    "ngram_gpu": "ngram",
-    "qwen3_next_mtp": "mtp",
-}
+METHODS = dict(deepseek_mtp="mtp", mimo_mtp="mtp", qwen3_next_mtp="mtp", mlp_speculator="mlp", ngram_gpu="ngram")
 RULES = {"standard": "token"}  # and of rules
 NGRAM = ("[ngram]", "ngram")  # a `model` that means a method
 
@@ -122,7 +101,7 @@ def read_options(
     """
     old = {name: value for name, value in others.items() if name in DEPRECATED and value is not None}
     rest = {name: value for name, value in others.items() if name not in (*DEPRECATED, *PARALLEL_SIZES)}
-    ignored = _without_effect("LLM", rest, ENGINE_OPTIONS, "")
+    ignored = _without_effect("LLM", rest, ENGINE_OPTIONS)
     if unknown := sorted(set(rest) - set(ignored)):
         raise ConfigError(
             f"LLM: unknown options {', '.join(unknown)}; they would change nothing. Remove them "
@@ -141,9 +120,10 @@ def read_options(
         return speculative_config
     mine = {name: value for name, value in speculative_config.items() if name in SpeculativeConfig.model_fields}
     foreign = {name: value for name, value in speculative_config.items() if name not in mine}
-    dropped = _without_effect("speculative_config", foreign, SPECULATIVE_OPTIONS, "speculative_config.")
+    dropped = _without_effect("speculative_config", foreign, SPECULATIVE_OPTIONS)
     if ignored or dropped:
-        logger.info("accepted without effect here: %s", ", ".join(sorted([*ignored.values(), *dropped.values()])))
+        names = sorted([*ignored, *(f"speculative_config.{name}" for name in dropped)])
+        logger.info("accepted without effect here: %s", ", ".join(names))
     return _renamed({name: value for name, value in speculative_config.items() if name not in dropped})
 
 
@@ -166,9 +146,8 @@ def known_device(device: str | torch.device | None, *, stacklevel: int = 3) -> s
         return device if device is None else torch.device(device)
     except RuntimeError:
         here = default_device(None)
-        warnings.warn(
-            f"device={device!r}: torch knows no such device here; the target runs on {here}", stacklevel=stacklevel
-        )
+        message = f"device={device!r}: torch knows no such device here; the target runs on {here}"
+        warnings.warn(message, stacklevel=stacklevel)
         return None
 
 
@@ -194,7 +173,8 @@ def keep_on_one_device(
     if not asked:
         return
     if not loaded(model):
-        needed, free = _weight_bytes(str(model), dtype, device, source), _free_bytes(device)
+        needed = _weight_bytes(str(model), dtype, device, source)
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
         if needed > free:
             raise ConfigError(
                 f"LLM: {asked}, but this runtime keeps the whole target on one device, and {model} needs "
@@ -221,18 +201,16 @@ def _renamed(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _without_effect(where: str, given: dict[str, Any], table: dict[str, Accepted], prefix: str) -> dict[str, str]:
-    """Option -> its full name, of those given that the table accepts. ConfigError for a value that it does not."""
-    found = {}
-    for name, value in given.items():
-        if name in table:
-            accepted = table[name]
-            if accepted is not None and value not in accepted:
-                raise ConfigError(
-                    f"{where}: {name}={value!r} would change what is loaded or written, and this runtime does not do "
-                    f"it; leave it out (accepted: {', '.join(map(repr, accepted))})"
-                )
-            found[name] = prefix + name
+def _without_effect(where: str, given: dict[str, Any], table: dict[str, Accepted]) -> list[str]:
+    """The options given that the table accepts. ConfigError for a value that it does not."""
+    found = [name for name in given if name in table]
+    for name in found:
+        accepted = table[name]
+        if accepted is not None and given[name] not in accepted:
+            raise ConfigError(
+                f"{where}: {name}={given[name]!r} would change what is loaded or written, and this runtime does not do "
+                f"it; leave it out (accepted: {', '.join(map(repr, accepted))})"
+            )
     return found
 
 
@@ -243,7 +221,3 @@ def _weight_bytes(model: str, dtype: str | torch.dtype, device: torch.device, so
     with torch.device("meta"):
         sketch = auto_class(config).from_config(config, trust_remote_code=source.get("trust_remote_code", False))
     return width * sum(parameter.numel() for parameter in sketch.parameters())
-
-
-def _free_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

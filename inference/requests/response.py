@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from inference.metrics import SpecDecodeCounters
@@ -20,21 +21,19 @@ from inference.requests.detokenizer import full_text
 from inference.requests.request import Request
 
 
+@dataclass(eq=False)
 class Response:
     """`tokenizer`: None if no text is wanted."""
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt: str | None,
-        prompt_token_ids: list[int],
-        requests: Sequence[Request],
-        tokenizer: Any,
-    ) -> None:
-        self.request_id, self.prompt, self.prompt_token_ids = request_id, prompt, prompt_token_ids
-        self.requests, self._tokenizer = requests, tokenizer
-        self._sent = [0] * len(requests)  # output tokens already given out by `delta`
-        self._ended = [False] * len(requests)
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    requests: Sequence[Request]
+    tokenizer: Any
+
+    def __post_init__(self) -> None:
+        self._sent = [0] * len(self.requests)  # output tokens already given out by `delta`
+        self._ended = [False] * len(self.requests)
         self._began = False
 
     @property
@@ -43,7 +42,7 @@ class Response:
 
     def output(self) -> RequestOutput:
         """Everything there is."""
-        completions = [_completion(r, _text(r, self._tokenizer), 0, self._tokenizer) for r in self.requests]
+        completions = [_completion(r, _text(r, self.tokenizer), 0, self.tokenizer) for r in self.requests]
         return self._output(completions, self._prompt_logprobs())
 
     def delta(self) -> RequestOutput | None:
@@ -53,7 +52,7 @@ class Response:
             written = len(request.token_ids) - request.num_prompt_tokens
             text = request.detokenizer.take() if request.detokenizer is not None else ""
             if written > self._sent[i] or text or request.finished > self._ended[i]:
-                new.append(_completion(request, text, self._sent[i], self._tokenizer))
+                new.append(_completion(request, text, self._sent[i], self.tokenizer))
             self._sent[i] = written
             self._ended[i] = request.finished
         if not new:
@@ -76,7 +75,7 @@ class Response:
 
     def _prompt_logprobs(self) -> PromptLogprobs | None:
         first = self.requests[0]
-        return [None, *as_dicts(first.prompt_logprobs, self._tokenizer)] if first.wants_prompt_logprobs else None
+        return [None, *as_dicts(first.prompt_logprobs, self.tokenizer)] if first.wants_prompt_logprobs else None
 
 
 def _completion(request: Request, text: str, start: int, tokenizer: Any) -> CompletionOutput:
@@ -114,11 +113,8 @@ def _metrics(requests: Sequence[Request]) -> RequestMetrics:
         arrival_time=min(r.arrival_time for r in requests),
         first_token_time=min(first, default=None),
         finished_time=max(finished) if len(finished) == len(requests) else None,
-        num_drafts=total.num_drafts,
-        num_draft_tokens=total.num_draft_tokens,
-        num_accepted_tokens=total.num_accepted_tokens,
-        num_accepted_tokens_per_pos=list(total.num_accepted_tokens_per_pos),
         accepted_per_round=rounds,
+        **vars(total),
     )
 
 

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
 import anyio
@@ -41,7 +41,7 @@ from inference.server.api.protocol import (
 )
 from inference.server.api.requests import Prompts, RequestParser
 from inference.server.async_engine import AsyncEngine, Ticket
-from inference.server.drafter_swap import DrafterRequest, DrafterSwap
+from inference.server.drafter_swap import DrafterSwap
 from inference.server.metrics import ServerMetrics
 from inference.server.middleware import RequestGuard
 from inference.server.options import ServerOptions
@@ -69,27 +69,11 @@ class Server:
     def __init__(self, llm: LLM, options: ServerOptions) -> None:
         self.llm, self.options, self.started = llm, options, int(time.time())
         self.metrics = ServerMetrics(options.served_model_name[0], llm.engine.max_model_len)
-        self.engine = AsyncEngine(
-            llm,
-            self.metrics,
-            max_num_queued_reqs=options.max_num_queued_reqs,
-            request_timeout_s=options.request_timeout_s,
-            warm_up_limit_s=options.warm_up_limit_s,
-        )
+        self.engine = AsyncEngine(llm, self.metrics, options)
         self._workers = anyio.CapacityLimiter(NUM_WORKERS)
         self.drafters = DrafterSwap(llm, self.engine, self.run_in_worker)
-        scheduler, length = llm.engine.scheduler, llm.engine.max_model_len
-        self.metrics.watch(
-            {
-                "num_requests_running": lambda: len(scheduler.running),
-                "num_requests_waiting": lambda: max(0, self.engine.in_flight - len(scheduler.running)),
-                "kv_cache_usage_perc": lambda: (
-                    sum(len(r.token_ids) for r in scheduler.running) / scheduler.max_num_seqs / length
-                ),
-            },
-            lambda: llm.engine.counters,
-            self.drafters,
-        )
+        engine, drafters = self.engine, self.drafters
+        self.metrics.watch(llm, lambda: engine.in_flight, drafters.counters, lambda: drafters.most_drafts)
         self.parser = RequestParser(llm, options)
         self.texts = TokenTexts(llm.get_tokenizer())
 
@@ -217,21 +201,10 @@ def make_app(llm: LLM, options: ServerOptions) -> FastAPI:
     _add_tokens(app, server)
     _add_state(app, server)
     if options.enable_drafter_swap:
-
-        @app.post("/drafter")
-        async def swap(request: DrafterRequest) -> schema.DrafterResponse:
-            return await server.drafters.swap(request)
-
-    app.add_middleware(
-        RequestGuard,
-        api_keys=options.api_key,
-        max_body_bytes=options.max_body_bytes,
-        body_timeout_s=options.request_timeout_s,
-    )
-    if options.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=list(options.allowed_origins), allow_methods=["*"], allow_headers=["*"]
-        )
+        app.post("/drafter")(server.drafters.swap)
+    app.add_middleware(RequestGuard, options=options)
+    if origins := options.allowed_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app
 
 
@@ -263,10 +236,9 @@ def _add_tokens(app: FastAPI, server: Server) -> None:
         )
 
     @app.post("/detokenize")
-    async def detokenize(request: DetokenizeRequest) -> schema.DetokenizeResponse:
+    async def detokenize(request: DetokenizeRequest) -> dict[Literal["prompt"], str]:
         server.model_name(request.model)
-        text = await server.run_in_worker(partial(server.parser.text, request.tokens))
-        return schema.DetokenizeResponse(prompt=text)
+        return {"prompt": await server.run_in_worker(partial(server.parser.text, request.tokens))}
 
 
 def _add_state(app: FastAPI, server: Server) -> None:
@@ -284,8 +256,8 @@ def _add_state(app: FastAPI, server: Server) -> None:
         return Response()
 
     @app.get("/version")
-    async def version() -> schema.VersionResponse:
-        return schema.VersionResponse(version=package_version())
+    async def version() -> dict[Literal["version"], str]:
+        return {"version": package_version()}
 
     text = {"text/plain": {"schema": {"type": "string"}}}
     prometheus: Documented = {200: {"description": "Prometheus text format", "content": text}}

@@ -34,6 +34,7 @@ from inference.sampling_params import SamplingParams
 from inference.server.api.errors import APIError, log_fault
 from inference.server.fault_isolation import DeviceLost, guarded_step
 from inference.server.metrics import ServerMetrics
+from inference.server.options import ServerOptions
 from speculators.errors import DraftsmithError
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class Ticket:
         self, prompts: Sequence[tuple[Prompt, SamplingParams]], *, streaming: bool, traced: bool = False
     ) -> None:
         self._engine.require_health()
-        deadline = self.arrival + self._engine.request_timeout_s
+        deadline = self.arrival + self._engine.options.request_timeout_s
         self.generations = [Generation(self, i, *p, streaming, deadline, traced) for i, p in enumerate(prompts)]
         self._engine.call(lambda: self._engine.begin(self.generations))
 
@@ -101,24 +102,14 @@ class Ticket:
 
 
 class AsyncEngine:
-    """max_num_queued_reqs  responses that may wait beyond those that have rows
-    request_timeout_s       from arrival to the last token; longer ones are aborted
+    """`max_num_queued_reqs` responses may wait beyond those that have rows. A request is aborted `request_timeout_s`
+    after its arrival. `draining`: nothing new is admitted. `failure`: the error that ended the thread, after which
+    nothing is served."""
 
-    `draining`: nothing new is admitted. `failure`: the error that ended the thread, after which nothing is served."""
-
-    def __init__(
-        self,
-        llm: LLM,
-        metrics: ServerMetrics,
-        *,
-        max_num_queued_reqs: int = 256,
-        request_timeout_s: float = math.inf,
-        warm_up_limit_s: float = math.inf,
-    ) -> None:
-        self._warm_up_limit_s = warm_up_limit_s
-        self.llm, self.metrics, self.request_timeout_s = llm, metrics, request_timeout_s
+    def __init__(self, llm: LLM, metrics: ServerMetrics, options: ServerOptions) -> None:
+        self.llm, self.metrics, self.options = llm, metrics, options
         self._rows = llm.engine.scheduler.max_num_seqs
-        self._max_in_flight = self._rows + max_num_queued_reqs
+        self._max_in_flight = self._rows + options.max_num_queued_reqs
         self.in_flight = 0  # responses of all tickets
         self.draining = False
         self.failure: BaseException | None = None
@@ -192,7 +183,7 @@ class AsyncEngine:
         self.in_flight -= ticket.responses
         self._mean_duration += 0.1 * (perf_counter() - ticket.arrival - self._mean_duration)
         if ticket.generations:
-            self.call(lambda: self._abort_all(ticket.generations))
+            self.call(lambda: [self._abort(generation) for generation in ticket.generations])
 
     def drain(self, timeout_s: float) -> None:
         """Admits nothing more and aborts what is unfinished after `timeout_s`. From any thread, or a signal handler."""
@@ -236,7 +227,7 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             with progress_bar("compiling") as report:  # here, since CUDA graphs belong to the thread that captured them
-                graphs = self.llm.warm_up(report, self._warm_up_limit_s)
+                graphs = self.llm.warm_up(report, self.options.warm_up_limit_s)
             if graphs:
                 logger.info("%d graphs are compiled", graphs)
             self._warm.set()
@@ -277,10 +268,6 @@ class AsyncEngine:
                 request.arrival_time = generation.ticket.arrival
             self._active[response.request_id] = generation
 
-    def _abort_all(self, generations: Sequence[Generation]) -> None:
-        for generation in generations:
-            self._abort(generation)
-
     def _abort(self, generation: Generation, error: APIError | None = None) -> None:
         """Takes an unfinished generation out of the engine; its client receives `error`."""
         response = generation.response
@@ -292,8 +279,8 @@ class AsyncEngine:
 
     def _expire(self) -> None:
         now = perf_counter()
-        for generation in [generation for generation in self._active.values() if generation.deadline < now]:
-            message = f"the response was not finished within {self.request_timeout_s:g} s, the server's limit"
+        for generation in [g for g in self._active.values() if g.deadline < now]:
+            message = f"the response was not finished within {self.options.request_timeout_s:g} s, the server's limit"
             self._abort(generation, APIError(408, message, headers={"x-should-retry": "false"}))
 
     def _round(self) -> None:

@@ -7,6 +7,7 @@ accepted, all others that are not known are errors (vllm_options). torch is impo
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -14,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from inference.console import print_error
+from inference import console
 from inference.server.options import LLM_OPTIONS, SAMPLING_FIELDS, ServeFlags, read_flags
-from inference.server.real_vllm import become_vllm, speculative_config, wants_vllm
-from speculators.errors import ConfigError, DraftsmithError
+from inference.server.real_vllm import speculative_config, vllm_command, wants_vllm
+from speculators.errors import ConfigError
 
 if TYPE_CHECKING:
     from inference.entrypoints.llm import LLM
@@ -37,16 +38,13 @@ def register(app: typer.Typer) -> None:
 
 def main() -> None:
     """Runs the command with the arguments of this process."""
-    try:
-        run(sys.argv[1:])
-    except DraftsmithError as error:
-        print_error(error)
-        sys.exit(2)
+    console.run(lambda: run(sys.argv[1:]))
 
 
 def run(arguments: Sequence[str]) -> None:
-    if wants_vllm(arguments):
-        become_vllm(arguments)
+    if wants_vllm(arguments):  # this process is replaced, so that signals, output and exit code are vLLM's own
+        command = vllm_command(arguments)
+        os.execv(command[0], command)
     flags, others = read_flags(arguments)
     logging.basicConfig(level=flags.uvicorn_log_level.upper(), format="%(levelname)s: %(message)s")
     llm = load(flags, others)

@@ -116,14 +116,12 @@ class DrafterSwap:
                 reason = str(error) if isinstance(error, DraftsmithError) else f"{type(error).__name__}: {error}"
                 field = "speculative_config" if request.drafters is None else "drafters"
                 raise APIError(400, f"the drafter was not changed: {reason}", field) from error
-            total = sum(candidate.share for candidate in candidates)
+            total = sum(c.share for c in candidates)
+            settings = [(c, c.config.method, c.config.num_speculative_tokens) for c in candidates]
             cards = [
-                schema.DrafterCard(
-                    name=candidate.name, method=candidate.config.method, share=candidate.share / total,
-                    num_speculative_tokens=candidate.config.num_speculative_tokens,
-                )
-                for candidate in candidates
-            ]  # fmt: skip
+                schema.DrafterCard(name=c.name, method=method, num_speculative_tokens=k, share=c.share / total)
+                for c, method, k in settings
+            ]
             seconds = perf_counter() - started
             return schema.DrafterResponse(drafters=cards, requests_computed_again=preempted, seconds=seconds)
 
@@ -154,7 +152,12 @@ class DrafterSwap:
         ]
         proposer, draft_length = arms[0].proposer, make_draft_length(candidates[0].config)
         if len(arms) > 1:
-            proposer, draft_length = self._side_by_side(arms, target), None
+            proposer, draft_length = SplitProposer(arms, target.vocab_size), None
+            if len(proposer.caches) > 1 and (limit := old.options.kv_cache_memory_bytes) is not None:
+                raise ConfigError(
+                    f"drafters: kv_cache_memory_bytes={limit} is a limit for the keys and values of a target and one "
+                    "drafter; compare drafters on a server without it"
+                )
         options = replace(old.options, rejection_sample_method=candidates[0].config.rejection_sample_method)
         engine = Engine(target, options, proposer=proposer, draft_length=draft_length)
         for request in (*old.scheduler.running, *old.scheduler.waiting):
@@ -167,16 +170,6 @@ class DrafterSwap:
         for arm in arms:
             self._count_for(arm.name, arm.proposer)
         return running
-
-    def _side_by_side(self, arms: Sequence[Arm], target: FrozenTarget) -> SplitProposer:
-        split = SplitProposer(arms, target.vocab_size)
-        limit = self._llm.engine.options.kv_cache_memory_bytes
-        if limit is not None and len(split.caches) > 1:
-            raise ConfigError(
-                f"drafters: kv_cache_memory_bytes={limit} is a limit for the keys and values of a target and one "
-                "drafter; compare drafters on a server without it"
-            )
-        return split
 
     def _close_unless_used(self, target: FrozenTarget) -> None:
         if target is not self._llm.engine.target:

@@ -6,7 +6,8 @@ text. A request that fails alone is aborted; the others lose time and no token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass
 
 import torch
 
@@ -19,21 +20,12 @@ from speculators.errors import DraftsmithError
 class Step:
     """The requests that finished in a step, and those that failed with their errors."""
 
-    finished: list[Request] = field(default_factory=list)
-    failed: list[tuple[Request, Exception]] = field(default_factory=list)
+    finished: list[Request]
+    failed: list[tuple[Request, Exception]]
 
 
 class DeviceLost(DraftsmithError):
     """The device no longer computes, as after a failed assertion in a kernel; this process cannot repeat a step."""
-
-
-def require_device(device: torch.device, error: Exception) -> None:
-    """DeviceLost, from `error`, if the device does not compute. The first work after such an error fails."""
-    try:
-        torch.ones(1, device=device).add_(1).item()
-    except RuntimeError:
-        reason = str(error).strip().partition("\n")[0]
-        raise DeviceLost(f"{device} answers no more ({reason}); start the server again") from error
 
 
 def guarded_step(engine: Engine) -> Step:
@@ -41,21 +33,25 @@ def guarded_step(engine: Engine) -> Step:
     the device cannot go on."""
     snapshot = _Snapshot([*engine.scheduler.running, *engine.scheduler.candidates()])
     try:
-        return Step(engine.step())
+        return Step(engine.step(), [])
     except Exception as error:
-        require_device(engine.target.device, error)
+        device = engine.target.device
+        try:
+            torch.ones(1, device=device).add_(1).item()
+        except RuntimeError:
+            reason = str(error).strip().partition("\n")[0]
+            raise DeviceLost(f"{device} answers no more ({reason}); start the server again") from error
         snapshot.restore()
         return _step_one_by_one(engine)
 
 
 def _step_one_by_one(engine: Engine) -> Step:
     scheduler = engine.scheduler
-    step = Step(engine.preempt_all())
+    step = Step(engine.preempt_all(), [])
     waiting = list(scheduler.waiting)
     suspects, others = waiting[: scheduler.max_num_seqs], waiting[scheduler.max_num_seqs :]
     for request in suspects:
-        scheduler.waiting.clear()
-        scheduler.waiting.append(request)
+        scheduler.waiting = deque([request])
         snapshot = _Snapshot([request])
         try:
             step.finished += engine.step()
@@ -67,8 +63,7 @@ def _step_one_by_one(engine: Engine) -> Step:
                 request.finish_reason = "error"
                 step.failed.append((request, error))
         step.finished += [other for other in engine.preempt_all() if other is not request]
-    scheduler.waiting.clear()
-    scheduler.waiting.extend([request for request in suspects if not request.finished] + others)
+    scheduler.waiting = deque([request for request in suspects if not request.finished] + others)
     return step
 
 

@@ -6,13 +6,15 @@ A "request" here is one response, as in vLLM: a prompt with n=2 counts twice. Ti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from inference.metrics import EngineCounters, SpecDecodeCounters
+from inference.entrypoints.llm import LLM
+from inference.metrics import SpecDecodeCounters
 from inference.requests.request import Request
 from inference.sampling_params import SamplingParams
 
@@ -60,13 +62,6 @@ SPECULATIVE_COUNTERS = {  # fields of SpecDecodeCounters
 }
 
 
-class DrafterCounters(Protocol):
-    """`counters` of each drafter by its name. `most_drafts`: the longest proposal; None: nothing was ever drafted."""
-
-    counters: dict[str, SpecDecodeCounters]
-    most_drafts: int | None
-
-
 class ServerMetrics:
     def __init__(self, model_name: str, max_model_len: int) -> None:
         self.registry = CollectorRegistry()
@@ -94,15 +89,13 @@ class ServerMetrics:
         return kind(f"vllm:{name}", text, LABELS, registry=self.registry, **options).labels(**self._labels)
 
     def watch(
-        self,
-        gauges: Mapping[str, Callable[[], float]],
-        counters: Callable[[], EngineCounters],
-        drafters: DrafterCounters,
-    ) -> None:
-        """Registers values that are read at each scrape. `gauges`: by their names in GAUGES."""
-        for name, read in gauges.items():
-            self._labelled(Gauge, name, GAUGES[name]).set_function(read)
-        self.registry.register(_EngineCollector(counters, drafters, list(self._labels.values())))
+        self, llm: LLM, in_flight: Callable[[], int], drafters: Mapping[str, SpecDecodeCounters],
+        most_drafts: Callable[[], int | None],
+    ) -> None:  # fmt: skip
+        """Registers values that are read at each scrape. `in_flight`: responses that run or wait. `drafters`: the
+        counters of each by its name. `most_drafts`: the longest proposal; None: nothing was ever drafted."""
+        labels = list(self._labels.values())
+        self.registry.register(_EngineCollector(llm, in_flight, drafters, most_drafts, labels))
 
     def first_token(self, request: Request, seconds: float) -> None:
         self.prompt_tokens.inc(request.num_prompt_tokens)
@@ -134,24 +127,34 @@ class ServerMetrics:
                 self._histograms[name].observe(value)
 
 
+@dataclass(eq=False)
 class _EngineCollector(Collector):
-    """Totals of the engine and of each drafter, read at each scrape."""
+    """The state and totals of the engine, and totals of each drafter."""
 
-    def __init__(
-        self, counters: Callable[[], EngineCounters], drafters: DrafterCounters, labels: Sequence[str]
-    ) -> None:
-        self._counters, self._drafters, self._labels = counters, drafters, labels
+    llm: LLM
+    in_flight: Callable[[], int]
+    drafters: Mapping[str, SpecDecodeCounters]
+    most_drafts: Callable[[], int | None]
+    labels: Sequence[str]
 
     def collect(self) -> Iterator[Metric]:
-        counters = self._counters()
+        engine, most = self.llm.engine, self.most_drafts()
+        running, counters = list(engine.scheduler.running), engine.counters
+        gauges = {
+            "num_requests_running": len(running),
+            "num_requests_waiting": max(0, self.in_flight() - len(running)),
+            "kv_cache_usage_perc": sum(len(r.token_ids) for r in running)
+            / (engine.scheduler.max_num_seqs * engine.max_model_len),
+        }
+        for name, value in gauges.items():
+            yield _family(f"vllm:{name}", GAUGES[name], LABELS, [(self.labels, value)], GaugeMetricFamily)
         for name, text in ENGINE_COUNTERS.items():
-            yield _family(f"vllm:{name}", text, LABELS, [(self._labels, getattr(counters, name))])
-        most = self._drafters.most_drafts
+            yield _family(f"vllm:{name}", text, LABELS, [(self.labels, getattr(counters, name))])
         if most is None:  # as in vLLM
             return
-        drafters = {(*self._labels, name): each for name, each in dict(self._drafters.counters).items()}
+        drafters = {(*self.labels, name): each for name, each in dict(self.drafters).items()}
         yield from _speculative("draftsmith", (*LABELS, "drafter"), drafters, most)
-        yield from _speculative("vllm", LABELS, {tuple(self._labels): counters}, most)
+        yield from _speculative("vllm", LABELS, {tuple(self.labels): counters}, most)
 
 
 def _speculative(
@@ -170,8 +173,14 @@ def _speculative(
     yield _family(name, text, (*names, "position"), values)
 
 
-def _family(name: str, text: str, labels: Sequence[str], values: Sequence[tuple[Sequence[str], float]]) -> Metric:
-    family = CounterMetricFamily(name, text, labels=labels)
+def _family(
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    values: Sequence[tuple[Sequence[str], float]],
+    kind: Any = CounterMetricFamily,
+) -> Metric:
+    family = kind(name, text, labels=labels)
     for row, value in values:
         family.add_metric(row, value)
     return family

@@ -8,30 +8,27 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import math
-from collections.abc import Sequence
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference.server.api.errors import APIError, error_response, log_fault
+from inference.server.options import ServerOptions
 
 OPEN_PATHS = ("/", "/health")  # need no key; the page at / holds no data
 
 
 class RequestGuard:
-    """api_keys        any of them opens the server, as `Authorization: Bearer KEY`; none: it is open
-    max_body_bytes     longest body that is read
-    body_timeout_s     seconds until the whole body has arrived"""
+    """Any of `api_key` opens the server, as `Authorization: Bearer KEY`; without one it is open. The whole body must
+    have arrived within `request_timeout_s`."""
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int, body_timeout_s: float) -> None:
-        self._app, self._max_body_bytes, self._body_timeout_s = app, max_body_bytes, body_timeout_s
-        self._digests = [_digest(key.encode()) for key in api_keys]
+    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
+        self._app, self._max_body_bytes, self._body_timeout_s = app, options.max_body_bytes, options.request_timeout_s
+        self._digests = [_digest(key.encode()) for key in options.api_key]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+            return await self._app(scope, receive, send)
         started = False
 
         async def send_and_note(message: Message) -> None:
@@ -57,9 +54,8 @@ class RequestGuard:
         digest = _digest(key.strip().encode("latin-1"))
         matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all, for equal time
         if matches and not (scheme.lower() == "bearer" and any(matches)):
-            raise APIError(
-                401, "no valid API key; send one as `Authorization: Bearer KEY`", headers={"WWW-Authenticate": "Bearer"}
-            )
+            message = "no valid API key; send one as `Authorization: Bearer KEY`"
+            raise APIError(401, message, headers={"WWW-Authenticate": "Bearer"})
 
     def _limited(self, headers: Headers, receive: Receive) -> Receive:
         """Wraps `receive` with both limits. An announced length that is too large is refused unread."""
@@ -69,7 +65,7 @@ class RequestGuard:
         if announced.isdecimal() and int(announced) > limit:
             raise too_large
         size, complete = 0, False
-        deadline = None if math.isinf(timeout) else asyncio.get_running_loop().time() + timeout
+        deadline = asyncio.get_running_loop().time() + timeout
 
         async def limited() -> Message:
             nonlocal size, complete

@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from inference.flags import FlagParser, add_flags, flag_name, json_or_text, spelled, validated
 from inference.server.options import ServeFlags, take_model
@@ -31,14 +31,6 @@ READ = ("engine", "vllm_python", "model", "revision", "trust_remote_code", "spec
 def wants_vllm(arguments: Sequence[str]) -> bool:
     parser = add_flags(FlagParser("serve", add_help=False), ServeFlags, names=("engine",))
     return vars(parser.parse_known_args(spelled(arguments))[0]).get("engine") == "vllm"
-
-
-def become_vllm(arguments: Sequence[str]) -> NoReturn:
-    """Replaces this process, so that signals, output and exit code are vLLM's own."""
-    command = vllm_command(arguments)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execv(command[0], command)
 
 
 def vllm_command(arguments: Sequence[str]) -> list[str]:
@@ -105,11 +97,8 @@ def _python(given: str | None) -> str:
     if python is None and importlib.util.find_spec("vllm") is not None:
         return sys.executable
     if python is None:
-        raise ConfigError(
-            f"serve --engine vllm: vLLM is not installed here; name the Python of its environment with --vllm-python "
-            f"or {PYTHON_VARIABLE}"
-        )
-    path = shutil.which(python)
-    if path is None:
+        known = f"name the Python of its environment with --vllm-python or {PYTHON_VARIABLE}"
+        raise ConfigError(f"serve --engine vllm: vLLM is not installed here; {known}")
+    if (path := shutil.which(python)) is None:
         raise ConfigError(f"serve --engine vllm: {python} is no Python that can be run; give the path of vLLM's")
     return path

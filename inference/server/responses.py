@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from inference.metrics import acceptance_length
-from inference.outputs import CompletionOutput, Logprob, Placed, RequestOutput
+from inference.outputs import CompletionOutput, Logprob, RequestOutput
 from inference.requests.detokenizer import Detokenizer
 from inference.sampling_params import SamplingParams
 from inference.server.api import schema
@@ -64,7 +64,7 @@ class RoundTexts:
     def rounds(self, completion: CompletionOutput) -> list[schema.Round]:
         rounds = [
             schema.Round(
-                tokens=[self._committed(placed) for placed in judged.tokens],
+                tokens=[self._committed(*placed) for placed in judged.tokens],
                 rejected=[
                     schema.RoundToken(token_id=token, text=self._texts.alone(token), position=position)
                     for token, position in judged.rejected
@@ -78,8 +78,7 @@ class RoundTexts:
             rounds[-1].tokens[-1].text += self._detokenizer.take()
         return rounds
 
-    def _committed(self, placed: Placed) -> schema.RoundToken:
-        token, position = placed
+    def _committed(self, token: int, position: int | None) -> schema.RoundToken:
         self._detokenizer.push([token])
         return schema.RoundToken(token_id=token, text=self._detokenizer.take(), position=position)
 

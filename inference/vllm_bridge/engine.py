@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +35,9 @@ PYTHON = "DRAFTSMITH_VLLM_PYTHON"  # names the interpreter of an environment tha
 # families whose drafts are sampled; vLLM's other proposers take the best token
 SAMPLES_DRAFTS = ("eagle", "eagle3", "peagle", "mtp", "draft_model", "dflash", "dflash2", "dspark")
 GPU_MEMORY_UTILIZATION = 0.45  # for each of two engines; vLLM's own 0.9 is for one
+SENT = (  # fields of SamplingParams that vLLM gets
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens",
+)  # fmt: skip
 LOG_LINES, MESSAGE = 15, 500  # of vLLM's log in an error: lines, and characters per line
 
 LAUNCHER = (  # set by torchrun, accelerate and the like for each process; vLLM would take them for its own
@@ -93,13 +97,10 @@ class VllmOptions:
 def child_environment(devices: Sequence[int] | None = None) -> dict[str, str]:
     """This process's environment without the variables of a launcher. `devices`: indices of the devices that vLLM may
     use, among those that this process sees; None: all of them."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in LAUNCHER and not name.startswith(LAUNCHER_PREFIXES)
-    }
+    foreign = [name for name in os.environ if name in LAUNCHER or name.startswith(LAUNCHER_PREFIXES)]
+    kept = {name: value for name, value in os.environ.items() if name not in foreign}
     if devices is not None:
-        visible = kept.get(VISIBLE, "").split(",") if kept.get(VISIBLE) else None
+        visible = kept[VISIBLE].split(",") if kept.get(VISIBLE) else None
         kept[VISIBLE] = ",".join(visible[device] if visible else str(device) for device in devices)
     return kept
 
@@ -123,11 +124,9 @@ class Worker:
     def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to one question; VllmError with the end of vLLM's log if there is none."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        try:
+        with suppress(BrokenPipeError):  # the process has ended; its last answer is read below
             self.process.stdin.write(json.dumps(question) + "\n")
             self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # the process has ended; its last answer is read below
         line = self.process.stdout.readline()
         answer = json.loads(line) if line else {"error": f"its process ended with code {self.process.wait()}"}
         if "error" in answer:
@@ -235,18 +234,10 @@ def ending_token_ids(drafting: Drafting, tokenizer: Any) -> list[int]:
 def sampling_fields(params: SamplingParams, end: Sequence[int]) -> dict[str, Any]:
     """The request under vLLM's names. Every field is spelled out, since a server fills missing ones from the model's
     generation_config.json."""
-    fields: dict[str, Any] = {
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": max(params.top_k, 0),
-        "min_p": params.min_p,
-        "repetition_penalty": params.repetition_penalty,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "max_tokens": params.max_tokens,
-        "ignore_eos": True,  # vLLM's own; stop_token_ids has those of this runtime
-        "stop_token_ids": list(end),
-    }
+    fields: dict[str, Any] = {name: getattr(params, name) for name in SENT}
+    fields["top_k"] = max(params.top_k, 0)
+    # vLLM's own end-of-sequence tokens are ignored; stop_token_ids has those of this runtime
+    fields |= {"ignore_eos": True, "stop_token_ids": list(end)}
     return fields if params.greedy else fields | {"seed": params.seed}
 
 
@@ -266,11 +257,10 @@ def speculative_config(drafting: Drafting) -> tuple[dict[str, Any], dict[str, An
             f"{drafting.drafter}: holds an adapter of {head.adapter_of}, which vLLM does not load as a draft model; "
             "export it merged"
         )
-    other_tokenizer = getattr(head, "other_tokenizer", False)
-    if other_tokenizer:
+    if getattr(head, "other_tokenizer", False):
         config["use_heterogeneous_vocab"] = True
         needs["skip_tokenizer_init"] = False
-    if head.family in SAMPLES_DRAFTS and not other_tokenizer:
+    elif head.family in SAMPLES_DRAFTS:
         config["draft_sample_method"] = "probabilistic"  # as here; vLLM's default is greedy
     if getattr(head, "layout", None) == "mimo" and not getattr(target, "num_nextn_predict_layers", None):
         needs["hf_overrides"] = {"num_nextn_predict_layers": 1}  # vLLM asks the target for it

@@ -123,15 +123,13 @@ class VllmServer(MeasuredEngine):
     def _samples_soundly(self, prompts: Prompts) -> bool:
         """True if sampling with a tiny top_p, from the most probable token alone, gives the greedy response for most
         prompts: a server does not say how it verifies. Ties may change single responses."""
-        common = {"max_tokens": PROBE_TOKENS, "ignore_eos": True}
-        same = 0
-        for seed, prompt in enumerate(prompts):
-            answers = [
-                self._run(self.server.complete, prompt, common | sampling)
-                for sampling in ({"temperature": 0}, {"temperature": 1, "top_p": 1e-6, "seed": seed})
-            ]
-            greedy, sampled = (answer["choices"][0]["token_ids"] for answer in answers)
-            same += greedy == sampled
+
+        def tokens(prompt: Sequence[int], **sampling: Any) -> list[int]:
+            fields = {"max_tokens": PROBE_TOKENS, "ignore_eos": True, **sampling}
+            return self._run(self.server.complete, prompt, fields)["choices"][0]["token_ids"]
+
+        sampled = [tokens(prompt, temperature=1, top_p=1e-6, seed=seed) for seed, prompt in enumerate(prompts)]
+        same = sum(tokens(prompt, temperature=0) == found for prompt, found in zip(prompts, sampled, strict=True))
         return 2 * same > len(prompts)
 
     def facts(self) -> EngineFacts:
@@ -183,11 +181,10 @@ class VllmServer(MeasuredEngine):
         before, finished_before = await self.server.counters()
         choice = (await self.server.complete(prompt, fields))["choices"][0]
         deadline = time.monotonic() + COUNTED_WITHIN_S
-        while True:
-            after, finished = await self.server.counters()
-            if finished > finished_before or time.monotonic() > deadline:
-                break
+        after, finished = await self.server.counters()
+        while finished == finished_before and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
+            after, finished = await self.server.counters()
         if finished != finished_before + 1:
             raise DataError(
                 f"{self.server.url}: {finished - finished_before} requests ended while one was asked for, so its "

@@ -99,17 +99,11 @@ class GenerationRequest(Body):
     structured_outputs: StructuredOutputs | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, le=INT64, description="keep this many last tokens of the prompt; -1: what the model has room for"
-    )
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT64, description="last tokens kept; -1: what fits")
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = Field(False, description="tokens in logprobs as token_id:7")
-    num_speculative_tokens: int | None = Field(
-        None, ge=0, le=INT64, description="most drafts of a round (levels of a tree); 0: no drafting (not in vLLM)"
-    )
-    return_rounds: bool | None = Field(
-        False, description="in a stream, the fate of every draft: choices[].rounds (not in vLLM)"
-    )
+    num_speculative_tokens: int | None = Field(None, ge=0, le=INT64, description="most drafts of a round; 0: none")
+    return_rounds: bool | None = Field(False, description="in a stream, the fate of every draft: choices[].rounds")
     request_id: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")] | None = None
     per_request_spec_decode_metrics: SpecDecodeDetail | None = Field(
         None, description="acceptance in the answer's metrics; the server's setting if not given (n=1, one prompt)"

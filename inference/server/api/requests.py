@@ -88,9 +88,8 @@ class RequestParser:
         """Renders messages by the chat template. APIError if the template fails on them."""
         options, given = self._options, request.chat_template_kwargs or {}
         if request.chat_template is not None and not options.trust_request_chat_template:
-            raise APIError(
-                400, "this server uses its own chat template (see --trust-request-chat-template)", "chat_template"
-            )
+            message = "this server uses its own chat template (see --trust-request-chat-template)"
+            raise APIError(400, message, "chat_template")
         if reserved := sorted(self._reserved_kwargs & set(given)):
             raise APIError(400, f"{', '.join(reserved)} cannot be set for the chat template", "chat_template_kwargs")
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()] if with_tools else []
@@ -132,8 +131,12 @@ class RequestParser:
             max_tokens = min((limit for limit in defaults if limit is not None), default=None)
         elif most is not None and max_tokens > most:
             raise APIError(400, f"{max_field}={max_tokens}; this server generates at most {most} tokens", max_field)
+        kept = request.truncate_prompt_tokens
+        if kept == -1:
+            kept = max(1, self._max_model_len - (max_tokens or 1))
         for prompt in prompts:
-            self._truncate(request, prompt, max_tokens or 1)
+            if kept is not None:
+                prompt.token_ids = prompt.token_ids[-kept:] if kept else []
             self._check_length(prompt, field, asked, max_field)
         try:
             params = self._params(request, max_tokens, logprobs, prompt_logprobs)
@@ -147,13 +150,6 @@ class RequestParser:
         most = self._options.max_logprobs
         if count is not None and most != -1 and (count == -1 or count > most):
             raise APIError(400, f"{field}={count}; this server gives at most {most} (see --max-logprobs)", field)
-
-    def _truncate(self, request: GenerationRequest, prompt: Prompt, max_tokens: int) -> None:
-        """Keeps the end of the prompt, if the request asks for that."""
-        kept = request.truncate_prompt_tokens
-        if kept is not None:
-            kept = max(1, self._max_model_len - max_tokens) if kept == -1 else kept
-            prompt.token_ids = prompt.token_ids[-kept:] if kept else []
 
     def _check_length(self, prompt: Prompt, field: str, max_tokens: int, max_field: str) -> None:
         tokens, limit, context = len(prompt.token_ids), self._options.max_prompt_tokens, self._max_model_len

@@ -130,7 +130,7 @@ def test_generated_code_writes_the_same(model_of):
     compiled = llm_of("eagle3", model, 1, Compilation())
     assert write(compiled, PROMPTS[:2]) == write(llm_of("eagle3", model, 1, None), PROMPTS[:2])
     rounds = compiled.engine.compiled
-    assert all(len(step) for step in (rounds.target.compiled, *rounds.drafter.steps))
+    assert all(len(step.compiled) for step in (rounds.target, *rounds.drafter.steps))
 
 
 # ---------------------------------------------------------------------- how many graphs

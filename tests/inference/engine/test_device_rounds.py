@@ -15,6 +15,7 @@ from inference.entrypoints.prompts import Prompt
 from inference.requests.request import Request
 from inference.server.async_engine import AsyncEngine, Generation, Ticket
 from inference.server.metrics import ServerMetrics
+from inference.server.options import ServerOptions
 from inference.spec_decode.draft_length.costs import RoundCosts
 from inference.spec_decode.draft_length.policy import AdaptiveDraftLength
 from inference.spec_decode.draft_length.tree_budget import AdaptiveTreeBudget
@@ -196,7 +197,7 @@ def test_the_servers_round(name, claimed_gpu, tiny_model, byte_tokenizer):
     """Streamed, traced, and joined by others whose prompts begin alike: as few waits as without."""
     way = WAYS[name]
     llm = llm_of(way, tiny_model("qwen3", vocab_size=VOCAB), byte_tokenizer, "cuda", 8)
-    engine = AsyncEngine(llm, ServerMetrics("tiny", 200))
+    engine = AsyncEngine(llm, ServerMetrics("tiny", 200), ServerOptions(served_model_name=("tiny",)))
 
     def begin(rows: int) -> list[Generation]:
         ticket = Ticket(engine, rows)

@@ -6,6 +6,7 @@ import logging
 import re
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -221,7 +222,7 @@ def test_a_depth_that_nothing_says_is_logged_and_one_that_an_export_says_is_used
 
 
 def test_a_model_too_large_for_one_device_is_refused_before_it_is_loaded(folders, monkeypatch):
-    monkeypatch.setattr("inference.entrypoints.vllm_options._free_bytes", lambda device: 1000)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=4.*one device.*GB"):
         LLM(folders["opt"], tensor_parallel_size=4)
     LLM(folders["opt"], tensor_parallel_size=1)
