@@ -100,10 +100,9 @@ def compare(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
 ) -> None:
     """Train several recipes for the same time, measure each, and put them side by side."""
-    from train.pipeline.compare import FILE, PICTURE, markdown, print_comparison
-    from train.pipeline.compare import compare as run_all
+    from train.pipeline.compare import FILE, PICTURE, Candidate, markdown, print_comparison, run_all
 
-    comparison = run_all(recipes, minutes, out, override or ())
+    comparison = run_all([Candidate(path.stem, path, tuple(override or ())) for path in recipes], minutes, out)
     if as_markdown:
         typer.echo(markdown(comparison), nl=False)
     else:

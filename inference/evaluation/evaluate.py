@@ -166,18 +166,16 @@ def evaluate(
     if settings.lossless_prompts:
         run.check_float32()  # in an engine of its own, after the first has freed its memory
     facts = facts.model_copy(update={"duration_s": round(time.monotonic() - began, 1)})
-    measured_suites = [_with_turns_not_asked(suite.facts, cells) for suite in suites]
-    return build_report([cell.build(drafting.method, facts.engine) for cell in cells], facts, gates, measured_suites)
+    not_asked = Counter[str | None]()
+    for cell in cells:
+        not_asked[cell.suite] += cell.turns_not_asked
+    told = [suite.facts.model_copy(update={"turns_not_asked": not_asked[suite.facts.name]}) for suite in suites]
+    return build_report([cell.build(drafting.method, facts.engine) for cell in cells], facts, gates, told)
 
 
 def _said(prompt: Sequence[int] | Chat) -> list[Any]:
     """What decides a prompt, for a hash."""
     return [list(prompt.prompt), *prompt.later] if isinstance(prompt, Chat) else list(prompt)
-
-
-def _with_turns_not_asked(facts: SuiteFacts, cells: Sequence[CellBuilder]) -> SuiteFacts:
-    not_asked = sum(cell.turns_not_asked for cell in cells if cell.suite == facts.name)
-    return facts.model_copy(update={"turns_not_asked": not_asked})
 
 
 @dataclass

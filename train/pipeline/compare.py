@@ -86,11 +86,6 @@ class Candidate:
     overrides: tuple[str, ...] = ()
 
 
-def compare(recipes: Sequence[Path], minutes: float, out: Path, overrides: Sequence[str] = ()) -> Comparison:
-    """Every recipe with `minutes` of training; they are called by their file names. Errors: see `run_all`."""
-    return run_all([Candidate(path.stem, path, tuple(overrides)) for path in recipes], minutes, out)
-
-
 def run_all(candidates: Sequence[Candidate], minutes: float | None, out: Path) -> Comparison:
     """Runs every candidate for `minutes` of training (None: its recipe's own budget), one after the other, gathers the
     figures and writes them to `out`.

@@ -99,10 +99,10 @@ class HeadProposer(Proposer):
         known = []
         for i, (request, count) in enumerate(zip(requests, counts, strict=True)):
             row = first_row + i
-            done = self._seen[row]
-            known.append(min(count, request.num_prefill_tokens - self._drafter.first_token - done))
+            known.append(min(count, request.num_prefill_tokens - self._drafter.first_token - self._seen[row]))
             if known[i] < count:  # the last position: its next token is not sampled yet, or is the anchor
-                self._hold(row, [1], *(_slots(each, i, known[i]) for each in (taps, last_hidden)))
+                place = slice(i, i + 1), slice(known[i], known[i] + 1)
+                self._hold(row, [1], *(None if f is None else f[place] for f in (taps, last_hidden)))
         if any(known):
             taps, last_hidden = (None if f is None else f[:, : max(known)] for f in self._read(taps, last_hidden))
             self._drafter.append(self._inputs(first_row, requests, known, taps, last_hidden))
@@ -207,7 +207,7 @@ class HeadProposer(Proposer):
                 logits = process_chain_logits(step.logits, requests, drafted, self._draft_to_target, self._vocab_size)
                 wanted = depth - len(drafted)  # further drafts, this one included
                 if go_on is not None:
-                    confidence = _confidence(logits)
+                    confidence = logits.float().softmax(-1).amax(-1)  # [b], the drafter's largest probability
                     if step.confidence is not None:
                         confidence = _both(step.confidence, confidence)
                     if self.stops_early:
@@ -336,17 +336,7 @@ class _SampledChain:
         return torch.stack(self._q, dim=1)
 
 
-def _confidence(logits: Tensor) -> Tensor:
-    """Draft logits [b, V_draft] -> [b], the largest probability of the drafter's own distribution."""
-    return logits.float().softmax(-1).amax(-1)
-
-
 def _both(own: Tensor, largest: Tensor) -> Tensor:
     """A drafter's own confidence [b], a logit, and its largest probability [b] -> a probability [b] in between: their
     mean log-odds, which foresees acceptance better than either (docs/dspark.md)."""
     return ((own.clamp(-MAX_LOGIT, MAX_LOGIT) + largest.logit().clamp(-MAX_LOGIT, MAX_LOGIT)) / 2).sigmoid()
-
-
-def _slots(features: Tensor | None, row: int, position: int) -> Tensor | None:
-    """[1, 1, ·] of [b, T, ·]."""
-    return None if features is None else features[row : row + 1, position : position + 1]

@@ -83,19 +83,10 @@ def verify_and_sample(
     if not greedy:
         return _sampled(logits, proposal, params, generators, rule)
     sampled = [row for row in range(rows) if not params[row].greedy]
-    kept: list[Kept] = [Kept([], [])] * rows
-    for row, found in zip(greedy, _greedy(logits[greedy], proposal.select(greedy)), strict=True):
-        kept[row] = found
-    judged = _sampled(
-        logits[sampled],
-        proposal.select(sampled),
-        [params[row] for row in sampled],
-        [generators[row] for row in sampled],
-        rule,
-    )
-    for row, found in zip(sampled, judged, strict=True):
-        kept[row] = found
-    return kept
+    kept = dict(zip(greedy, _greedy(logits[greedy], proposal.select(greedy)), strict=True))
+    hot, dice = [params[row] for row in sampled], [generators[row] for row in sampled]
+    kept |= zip(sampled, _sampled(logits[sampled], proposal.select(sampled), hot, dice, rule), strict=True)
+    return [kept[row] for row in range(rows)]
 
 
 def _greedy(logits: Tensor, proposal: Proposal) -> list[Kept]:

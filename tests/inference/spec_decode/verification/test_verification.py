@@ -382,7 +382,7 @@ def test_refusals_say_what_was_expected():
     with pytest.raises(ConfigError, match="expected one of"):
         verify(p, proposal, "typical")
     with pytest.raises(ConfigError, match="tree"):
-        verify(p, replace(proposal, parents=torch.tensor([[-1, 0]])), "token")
+        verify(p, replace(proposal, parents=[[-1, 0]]), "token")
     with pytest.raises(ValueError, match="expected \\[1, 3, V\\]"):
         verify(p[:, :2], proposal, "token")
     with pytest.raises(ValueError, match="reduced vocabulary"):
