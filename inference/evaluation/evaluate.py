@@ -312,10 +312,8 @@ class _Evaluation:
             cell.requests = [RequestRounds.of(output, self.settings.num_speculative_tokens) for output in cell.drafted]
         self._advance(0.35 * self._acceptance_work(cells))
         if self.engine.drafting_off:
-            same = [cell.prompts for cell in cells]
-            for cell, outputs in zip(
-                cells, self._generate(cells, same, speculate=False, first_seed=1_000), strict=True
-            ):
+            written = self._generate(cells, [cell.prompts for cell in cells], speculate=False, first_seed=1_000)
+            for cell, outputs in zip(cells, written, strict=True):
                 cell.baseline = outputs
         self._advance(0.35 * self._acceptance_work(cells))
 
@@ -433,11 +431,9 @@ class _Evaluation:
     def _compare(
         self, engine: MeasuredEngine, prompts: Prompts, off: Sequence[RequestOutput], on: Sequence[RequestOutput]
     ) -> LosslessCheck:
-        s, texts = self.settings, [[_tokens(output) for output in outputs] for outputs in (off, on)]
-        rows = min(s.rows, len(prompts))
-        return compare_greedy(
-            engine.target, prompts, *texts, num_speculative_tokens=s.num_speculative_tokens, rows=rows
-        )
+        texts = [[_tokens(output) for output in outputs] for outputs in (off, on)]
+        k, rows = self.settings.num_speculative_tokens, min(self.settings.rows, len(prompts))
+        return compare_greedy(engine.target, prompts, *texts, num_speculative_tokens=k, rows=rows)
 
     # ------------------------------------------------------------------ progress, in single steps of the target
 

@@ -159,9 +159,6 @@ def lines(
     return _figure(title, 3.0, draw)
 
 
-# ------------------------------------------------------------------ figures of a report
-
-
 def acceptance_bars(report: AcceptanceReport) -> Figure:
     """τ by workload, one bar per temperature, the expected τ as a diamond on it."""
     rows, series = report.workloads(), []

@@ -105,9 +105,6 @@ def _tokenizer(model: str) -> Any:
         return None
 
 
-# --------------------------------------------------------------------------------------------- output
-
-
 def _ways(config: Any, fields: Any, folder: str, model: str) -> list[Way]:
     from speculators.export.serving_commands import serving
 

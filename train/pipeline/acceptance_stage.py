@@ -279,9 +279,6 @@ def _sample(items: Sequence[Any], count: int | None, seed: str) -> list[Any]:
     return [items[place] for place in sorted(random.Random(seed).sample(range(len(items)), count))]
 
 
-# --------------------------------------------------------------------------------------------- suites
-
-
 def measured_suites(recipe: Recipe, settings: EvaluationSettings) -> list[MeasuredSuite]:
     """The suites of the recipe's evaluation section: a seeded choice of `suite_prompts` conversations per category; and
     with `evaluation.thinking` each of them, and the evaluation's prompts, in every mode.

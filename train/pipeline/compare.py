@@ -186,9 +186,6 @@ def _at(report: AcceptanceReport, temperature: float) -> AtTemperature:
     )
 
 
-# ---------------------------------------------------------------- output
-
-
 def _columns(comparison: Comparison, expected: str, speedup: str) -> list[str]:
     """The columns that belong to temperatures, with these words for two of them."""
     return [f"{name} T={t}" for t in comparison.entries[0].temperatures for name in (expected, "τ", speedup)]

@@ -242,12 +242,7 @@ class _Target:
 
 
 def _facts(
-    contents: Contents,
-    target: _Target,
-    repository: str,
-    options: PushOptions,
-    recipe_text: str | None,
-    files: list[str],
+    contents: Contents, target: _Target, repository: str, options: PushOptions, text: str | None, files: list[str]
 ) -> CardFacts:
     config, fields = contents.config, read_fields(contents.export)
     assert config is not None
@@ -265,7 +260,7 @@ def _facts(
     )
     return CardFacts(
         repository=repository, config=config, fields=fields, target_name=target.name, base_model=target.base_model,
-        num_speculative_tokens=k or NUM_SPECULATIVE_TOKENS, license=license_, recipe=recipe_text, files=files,
+        num_speculative_tokens=k or NUM_SPECULATIVE_TOKENS, license=license_, recipe=text, files=files,
         datasets=list(dict.fromkeys(source.name for source in sources if source.name)),
         other_data=list(dict.fromkeys(Path(source.label).name for source in sources if not source.name)),
         remarks=[remark] if recipe is not None and recipe.joint is not None else [],

@@ -213,8 +213,6 @@ class AcceptanceEstimator:
             ]
             yield this, self.estimate_remaining(state, confidence=c, skip=1)
 
-    # ------------------------------------------------------------------ learning
-
     def learn(
         self,
         state: RoundState,

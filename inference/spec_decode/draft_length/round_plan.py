@@ -137,8 +137,6 @@ class RoundPlan:
             self.committed_length = min(drafts, self.num_depths_seen)
         return drafts
 
-    # ------------------------------------------------------------------ sums
-
     def _both_pay(self, this: Sequence[float], after: Sequence[float]) -> bool:
         """The next draft, of survival `this` [B], and the one after it, with a [B], both gain what they cost, so that
         no other length needs to be compared."""

@@ -86,19 +86,12 @@ class SplitProposer(Proposer):
                 )  # fmt: skip
         return Proposal(token_ids, counts, q)
 
-    # ------------------------------------------------------------------ features in
-
     def prefill(
-        self,
-        first_row: int,
-        requests: Sequence[Request],
-        counts: Sequence[int],
-        taps: Tensor | None,
-        last_hidden: Tensor,
+        self, start: int, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
     ) -> None:
         for arm, proposer in zip(self._drafting, self._proposers):
             if proposer.reads_features:
-                proposer.prefill(first_row, requests, counts, _own(arm, taps), last_hidden)
+                proposer.prefill(start, requests, counts, _own(arm, taps), last_hidden)
 
     def observe(
         self, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
@@ -106,8 +99,6 @@ class SplitProposer(Proposer):
         for arm, proposer in zip(self._drafting, self._proposers):
             if proposer.reads_features:
                 proposer.observe(requests, counts, _own(arm, taps), last_hidden)
-
-    # ------------------------------------------------------------------ rows
 
     def reset(self, row: int) -> None:
         for proposer in self._proposers:

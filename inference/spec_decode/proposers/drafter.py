@@ -89,23 +89,18 @@ class HeadProposer(Proposer):
     # ------------------------------------------------------------------ features in
 
     def prefill(
-        self,
-        first_row: int,
-        requests: Sequence[Request],
-        counts: Sequence[int],
-        taps: Tensor | None,
-        last_hidden: Tensor,
+        self, start: int, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
     ) -> None:
         known = []
         for i, (request, count) in enumerate(zip(requests, counts, strict=True)):
-            row = first_row + i
+            row = start + i
             known.append(min(count, request.num_prefill_tokens - self._drafter.first_token - self._seen[row]))
             if known[i] < count:  # the last position: its next token is not sampled yet, or is the anchor
                 place = slice(i, i + 1), slice(known[i], known[i] + 1)
                 self._hold(row, [1], *(None if f is None else f[place] for f in (taps, last_hidden)))
         if any(known):
             taps, last_hidden = (None if f is None else f[:, : max(known)] for f in self._read(taps, last_hidden))
-            self._drafter.append(self._inputs(first_row, requests, known, taps, last_hidden))
+            self._drafter.append(self._inputs(start, requests, known, taps, last_hidden))
 
     def observe(
         self, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
