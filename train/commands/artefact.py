@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from speculators.export.inspection import Inspection
     from speculators.export.serving_commands import Way
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")  # of the Hub
 WORDS = {  # an engine's reaction to a fault
     "refuses": "{} refuses it",
@@ -41,7 +42,7 @@ def export(
     """Write the best drafter of a run, finished or not, or any drafter once more, in a format that engines load."""
     from speculators.export import read_drafter_config, read_fields
     from speculators.export.convert import redress
-    from train.pipeline.export_stage import DTYPES, reexport
+    from train.pipeline.export_stage import reexport
 
     console = Console()
     if dtype not in DTYPES:
