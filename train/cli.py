@@ -24,6 +24,7 @@ from train.commands import artefact
 from train.commands import bench as bench_command
 from train.commands.evaluate import evaluate
 from train.commands.features import cache_features
+from train.commands.options import Overrides, RecipeFile
 from train.commands.plan import plan
 from train.commands.prepare import prepare
 from train.commands.publish import push
@@ -48,11 +49,6 @@ app = typer.Typer(
     cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     help="Train drafters for speculative decoding, and prove that they help.",
 )  # fmt: skip
-
-RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe: a YAML file, such as those in recipes/.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Overrides, such as training.steps=200.")
-]
 
 
 @app.command()

@@ -131,10 +131,8 @@ def _by_anchor(
     totals: dict[int, tuple[int, int]] = {}
     for index, request in enumerate(requests):
         if request.accepted_per_round and sum(request.accepted_per_round) != request.accepted:
-            raise DataError(
-                f"{where}: request {index} accepted {request.accepted} drafts by position but "
-                f"{sum(request.accepted_per_round)} by round: both must count committed drafts only"
-            )
+            both = f"{request.accepted} drafts by position, {sum(request.accepted_per_round)} by round"
+            raise DataError(f"{where}: request {index} accepted {both}: both must count committed drafts only")
         anchor = 0
         for accepted in request.accepted_per_round:
             rounds, before = totals.get(key := place(request, anchor), (0, 0))
@@ -176,10 +174,7 @@ def expected_acceptance(
     of_expected = [v * measured / expected**2 for v in influences([(r.rounds, r.accepted) for r in replay])]
     if paired:
         if len(of_measured) != len(of_expected):
-            raise DataError(
-                f"replay_paired is set but there are {len(of_measured)} requests and {len(of_expected)} "
-                "replayed responses: pair them one to one, or unset it"
-            )
+            raise DataError(f"replay_paired: {len(of_expected)} replayed responses of {len(of_measured)} requests")
         variance = sum_of_squares([a - b for a, b in zip(of_measured, of_expected, strict=True)])
     else:
         variance = sum_of_squares(of_measured) + sum_of_squares(of_expected)
@@ -220,10 +215,7 @@ def _time_shares(measured: CellMeasurement, where: str) -> TimeShares | None:
     wall = sum(run.seconds for run in measured.speculative)
     claimed = sum(seconds for name, seconds in measured.phase_seconds.items() if name != "other")
     if claimed > 1.05 * wall:
-        raise DataError(
-            f"{where}: phases claim {claimed:.3f} s of {wall:.3f} s of wall time: phases must not overlap, "
-            "and must be summed over the speculative runs only"
-        )
+        raise DataError(f"{where}: phases take {claimed:.3f} s of the runs' {wall:.3f} s: they must not overlap")
     total = max(wall, claimed)
     shares = {name: measured.phase_seconds.get(name, 0.0) / total for name in PHASES if name != "other"}
     return TimeShares(**shares, other=max(0.0, 1.0 - sum(shares.values())))

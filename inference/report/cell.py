@@ -224,10 +224,7 @@ class Cell(Record):
         }
         for name, value in expected.items():
             if not _close(getattr(self, name), value):
-                raise ValueError(
-                    f"{where}.{name} is {getattr(self, name)}, but the cell's counters give {value}: "
-                    "build cells with inference.report.build, do not edit them"
-                )
+                raise ValueError(f"{where}.{name} is {getattr(self, name)}, but the cell's counters give {value}")
         return self
 
 

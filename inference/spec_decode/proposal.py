@@ -54,9 +54,7 @@ class Proposal:
         for row, parents in enumerate(self.parents or ()):
             places = self.counts[row] + (self.scaffold[row] if self.scaffold else 0)
             if len(parents) != places or any(not -1 <= parent < k for k, parent in enumerate(parents)):
-                raise ValueError(
-                    f"Proposal: parents[{row}] is {parents}; expected {places} numbers, each -1 or an earlier place"
-                )
+                raise ValueError(f"Proposal: parents {parents}; expected {places} numbers, -1 or an earlier place")
 
     @classmethod
     def empty(cls, rows: int, device: torch.device | str = "cpu") -> Proposal:

@@ -76,9 +76,7 @@ def replay(accept: Tensor | np.ndarray, length: int) -> ReplayResult:
     """
     table = accept.detach().double().cpu().numpy() if isinstance(accept, Tensor) else np.asarray(accept, dtype=float)
     if table.ndim != 2 or length < 1 or table.shape[1] < length - 1:
-        raise ValueError(
-            f"replay: accept has shape {list(table.shape)}; expected [K, T] with T >= {length - 1} anchors"
-        )
+        raise ValueError(f"replay: accept has shape {list(table.shape)}; expected [K, T], T >= {length - 1} anchors")
     depth, anchors = table.shape[0], length - 1
     exists = np.arange(depth)[:, None] + np.arange(anchors)[None, :] + 1 < length  # [K, anchors]
     table = np.where(exists, table[:, :anchors], 0.0)

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from inference.console import json_option
 from speculators.errors import ConfigError
+from train.commands.options import Overrides
 
 if TYPE_CHECKING:
     from train.pipeline.acceptance_stage import Engines
@@ -19,10 +20,7 @@ OURS, VLLM = "draftsmith", "vllm"
 
 def evaluate(
     recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="Evaluate the export of this run.")] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Overrides, such as evaluation.max_tokens=64."),
-    ] = None,
+    overrides: Overrides = None,
     model: Annotated[str, typer.Option(help="Instead of a recipe: the target, a folder or repository id.")] = "",
     drafter: Annotated[str, typer.Option(help="Instead of a recipe: the exported drafter.")] = "",
     method: Annotated[str, typer.Option(help="Instead of a drafter: ngram or suffix, which need none.")] = "",

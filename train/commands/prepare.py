@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from speculators.errors import ConfigError, DataError
+from train.commands.options import Overrides, RecipeFile
 from train.data.bad_rows import REASONS, BadRow
 
 if TYPE_CHECKING:
@@ -37,11 +38,8 @@ LEFT_OUT = {
 
 
 def prepare(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe: a YAML file, such as those in recipes/.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Overrides, such as data.max_length=4096."),
-    ] = None,
+    recipe: RecipeFile,
+    overrides: Overrides = None,
     sample: Annotated[int, typer.Option(min=0, help="Show the mask of this example, counted from 0.")] = 0,
     validation: Annotated[bool, typer.Option("--validation", help="Look at data.validation instead.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,

@@ -137,9 +137,7 @@ def find(folder: Path, options: PushOptions) -> Contents:
     """The drafter in `folder` or its `export`, strictly checked, and what came with it."""
     export = folder if (folder / "config.json").is_file() else folder / EXPORT
     if not (export / "config.json").is_file():
-        raise CheckpointError(
-            f"push: {folder} holds no config.json, nor does {folder / EXPORT}; give an export or a run"
-        )
+        raise CheckpointError(f"push: no config.json in {folder} or {folder / EXPORT}; give an export or a run")
     contents = Contents(export)
     _check(contents, options)
     run = export.absolute().parent
@@ -191,9 +189,7 @@ def _check(contents: Contents, options: PushOptions) -> None:
             raise CheckpointError(f"push: nothing was sent: {error} (--force sends it all the same)") from error
         contents.notes.append(f"sent although it is broken: {error}")
     if contents.config is None:
-        raise CheckpointError(
-            f"push: {contents.export}: no card can be written of what cannot be read; mend config.json"
-        )
+        raise CheckpointError(f"push: no card can be written of {contents.export}; mend its config.json")
 
 
 def _of_another(report: AcceptanceReport, export: Path) -> str | None:

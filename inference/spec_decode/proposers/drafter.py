@@ -145,10 +145,10 @@ class HeadProposer(Proposer):
                 self._drafter.append(self._take_waiting(requests))
             return Proposal.empty(rows, self._device)
         if self._tree is not None:
-            return self._draft_tree(self._tree, requests, counts, self._probabilistic, self.place_prices)
+            return self._draft_tree(requests, counts, self._probabilistic, self.place_prices)
         chain = None
         if self._probabilistic and not all(request.params.greedy for request in requests):
-            chain = _SampledChain(requests, counts, depth, self._draft_to_target, self._device)
+            chain = _SampledChain(requests, counts, self._draft_to_target, self._device)
         token_ids, confidence = self._draft_chain(requests, depth, chain or self._best, self.go_on)
         width = token_ids.shape[1]
         if not width:
@@ -165,7 +165,7 @@ class HeadProposer(Proposer):
         rows, seen, held = len(requests), list(self._seen), list(self._held)
         lengths = self._cache.lengths[:rows]
         if self._tree is not None:  # the whole of it
-            self._draft_tree(self._tree, requests, [self._depth] * rows, probabilistic=False)
+            self._draft_tree(requests, [self._depth] * rows, probabilistic=False, prices=None)
         else:
             self._draft_chain(requests, depth, self._best)[0].tolist()
         self._seen, self._held = seen, held
@@ -217,15 +217,10 @@ class HeadProposer(Proposer):
         return token_ids, torch.stack(confidences, 1) if confidences else None
 
     def _draft_tree(
-        self,
-        tree: TreeShape,
-        requests: Sequence[Request],
-        counts: Sequence[int],
-        probabilistic: bool,
-        prices: Sequence[float] | None = None,
+        self, requests: Sequence[Request], counts: Sequence[int], probabilistic: bool, prices: Sequence[float] | None
     ) -> Proposal:
         vocabularies = self._draft_to_target, self._vocab_size
-        grow = TreeGrowth(tree, requests, counts, *vocabularies, probabilistic=probabilistic, prices=prices)
+        grow = TreeGrowth(self._tree, requests, counts, *vocabularies, probabilistic=probabilistic, prices=prices)
         self._drafter.draft_tree(self._take_waiting(requests), self._depth, grow)
         return grow.proposal()
 
@@ -299,13 +294,9 @@ class _SampledChain:
     """
 
     def __init__(
-        self,
-        requests: Sequence[Request],
-        counts: Sequence[int],
-        depth: int,
-        draft_to_target: Tensor | None,
-        device: torch.device,
+        self, requests: Sequence[Request], counts: Sequence[int], draft_to_target: Tensor | None, device: torch.device
     ) -> None:
+        depth = max(counts)
         self._params = [request.params for request in requests]
         self._draft_to_target = draft_to_target
         numbers = [

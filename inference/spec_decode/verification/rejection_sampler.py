@@ -73,10 +73,8 @@ def verify_and_sample(
     """
     rows = logits.shape[0]
     if not rows == proposal.num_rows == len(params) == len(generators):
-        raise ValueError(
-            f"verify_and_sample: {rows} rows of logits, {proposal.num_rows} proposals, "
-            f"{len(params)} sampling params, {len(generators)} generators; expected as many of each"
-        )
+        counts = rows, proposal.num_rows, len(params), len(generators)
+        raise ValueError(f"verify_and_sample: {counts} logits, proposals, params, generators; expected as many of each")
     greedy = [row for row in range(rows) if params[row].greedy]
     if len(greedy) == rows:
         return _greedy(logits, proposal)
