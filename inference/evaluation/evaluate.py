@@ -259,8 +259,6 @@ def _cells_of(workloads: Workloads, suites: Sequence[MeasuredSuite], settings: E
 
 
 class _Evaluation:
-    """One evaluation in progress."""
-
     def __init__(
         self, engine: MeasuredEngine, cells: list[CellBuilder], settings: EvaluationSettings, progress: Progress | None
     ) -> None:
@@ -376,7 +374,6 @@ class _Evaluation:
         cell.costs = None if parts is None else costs_of(times, s.batch_size, parts.context)
 
     def _passes(self, cell: CellBuilder, repeat: int) -> dict[str, Run]:
-        """The passes of one repeat, by the names of CellMeasurement."""
         s, total = self.settings, len(cell.prompts)
         places = [(repeat * s.timed_prompts + i) % total for i in range(min(s.timed_prompts, total))]
         prompts = [cell.prompts[place] for place in places]

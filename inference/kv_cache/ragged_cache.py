@@ -226,7 +226,6 @@ class RaggedCache:
         return [*keys, *values]
 
     def _reserve(self, length: int) -> None:
-        """Makes room for `length` positions in every row, doubling up to `max_len`."""
         if length <= self.capacity:
             return
         if length > self.max_len:

@@ -133,7 +133,6 @@ def unmeasured(report: AcceptanceReport | None) -> list[str]:
 
 
 def _other_engines(report: AcceptanceReport) -> str:
-    """The engines besides the report's own, with their acceptance lengths where they were measured."""
     other = next((name for name in report.engines() if name != report.provenance.engine), None)
     if other is None:
         return "vLLM and SGLang: the figures are those of Draftsmith's own runtime."

@@ -116,7 +116,6 @@ class GrammarMatcher:
         return True
 
     def _take_back(self, length: int) -> None:
-        """Back to the first `length` tokens of the draft."""
         extra = len(self._drafted) - length
         if extra:
             self._matcher.rollback(extra)
@@ -131,7 +130,6 @@ class GrammarMatcher:
 
 
 def _grammar_text(params: StructuredOutputsParams) -> str:
-    """The grammar as llguidance reads it."""
     llguidance = _llguidance()
     if params.kind in ("json", "json_object"):
         schema = {"type": "object"} if params.json is None else params.json

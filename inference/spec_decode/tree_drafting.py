@@ -143,8 +143,6 @@ class TreeGrowth:
         before = self._visible.gather(1, parents.unsqueeze(-1).expand(-1, -1, self._visible.shape[-1]))
         return torch.cat([before, own], dim=2)
 
-    # ------------------------------------------------------------------ one level
-
     def _static(self, q: Tensor) -> _Level:
         assert isinstance(self._shape, StaticTree)
         nodes = self._shape.levels[len(self._levels)]
@@ -237,8 +235,6 @@ class TreeGrowth:
             tokens.append(token.clamp(max=q.shape[-1] - 1))
             left.scatter_(1, tokens[-1].unsqueeze(1), 0.0)
         return torch.stack(tokens, 1).view(b, w, m), torch.stack(found, 1).view(b, w, m)
-
-    # ------------------------------------------------------------------ the whole
 
     def proposal(self) -> Proposal:
         """The trees as grown."""

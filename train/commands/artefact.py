@@ -117,7 +117,6 @@ def _ways(config: Any, fields: Any, folder: str, model: str) -> list[Way]:
 
 
 def _facts(result: Inspection) -> dict[str, Any]:
-    """Family, sizes and origin of the drafter, as far as the folder says."""
     config = result.config
     facts: dict[str, Any] = {
         "family": result.family,

@@ -69,9 +69,6 @@ def prepare(
     bad.finish()
 
 
-# ------------------------------------------------------------------ what is counted
-
-
 def make_report(recipe: Recipe, prepared: Prepared, tokenizer: ConversationTokenizer) -> dict[str, Any]:
     """The report as JSON. Tokenises all examples as a run does it; bad ones go to `prepared.bad`. DataError if no row
     is left.
@@ -146,9 +143,6 @@ def _lengths(rows: list[TokenRow], max_length: int, examples: int, prompt_tokens
     }
 
 
-# ------------------------------------------------------------------ how it is shown
-
-
 def _print(console: Console, report: dict[str, Any], *, regenerated: bool) -> None:
     console.print(_counts(report))
     if regenerated:
@@ -178,7 +172,6 @@ def _table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
 
 
 def _counts(report: dict[str, Any]) -> Table:
-    """A line per workload, and one for all of them if there are several."""
     numbers = ("examples", "prompt", "rows", "tokens", "superv.", "cut")
     table = _table("", "workload", *numbers, f"1 … {report['max_length']}", right=numbers)
     groups = list(report["workloads"].items())

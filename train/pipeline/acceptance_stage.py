@@ -263,7 +263,6 @@ def workloads(
 
 
 def _tokenizer_and_limit(recipe: Recipe) -> tuple[ConversationTokenizer, int | None]:
-    """The tokenizer of conversations, and the positions that the target has."""
     target = recipe.target
     options = {"revision": target.revision, "trust_remote_code": target.trust_remote_code}
     tokenizer = conversation_tokenizer(recipe.data, load_tokenizer(target.model, None, **options))
@@ -316,7 +315,6 @@ def _in_mode(name: str, kwargs: Mapping[str, Any], mode: Mapping[str, bool]) -> 
 
 
 def _prompts_in(recipe: Recipe, settings: EvaluationSettings, mode: Mapping[str, bool]) -> MeasuredSuite:
-    """The evaluation's prompts in a thinking mode."""
     chosen, sources = workloads(recipe, settings, mode), recipe.evaluation.prompts or recipe.data.validation
     paths = [Path(source.path) for source in sources if source.path]
     count = sum(map(len, chosen.values()))

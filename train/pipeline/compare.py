@@ -142,7 +142,6 @@ def _budgeted(candidate: Candidate, minutes: float | None, out: Path) -> tuple[l
 
 
 def _is_done(recipe: Recipe) -> bool:
-    """True if the run's folder has the report of this very recipe."""
     path = Path(recipe.output_dir) / REPORT
     return path.exists() and load_report(path).provenance.recipe_sha256 == recipe.recipe_hash()
 
@@ -187,7 +186,6 @@ def _at(report: AcceptanceReport, temperature: float) -> AtTemperature:
 
 
 def _columns(comparison: Comparison, expected: str, speedup: str) -> list[str]:
-    """The columns that belong to temperatures, with these words for two of them."""
     return [f"{name} T={t}" for t in comparison.entries[0].temperatures for name in (expected, "τ", speedup)]
 
 

@@ -147,7 +147,6 @@ class DataStage:
 
     @cached_property
     def _prompted(self) -> list[Example]:
-        """The training examples of which a prompt can be made."""
         examples, self.bad.use = self._examples, "train"
         return askable(examples, self.tokenizer, self.bad)
 

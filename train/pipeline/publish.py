@@ -114,9 +114,6 @@ def listing(folder: Path) -> list[tuple[str, int]]:
     return [(path.relative_to(folder).as_posix(), path.stat().st_size) for path in files]
 
 
-# --------------------------------------------------------------------------------------------- reading
-
-
 def push_run(recipe: Recipe, code: int, say: Say = print) -> None:
     """Pushes the run's export with its report, as `export.push_to_hub` asks for, unless a gate is missed (`code` 1)."""
     section, folder = recipe.export, Path(recipe.output_dir)
@@ -232,9 +229,6 @@ class _Target:
             what = f"the target is a folder here ({Path(given[0]).name})" if given else "the target is not known"
             contents.notes.append(f"{what}, so the card names no base_model; give its id with --base-model")
         return cls(base or (Path(given[0]).name if given else "TARGET"), base, tuple(given))
-
-
-# --------------------------------------------------------------------------------------------- writing
 
 
 def _facts(

@@ -178,11 +178,9 @@ class RoundPlan:
         return net
 
     def _scenarios(self, drafted: bool) -> list[list[float]]:
-        """`_net` for each scenario of the next confidence."""
         scenarios = self._estimator.confidence_scenarios(self.state)
         return [self._net(self._survival_after(this), remaining, drafted) for this, remaining in scenarios]
 
 
 def _argmax(values: Sequence[float]) -> int:
-    """The index of the largest value, the first of equals."""
     return max(range(len(values)), key=values.__getitem__)

@@ -86,8 +86,6 @@ class HeadProposer(Proposer):
         if self._tree is None:
             self._drafter, self._best_chain = made(self._drafter, self._cache, self._depth)
 
-    # ------------------------------------------------------------------ features in
-
     def prefill(
         self, start: int, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
     ) -> None:
@@ -132,10 +130,7 @@ class HeadProposer(Proposer):
         return like.new_zeros(self._cache.max_rows, self._room, like.shape[-1])
 
     def _read(self, taps: Tensor | None, last_hidden: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """The hidden states that the family reads: taps or the last one."""
         return taps if self._drafter.reads_taps else None, last_hidden if self._drafter.reads_last_hidden else None
-
-    # ------------------------------------------------------------------ drafts out
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
         counts = [min(limit, self._depth) for limit in limits]
@@ -252,8 +247,6 @@ class HeadProposer(Proposer):
     def _best(self, logits: Tensor) -> Tensor:
         """[b, V_draft] -> [b] target ids."""
         return to_target_ids(argmax(logits), self._draft_to_target)
-
-    # ------------------------------------------------------------------ rows
 
     def reset(self, row: int) -> None:
         self._cache.reset(row)

@@ -353,7 +353,6 @@ def _chances(p: Tensor, proposal: Proposal) -> np.ndarray:
 
 
 def _parents(proposal: Proposal, device: torch.device) -> Tensor:
-    """`_stations` on the device."""
     return on_device(_stations(proposal), device)
 
 

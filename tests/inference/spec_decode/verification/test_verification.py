@@ -198,7 +198,7 @@ def test_the_fast_greedy_path_is_the_general_rule_on_one_hot_p(dense):
     generator = torch.Generator().manual_seed(0)
     best = torch.randint(VOCAB, (400, 4), generator=generator)
     tokens = torch.randint(VOCAB, (400, 3), generator=generator)
-    counts = torch.randint(4, (400,), generator=generator)
+    counts = torch.randint(4, (400,), generator=generator).tolist()
     p = torch.nn.functional.one_hot(best, VOCAB).float()
     q = torch.softmax(torch.randn(400, 3, VOCAB, generator=generator), -1) if dense else None
     proposal = Proposal(tokens, counts, q)
