@@ -24,6 +24,7 @@ from train.commands import artefact
 from train.commands import bench as bench_command
 from train.commands.evaluate import evaluate
 from train.commands.features import cache_features
+from train.commands.options import Overrides, RecipeFile
 from train.commands.plan import plan
 from train.commands.prepare import prepare
 from train.commands.publish import push
@@ -48,11 +49,6 @@ app = typer.Typer(
     cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     help="Train drafters for speculative decoding, and prove that they help.",
 )  # fmt: skip
-
-RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe: a YAML file, such as those in recipes/.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Overrides, such as training.steps=200.")
-]
 
 
 @app.command()
@@ -100,10 +96,9 @@ def compare(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
 ) -> None:
     """Train several recipes for the same time, measure each, and put them side by side."""
-    from train.pipeline.compare import FILE, PICTURE, markdown, print_comparison
-    from train.pipeline.compare import compare as run_all
+    from train.pipeline.compare import FILE, PICTURE, Candidate, markdown, print_comparison, run_all
 
-    comparison = run_all(recipes, minutes, out, override or ())
+    comparison = run_all([Candidate(path.stem, path, tuple(override or ())) for path in recipes], minutes, out)
     if as_markdown:
         typer.echo(markdown(comparison), nl=False)
     else:

@@ -166,18 +166,16 @@ def evaluate(
     if settings.lossless_prompts:
         run.check_float32()  # in an engine of its own, after the first has freed its memory
     facts = facts.model_copy(update={"duration_s": round(time.monotonic() - began, 1)})
-    measured_suites = [_with_turns_not_asked(suite.facts, cells) for suite in suites]
-    return build_report([cell.build(drafting.method, facts.engine) for cell in cells], facts, gates, measured_suites)
+    not_asked = Counter[str | None]()
+    for cell in cells:
+        not_asked[cell.suite] += cell.turns_not_asked
+    told = [suite.facts.model_copy(update={"turns_not_asked": not_asked[suite.facts.name]}) for suite in suites]
+    return build_report([cell.build(drafting.method, facts.engine) for cell in cells], facts, gates, told)
 
 
 def _said(prompt: Sequence[int] | Chat) -> list[Any]:
     """What decides a prompt, for a hash."""
     return [list(prompt.prompt), *prompt.later] if isinstance(prompt, Chat) else list(prompt)
-
-
-def _with_turns_not_asked(facts: SuiteFacts, cells: Sequence[CellBuilder]) -> SuiteFacts:
-    not_asked = sum(cell.turns_not_asked for cell in cells if cell.suite == facts.name)
-    return facts.model_copy(update={"turns_not_asked": not_asked})
 
 
 @dataclass
@@ -261,8 +259,6 @@ def _cells_of(workloads: Workloads, suites: Sequence[MeasuredSuite], settings: E
 
 
 class _Evaluation:
-    """One evaluation in progress."""
-
     def __init__(
         self, engine: MeasuredEngine, cells: list[CellBuilder], settings: EvaluationSettings, progress: Progress | None
     ) -> None:
@@ -314,10 +310,8 @@ class _Evaluation:
             cell.requests = [RequestRounds.of(output, self.settings.num_speculative_tokens) for output in cell.drafted]
         self._advance(0.35 * self._acceptance_work(cells))
         if self.engine.drafting_off:
-            same = [cell.prompts for cell in cells]
-            for cell, outputs in zip(
-                cells, self._generate(cells, same, speculate=False, first_seed=1_000), strict=True
-            ):
+            written = self._generate(cells, [cell.prompts for cell in cells], speculate=False, first_seed=1_000)
+            for cell, outputs in zip(cells, written, strict=True):
                 cell.baseline = outputs
         self._advance(0.35 * self._acceptance_work(cells))
 
@@ -380,7 +374,6 @@ class _Evaluation:
         cell.costs = None if parts is None else costs_of(times, s.batch_size, parts.context)
 
     def _passes(self, cell: CellBuilder, repeat: int) -> dict[str, Run]:
-        """The passes of one repeat, by the names of CellMeasurement."""
         s, total = self.settings, len(cell.prompts)
         places = [(repeat * s.timed_prompts + i) % total for i in range(min(s.timed_prompts, total))]
         prompts = [cell.prompts[place] for place in places]
@@ -435,11 +428,9 @@ class _Evaluation:
     def _compare(
         self, engine: MeasuredEngine, prompts: Prompts, off: Sequence[RequestOutput], on: Sequence[RequestOutput]
     ) -> LosslessCheck:
-        s, texts = self.settings, [[_tokens(output) for output in outputs] for outputs in (off, on)]
-        rows = min(s.rows, len(prompts))
-        return compare_greedy(
-            engine.target, prompts, *texts, num_speculative_tokens=s.num_speculative_tokens, rows=rows
-        )
+        texts = [[_tokens(output) for output in outputs] for outputs in (off, on)]
+        k, rows = self.settings.num_speculative_tokens, min(self.settings.rows, len(prompts))
+        return compare_greedy(engine.target, prompts, *texts, num_speculative_tokens=k, rows=rows)
 
     # ------------------------------------------------------------------ progress, in single steps of the target
 

@@ -66,21 +66,17 @@ def accept_probabilities(
     target_hidden: Tensor,
     target_logits: Head,
     labels: Tensor,
-    temperature: float = 1.0,
+    params: SamplingParams,
     draft_to_target: Tensor | None = None,
     chunk_size: int | None = None,
-    *,
-    top_p: float = 1.0,
-    top_k: int = 0,
 ) -> Tensor:
     """The probability that the data token x was an accepted draft, given that x came out: min(1, q(x) / p(x)). [N]
 
     hidden [N, D] the drafter's states; head [n, D] -> logits [n, V_draft]; target_hidden [N, H] the states to match;
     target_logits [n, H] -> [n, V]; labels [N] the target ids of x; chunk_size rows whose logits exist at once. p and q
-    are taken after every processor, as the runtime takes them; q is 0 outside the draft vocabulary. temperature 0: 1
-    where the drafter's argmax is x, else 0.
+    are taken after temperature, top_p and top_k of `params`, as the runtime takes them; q is 0 outside the draft
+    vocabulary. temperature 0: 1 where the drafter's argmax is x, else 0.
     """
-    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
     exact = hidden.dtype if hidden.dtype == torch.float64 else torch.float32
     accept = torch.zeros(hidden.shape[0], dtype=exact, device=hidden.device)
     if hidden.shape[0] == 0:
@@ -153,10 +149,8 @@ def accept_tables(
             states[index],
             target.logits,
             ids[index + 1],
-            params.temperature,
+            params,
             drafter.draft_to_target,
-            top_p=params.top_p,
-            top_k=params.top_k,
         ).to(table.dtype)
     table = table.view(k, B, T)
     return [table[:, b, len(prompt) - 1 : len(prompt) - 1 + len(output)] for b, (prompt, output) in enumerate(texts)]

@@ -8,6 +8,7 @@ if the noise that is *measured* there, by re-running that very position, is as l
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -29,12 +30,10 @@ def compare_greedy(
     *,
     num_speculative_tokens: int,
     rows: int,
-    names: Sequence[str] | None = None,
 ) -> LosslessCheck:
     """Outputs with drafting against references without, both greedy and from `target` in its present dtype.
 
-    `num_speculative_tokens` and `rows`: the batch shapes that the runs used, re-run at a difference. `names` of the
-    prompts default to their places.
+    `num_speculative_tokens` and `rows`: the batch shapes that the runs used, re-run at a difference.
     """
     if not len(prompts) == len(references) == len(outputs):
         raise DataError(f"lossless: {len(prompts)} prompts, {len(references)} references and {len(outputs)} outputs")
@@ -43,9 +42,8 @@ def compare_greedy(
     for i, (prompt, reference, output) in enumerate(zip(prompts, references, outputs, strict=True)):
         place = first_difference(reference, output)
         if place is not None:
-            name = str(i) if names is None else names[i]
             shapes = (num_speculative_tokens + 1, rows)
-            details.append(_judge(target, name, prompt, reference, output, place, shapes, may_tie=dtype != "float32"))
+            details.append(_judge(target, str(i), prompt, reference, output, place, shapes, may_tie=dtype != "float32"))
     ties = sum(detail.tie for detail in details)
     return LosslessCheck(
         dtype=dtype,
@@ -59,10 +57,7 @@ def compare_greedy(
 
 def first_difference(reference: Tokens, output: Tokens) -> int | None:
     """The first index at which the two differ, the end of the shorter one included; None if they are equal."""
-    for i, (a, b) in enumerate(zip(reference, output, strict=False)):
-        if a != b:
-            return i
-    return None if len(reference) == len(output) else min(len(reference), len(output))
+    return next((i for i, (a, b) in enumerate(zip_longest(reference, output)) if a != b), None)
 
 
 def _judge(

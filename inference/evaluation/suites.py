@@ -12,7 +12,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,8 @@ def load_suite(name: str, path: str | Path) -> list[Conversation]:
     """
     suite = SUITES[name]
     if suite.members:
-        return [one for part, file in zip(suite.members, suite_files(name, path)) for one in _members(part, file)]
+        files = zip(suite.members, suite_files(name, path))
+        return [replace(one, category=part) for part, file in files for one in load_suite(part, file)]
     (file,) = suite_files(name, path)
     found = []
     for origin, row in json_lines(file):
@@ -150,11 +151,6 @@ def load_suite(name: str, path: str | Path) -> list[Conversation]:
     if not found:
         raise DataError(f"{file}: there are no rows; expected {suite.title}")
     return found
-
-
-def _members(name: str, file: Path) -> Iterator[Conversation]:
-    for one in load_suite(name, file):
-        yield Conversation(name, one.turns, one.origin)
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, Any]]:

@@ -40,8 +40,6 @@ class PrefixReuse:
         texts[row], texts[other] = texts[other], texts[row]
         used[row], used[other] = used[other], used[row]
 
-    # ------------------------------------------------------------------ who can reuse what
-
     def best(self, request: Request) -> tuple[int, int]:
         """(row, tokens): the row that shares most of what the request must prefill, (-1, 0) without one worth it."""
         found, longest = -1, 0
@@ -75,8 +73,6 @@ class PrefixReuse:
     def _may_reuse(self, request: Request) -> bool:
         """Asked before every other row is looked at, which takes a while where there are hundreds."""
         return self.enabled and request.may_reuse and len(request.token_ids) >= WORTH_COPYING
-
-    # ------------------------------------------------------------------ into a row
 
     def enter(self, request: Request, row: int, proposer: DraftCache | None) -> int:
         """The request takes `row`, the first free one: returns how many of its tokens need no prefill."""

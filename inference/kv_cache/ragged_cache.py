@@ -117,10 +117,8 @@ class RaggedCache:
         """Keeps the first counts[i] of the tokens last written to row start + i. Recurrent states follow."""
         for row, count in enumerate(counts, start):
             if count < 0 or self.lengths[row] + count > self.capacity:
-                raise ConfigError(
-                    f"RaggedCache.advance: row {row} at length {self.lengths[row]} cannot advance by {count}; "
-                    f"{self.capacity} positions were written at most (use truncate to roll back)"
-                )
+                where = f"row {row} of {self.lengths[row]} tokens and {self.capacity} positions"
+                raise ConfigError(f"RaggedCache: {where} cannot advance by {count}")
             self.lengths[row] += count
         if self.states is not None:
             self.states.keep(start, counts)
@@ -170,9 +168,7 @@ class RaggedCache:
         """`dst_row` becomes the first `length` tokens of `src_row`, which is left as it is (or rolled back, if it is
         the same row)."""
         if not 0 <= length <= self.lengths[src_row]:
-            raise ConfigError(
-                f"RaggedCache.copy_prefix: row {src_row} holds {self.lengths[src_row]} tokens, not {length}"
-            )
+            raise ConfigError(f"RaggedCache: row {src_row} holds {self.lengths[src_row]} tokens, not {length}")
         self._refuse_part(src_row, length)
         if src_row != dst_row:
             for tensor in self._tensors():
@@ -209,10 +205,8 @@ class RaggedCache:
         """Memory for `rows` rows of `capacity` positions; what has no place in it is dropped. While it works, one
         layer's keys or values exist twice."""
         if not (1 <= rows <= self.max_rows and 1 <= capacity <= self.max_len):
-            raise ConfigError(
-                f"RaggedCache.resize: {rows} rows × {capacity} positions; expected at most "
-                f"{self.max_rows} × {self.max_len}, and at least 1 of each"
-            )
+            most = f"{self.max_rows} × {self.max_len}"
+            raise ConfigError(f"RaggedCache.resize: {rows} rows × {capacity} positions; expected 1 × 1, at most {most}")
         kept, self.rows, self.capacity = min(rows, self.rows), rows, capacity
         if self.states is not None:
             self.states.resize(rows)
@@ -232,14 +226,10 @@ class RaggedCache:
         return [*keys, *values]
 
     def _reserve(self, length: int) -> None:
-        """Makes room for `length` positions in every row, doubling up to `max_len`."""
         if length <= self.capacity:
             return
         if length > self.max_len:
-            raise ConfigError(
-                f"RaggedCache: {length} positions are needed but max_len={self.max_len}; stop the request earlier, "
-                "draft fewer tokens for it, or make the cache with a larger max_len"
-            )
+            raise ConfigError(f"RaggedCache: {length} positions are needed; expected at most max_len={self.max_len}")
         capacity = self.capacity
         while capacity < length:
             capacity = min(2 * capacity, self.max_len)
@@ -300,10 +290,8 @@ class RaggedView(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Writes key/value [b, kv_heads, T, head_dim] at each row's length; returns views [b, kv_heads, S, …]."""
         if key_states.shape[2] != self._T or key_states.shape[0] != len(self._lengths):
-            raise ConfigError(
-                f"RaggedView: the view was made for {len(self._lengths)} rows × {self._T} tokens, "
-                f"the forward brought {key_states.shape[0]} × {key_states.shape[2]}"
-            )
+            brought = f"{key_states.shape[0]} × {key_states.shape[2]}"
+            raise ConfigError(f"RaggedView: made for {len(self._lengths)} rows × {self._T} tokens, not for {brought}")
         keys, values = self.cache._layer_rows(layer_idx, self._start, self._stop, key_states, value_states)
         seen_keys, seen_values = keys.narrow(2, 0, self._end), values.narrow(2, 0, self._end)  # [b, h, S, d]
         if self._equal:

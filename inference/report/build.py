@@ -40,13 +40,8 @@ def build_report(
     """Cells (with `all` appended per temperature, method and suite), summary and gates."""
     cells = build_cells(measurements)
     summary = summarise(cells, provenance.drafter_method, provenance.engine)
-    return AcceptanceReport(
-        provenance=provenance,
-        summary=summary,
-        gates=check_gates(summary, gates or {}),
-        suites=list(suites),
-        results=cells,
-    )
+    checked = check_gates(summary, gates or {})
+    return AcceptanceReport(provenance=provenance, summary=summary, gates=checked, suites=list(suites), results=cells)
 
 
 def build_cells(measurements: Sequence[CellMeasurement]) -> list[Cell]:
@@ -104,7 +99,7 @@ def build_cell(measured: CellMeasurement, width: int) -> Cell:
 
 def bin_width(longest_output: int, bins: int = 8) -> int:
     """Smallest power of two, at least 16, that covers the longest output in `bins` bins."""
-    return max(16, 1 << math.ceil(math.log2(max(longest_output, 1) / bins))) if longest_output > bins else 16
+    return max(16, 1 << (math.ceil(longest_output / bins) - 1).bit_length())
 
 
 def output_position_bins(requests: Iterable[RequestRounds], width: int, where: str = "") -> list[OutputPositionBin]:
@@ -113,53 +108,37 @@ def output_position_bins(requests: Iterable[RequestRounds], width: int, where: s
     Output token 0 comes from prefill and anchors the first round; a round that accepts j drafts moves the
     anchor on by j + 1. Empty bins are left out.
     """
-    totals = _by_anchor(requests, lambda request, anchor: anchor // width, where)
     return [
-        OutputPositionBin(
-            start=place * width,
-            stop=(place + 1) * width,
-            rounds=rounds,
-            acceptance_length=acceptance_length(accepted, rounds),
-        )
-        for place, (rounds, accepted) in totals.items()
+        OutputPositionBin(start=place * width, stop=(place + 1) * width, rounds=rounds, acceptance_length=tau)
+        for place, rounds, tau in _by_anchor(requests, lambda request, anchor: anchor // width, where)
     ]
 
 
 def text_position_bins(requests: Iterable[RequestRounds], where: str = "") -> list[TextPositionBin]:
     """Acceptance length of the rounds by the position of their anchor in the whole text, in bins [2^i, 2^(i + 1))."""
     known = [request for request in requests if request.prompt_tokens]
-    totals = _by_anchor(known, lambda request, anchor: (request.prompt_tokens + anchor).bit_length() - 1, where)
+    bins = _by_anchor(known, lambda request, anchor: (request.prompt_tokens + anchor).bit_length() - 1, where)
     return [
-        TextPositionBin(
-            start=1 << power,
-            stop=2 << power,
-            rounds=rounds,
-            acceptance_length=acceptance_length(accepted, rounds),
-        )
-        for power, (rounds, accepted) in totals.items()
+        TextPositionBin(start=1 << power, stop=2 << power, rounds=rounds, acceptance_length=tau)
+        for power, rounds, tau in bins
     ]
 
 
 def _by_anchor(
     requests: Iterable[RequestRounds], place: Callable[[Any, int], int], where: str
-) -> dict[int, tuple[int, int]]:
-    """Rounds and accepted drafts by the `place` of (request, output index of the anchor), ascending."""
-    totals: dict[int, list[int]] = {}
+) -> list[tuple[int, int, float]]:
+    """(place, rounds, τ) by the `place` of (request, output index of the anchor), ascending."""
+    totals: dict[int, tuple[int, int]] = {}
     for index, request in enumerate(requests):
-        if not request.accepted_per_round:
-            continue
-        if sum(request.accepted_per_round) != request.accepted:
-            raise DataError(
-                f"{where}: request {index} accepted {request.accepted} drafts by position but "
-                f"{sum(request.accepted_per_round)} by round: both must count committed drafts only"
-            )
+        if request.accepted_per_round and sum(request.accepted_per_round) != request.accepted:
+            both = f"{request.accepted} drafts by position, {sum(request.accepted_per_round)} by round"
+            raise DataError(f"{where}: request {index} accepted {both}: both must count committed drafts only")
         anchor = 0
         for accepted in request.accepted_per_round:
-            total = totals.setdefault(place(request, anchor), [0, 0])
-            total[0] += 1
-            total[1] += accepted
+            rounds, before = totals.get(key := place(request, anchor), (0, 0))
+            totals[key] = (rounds + 1, before + accepted)
             anchor += accepted + 1
-    return {key: (rounds, accepted) for key, (rounds, accepted) in sorted(totals.items())}
+    return [(key, rounds, acceptance_length(accepted, rounds)) for key, (rounds, accepted) in sorted(totals.items())]
 
 
 def _expected(measured: CellMeasurement) -> ExpectedAcceptance | None:
@@ -195,10 +174,7 @@ def expected_acceptance(
     of_expected = [v * measured / expected**2 for v in influences([(r.rounds, r.accepted) for r in replay])]
     if paired:
         if len(of_measured) != len(of_expected):
-            raise DataError(
-                f"replay_paired is set but there are {len(of_measured)} requests and {len(of_expected)} "
-                "replayed responses: pair them one to one, or unset it"
-            )
+            raise DataError(f"replay_paired: {len(of_expected)} replayed responses of {len(of_measured)} requests")
         variance = sum_of_squares([a - b for a, b in zip(of_measured, of_expected, strict=True)])
     else:
         variance = sum_of_squares(of_measured) + sum_of_squares(of_expected)
@@ -234,16 +210,12 @@ def paired_ratio(runs: Sequence[TimedRun], reference: Sequence[TimedRun]) -> Spr
 def _time_shares(measured: CellMeasurement, where: str) -> TimeShares | None:
     if not measured.phase_seconds:
         return None
-    unknown = sorted(set(measured.phase_seconds) - set(PHASES))
-    if unknown:
+    if unknown := sorted(set(measured.phase_seconds) - set(PHASES)):
         raise DataError(f"{where}: unknown phases {unknown}; the phases are {', '.join(PHASES)}")
     wall = sum(run.seconds for run in measured.speculative)
     claimed = sum(seconds for name, seconds in measured.phase_seconds.items() if name != "other")
     if claimed > 1.05 * wall:
-        raise DataError(
-            f"{where}: phases claim {claimed:.3f} s of {wall:.3f} s of wall time: phases must not overlap, "
-            "and must be summed over the speculative runs only"
-        )
+        raise DataError(f"{where}: phases take {claimed:.3f} s of the runs' {wall:.3f} s: they must not overlap")
     total = max(wall, claimed)
     shares = {name: measured.phase_seconds.get(name, 0.0) / total for name in PHASES if name != "other"}
     return TimeShares(**shares, other=max(0.0, 1.0 - sum(shares.values())))

@@ -40,12 +40,10 @@ class TokensPerSecond(Record):
 
     speculative: Spread = Field(description="This runtime, drafting on.")
     autoregressive: Spread | None = Field(
-        default=None,
-        description="The same engine on the same prompts with drafting off; null if not measured.",
+        default=None, description="The same engine on the same prompts with drafting off; null if not measured."
     )
     transformers_generate: Spread | None = Field(
-        default=None,
-        description="`transformers.generate` on the same prompts, for reference; null if not measured.",
+        default=None, description="`transformers.generate` on the same prompts, for reference; null if not measured."
     )
 
 
@@ -192,8 +190,7 @@ class Cell(Record):
         "of runs, then the median.",
     )
     speedup_vs_transformers: Spread | None = Field(
-        default=None,
-        description="The same against `transformers.generate`; another engine, so named by its name.",
+        default=None, description="The same against `transformers.generate`; another engine, so named by its name."
     )
     time_shares: TimeShares | None = Field(default=None, description="Where the speculative runs' time went.")
     cost_model: CostModel | None = Field(default=None, description="The limit and how close the runtime came.")
@@ -227,10 +224,7 @@ class Cell(Record):
         }
         for name, value in expected.items():
             if not _close(getattr(self, name), value):
-                raise ValueError(
-                    f"{where}.{name} is {getattr(self, name)}, but the cell's counters give {value}: "
-                    "build cells with inference.report.build, do not edit them"
-                )
+                raise ValueError(f"{where}.{name} is {getattr(self, name)}, but the cell's counters give {value}")
         return self
 
 

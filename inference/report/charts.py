@@ -159,9 +159,6 @@ def lines(
     return _figure(title, 3.0, draw)
 
 
-# ------------------------------------------------------------------ figures of a report
-
-
 def acceptance_bars(report: AcceptanceReport) -> Figure:
     """τ by workload, one bar per temperature, the expected τ as a diamond on it."""
     rows, series = report.workloads(), []
@@ -191,20 +188,13 @@ def speed_bars(report: AcceptanceReport, temperature: float) -> Figure | None:
     return grouped(title, names, series, "× faster", "limit vs drafting off") if series else None
 
 
-def joint_lines(report: AcceptanceReport, temperature: float) -> Figure:
-    """P(the first k drafts were all accepted) by k, one curve per workload."""
-    rates = {cell.workload: cell.joint_acceptance_per_position for cell in report.cells_at(temperature)}
-    return _position_lines(f"joint acceptance rate by draft position at T={temperature:g}", rates)
-
-
-def conditional_lines(report: AcceptanceReport, temperature: float) -> Figure:
-    """P(draft k was accepted, given that those before it were) by k, one curve per workload."""
-    rates = {cell.workload: cell.conditional_acceptance_per_position for cell in report.cells_at(temperature)}
-    return _position_lines(f"conditional acceptance rate by draft position at T={temperature:g}", rates)
-
-
-def _position_lines(title: str, rates: Mapping[str, Sequence[Any]]) -> Figure:
-    curves = {name: (range(1, len(values) + 1), values) for name, values in rates.items()}
+def rate_lines(report: AcceptanceReport, temperature: float, kind: str) -> Figure:
+    """The acceptance rate by draft position, `joint` or `conditional`, one curve per workload."""
+    curves = {}
+    for cell in report.cells_at(temperature):
+        rates = getattr(cell, f"{kind}_acceptance_per_position")
+        curves[cell.workload] = (range(1, len(rates) + 1), rates)
+    title = f"{kind} acceptance rate by draft position at T={temperature:g}"
     return lines(title, curves, "draft position k", (0, 1.02))
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from pydantic import BaseModel, ConfigDict
 
 from inference.report import charts
 from inference.report.measurement import ALL_WORKLOADS
@@ -23,29 +23,17 @@ from speculators.export.serving_commands import draftsmith_snippet, vllm_command
 FIGURES = {  # of each temperature, by their names in the template
     "speed": charts.speed_bars,
     "phases": charts.phase_bars,
-    "conditional": charts.conditional_lines,
-    "joint": charts.joint_lines,
+    "conditional": partial(charts.rate_lines, kind="conditional"),
+    "joint": partial(charts.rate_lines, kind="joint"),
     "accepted": charts.accepted_bars,
     "output": charts.output_lines,
 }
 
 
-class TrainingPoint(BaseModel):
-    """One line of the training history; what a point did not measure is None. Other keys are ignored."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    step: int
-    loss: float | None = None
-    expected_acceptance_length: float | None = None
-    acceptance_rate: list[float] | None = None  # per draft depth, teacher-forced
+History = Sequence[Mapping[str, Any]]  # the training loop's records, one per step
 
 
-def write_html(
-    report: AcceptanceReport,
-    path: str | os.PathLike[str],
-    history: Sequence[TrainingPoint | Mapping[str, Any]] | None = None,
-) -> Path:
+def write_html(report: AcceptanceReport, path: str | os.PathLike[str], history: History = ()) -> Path:
     """Render the report (and the training history, if there is one) to `path`."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,9 +41,8 @@ def write_html(
     return path
 
 
-def render_html(report: AcceptanceReport, history: Sequence[TrainingPoint | Mapping[str, Any]] | None = None) -> str:
-    """The page as a string. `history`: TrainingPoints or mappings with their keys, in step order."""
-    points = [point if isinstance(point, TrainingPoint) else TrainingPoint(**point) for point in history or ()]
+def render_html(report: AcceptanceReport, history: History = ()) -> str:
+    """The page as a string. `history`: in step order."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
@@ -74,11 +61,11 @@ def render_html(report: AcceptanceReport, history: Sequence[TrainingPoint | Mapp
         summary=report.summary,
         gates={gate.name: gate.passed for gate in report.gates},
         temperatures=temperatures,
-        cells=[cell for t in temperatures for cell in report.cells_at(t)],
+        cells=report.own_cells(),
         pooled=pooled,
         acceptance_bars=charts.acceptance_bars(report) if report.results else None,
         figures={name: [(t, made) for t in drawn if (made := draw(report, t))] for name, draw in FIGURES.items()},
-        training=training_charts(points, report.training),
+        training=training_charts(history, report.training),
         progress=report.training,
         other_methods=rivals if len(report.methods()) + len(report.engines()) > 2 else [],
         suites=[report.of_suite(facts.name) for facts in report.suites],
@@ -95,14 +82,15 @@ def _percent(value: float | None, digits: int = 0) -> str:
     return "—" if value is None else f"{100 * value:.{digits}f} %"
 
 
-def training_charts(points: Sequence[TrainingPoint], progress: TrainingProgress | None) -> list[tuple[str, Any]]:
+def training_charts(history: History, progress: TrainingProgress | None) -> list[tuple[str, Any]]:
     """(title, figure) of the loss, the acceptance rate of each depth and the expected acceptance length; the last
     over the tokens seen, where they are known."""
     loss, tau, rates = {}, {}, defaultdict(dict)
-    for point in points:
-        loss[point.step], tau[point.step] = point.loss, point.expected_acceptance_length
-        for depth, rate in enumerate(point.acceptance_rate or (), 1):
-            rates[f"depth {depth}"][point.step] = rate
+    for point in history:
+        step = point["step"]
+        loss[step], tau[step] = point.get("loss"), point.get("expected_acceptance_length")
+        for depth, rate in enumerate(point.get("acceptance_rate") or (), 1):
+            rates[f"depth {depth}"][step] = rate
     figures, held_out = [], progress.held_out if progress else []
     if len(held_out) > 1:
         curve = [p.supervised_tokens for p in held_out], [p.acceptance_length for p in held_out]

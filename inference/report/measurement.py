@@ -161,7 +161,6 @@ def pool(group: Sequence[CellMeasurement]) -> CellMeasurement:
 
 
 def _pool_runs(runs: Sequence[Sequence[TimedRun]]) -> list[TimedRun]:
-    """Run i of every workload added up, for every i that all workloads have."""
     return [TimedRun(*map(sum, zip(*map(astuple, same), strict=True))) for same in zip(*runs, strict=False)]
 
 

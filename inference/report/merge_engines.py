@@ -8,14 +8,10 @@ from inference.report.measurement import ALL_WORKLOADS, OUR_ENGINE
 from inference.report.schema import AcceptanceReport, Provenance, load_report
 from speculators.errors import DataError
 
-SAME = (
-    "target_weights_sha256",
-    "drafter_method",
-    "drafter_config",
-    "num_speculative_tokens",
-    "prompts_sha256",
-    "dtype",
-)  # fields of Provenance that make two reports comparable
+SAME = (  # fields of Provenance that make two reports comparable
+    *("target_weights_sha256", "drafter_method", "drafter_config"),
+    *("num_speculative_tokens", "prompts_sha256", "dtype"),
+)
 
 
 def differences(one: Provenance, other: Provenance) -> list[str]:
@@ -34,13 +30,8 @@ def lay_beside(report: AcceptanceReport, other: AcceptanceReport) -> AcceptanceR
     name = other.provenance.engine
     cells = [cell for cell in report.results if cell.engine != name]
     facts = [engine for engine in report.provenance.engines if engine.name != name] + other.provenance.engines
-    joined = report.model_copy(
-        update={
-            "results": cells + other.results,
-            "provenance": report.provenance.model_copy(update={"engines": facts}),
-            "gates": [],
-        }
-    )
+    provenance = report.provenance.model_copy(update={"engines": facts})
+    joined = report.model_copy(update={"results": cells + other.results, "provenance": provenance, "gates": []})
     kept = {key: value for key, value in report.summary.items() if "vllm" not in key}
     return joined.model_copy(update={"summary": kept | _gaps(joined, name)})
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from inference.report.cell import Cell
 from inference.report.measurement import ALL_WORKLOADS
 from inference.report.schema import AcceptanceReport
 from speculators.config import DrafterConfig
@@ -57,7 +56,7 @@ def model_card(facts: CardFacts, report: AcceptanceReport | None) -> str:
         model_name=facts.repository.partition("/")[2] if report else None,
         eval_results=evaluation_results(report) if report else None,
     )
-    cells = _cells(report)
+    cells = report.own_cells() if report else []
     card = ModelCard.from_template(
         data, template_path=str(TEMPLATE), facts=facts, report=report, serving=snippets, cells=cells,
         pooled=[cell for cell in cells if cell.workload == ALL_WORKLOADS], unmeasured=unmeasured(report),
@@ -66,17 +65,12 @@ def model_card(facts: CardFacts, report: AcceptanceReport | None) -> str:
     return str(card).rstrip() + "\n"
 
 
-def _cells(report: AcceptanceReport | None) -> list[Cell]:
-    """The cells of the report's own method and engine, by temperature."""
-    return [cell for t in report.temperatures() for cell in report.cells_at(t)] if report else []
-
-
 def evaluation_results(report: AcceptanceReport) -> list[EvalResult]:
     """`model-index`: acceptance length and, where it was timed, speedup, of each workload at each temperature, those of
     all suites too."""
     results, shown = [], {cell.suite for cell in report.headline}
     beside = [report.of_suite(facts.name) for facts in report.suites if facts.name not in shown]
-    for cell in (cell for part in [report, *beside] for cell in _cells(part)):
+    for cell in (cell for part in [report, *beside] for cell in part.own_cells()):
         if not cell.num_drafts:
             continue
         metrics = [("acceptance_length", "acceptance length (tokens per verification)", cell.acceptance_length)]
@@ -121,7 +115,7 @@ def unmeasured(report: AcceptanceReport | None) -> list[str]:
     """Sentences that name what was not measured and could be taken for measured."""
     if report is None:
         return []
-    p, cells = report.provenance, _cells(report)
+    p, cells = report.provenance, report.own_cells()
     said = [
         f"Other hardware, other dtypes than {p.dtype}, other targets, other workloads and other temperatures than "
         "those of the table.",
@@ -139,7 +133,6 @@ def unmeasured(report: AcceptanceReport | None) -> list[str]:
 
 
 def _other_engines(report: AcceptanceReport) -> str:
-    """The engines besides the report's own, with their acceptance lengths where they were measured."""
     other = next((name for name in report.engines() if name != report.provenance.engine), None)
     if other is None:
         return "vLLM and SGLang: the figures are those of Draftsmith's own runtime."

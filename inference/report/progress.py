@@ -31,11 +31,7 @@ def training_progress(history: Sequence[Mapping[str, Any]]) -> TrainingProgress 
     late = [point for point in points if point.supervised_tokens * 2**DOUBLINGS >= tokens]
     gain, error = _slope(late) if len(late) > 2 else (None, None)
     return TrainingProgress(
-        steps=len(history),
-        supervised_tokens=tokens,
-        held_out=points,
-        gain_per_doubling=gain,
-        gain_standard_error=error,
+        steps=len(history), supervised_tokens=tokens, held_out=points, gain_per_doubling=gain, gain_standard_error=error
     )
 
 

@@ -244,6 +244,10 @@ class AcceptanceReport(Record):
         cells = (self.cell(workload, temperature) for workload in self.workloads())
         return [cell for cell in cells if cell is not None]
 
+    def own_cells(self) -> list[Cell]:
+        """The cells of the report's own method and engine, by temperature."""
+        return [cell for temperature in self.temperatures() for cell in self.cells_at(temperature)]
+
     def temperatures(self) -> list[float]:
         """Every temperature measured, ascending."""
         return sorted({cell.temperature for cell in self.headline})
@@ -272,19 +276,12 @@ def save_report(report: AcceptanceReport, path: str | os.PathLike[str]) -> Path:
 def load_report(path: str | os.PathLike[str]) -> AcceptanceReport:
     """Read `acceptance.json`; DataError naming the file and the field if it is not a report of this
     version."""
-    path = Path(path)
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read as JSON ({error}); expected an acceptance.json") from error
-    version = raw.get("schema_version") if isinstance(raw, dict) else None
-    if version != SCHEMA_VERSION:
-        raise DataError(
-            f"{path}: schema_version is {version!r}, expected {SCHEMA_VERSION!r}: evaluate again with this version"
-        )
-    try:
-        return AcceptanceReport.model_validate(raw)
+        return AcceptanceReport.model_validate(json.loads(Path(path).read_text(encoding="utf-8")))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise DataError(f"{path}: {where}: {first['msg']} ({error.error_count()} problem(s) in all)") from error
+        again = f" (version {first['input']!r}: evaluate again)" if where == "schema_version" else ""
+        raise DataError(f"{path}: {where}: {first['msg']}{again}, {error.error_count()} problem(s) in all") from error
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read as JSON ({error}); expected an acceptance.json") from error

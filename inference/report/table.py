@@ -149,7 +149,6 @@ def _row(cell: Cell, name: str) -> list[str]:
 
 
 def _lossless(cell: Cell) -> str:
-    """The verdict on equality of outputs with and without drafting, with its mismatches or ties."""
     if not cell.lossless:
         return "-"
     mismatches = sum(check.mismatches for check in cell.lossless)

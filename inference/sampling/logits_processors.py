@@ -137,9 +137,6 @@ def apply_processors(
         penalise(logits, *zip(*penalised, strict=True))
 
 
-# ---------------------------------------------------------------------- bad words
-
-
 def bad_word_ids(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
     """Each word as the tokens it is written with: at the start of a text, and after a blank where that is as long and
     begins with another token (vLLM's rule)."""

@@ -80,19 +80,6 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, targets, right=True).squeeze(-1)
 
 
-def draw(p: Tensor, generators: Sequence[torch.Generator | None]) -> Tensor:
-    """One token per row: p [B, V] -> token ids [B] long. Takes one number from each row's generator."""
-    noise = on_device([uniforms(generator, 1)[0] for generator in generators], p.device, torch.float64)
-    token_ids = inverse_cdf(p, noise)
-    check_drawn(token_ids.tolist(), p.shape[-1])
-    return token_ids
-
-
-def sample(p: Tensor, generator: torch.Generator | None) -> int:
-    """One token from p [V]."""
-    return int(draw(p.unsqueeze(0), [generator]))
-
-
 def uniforms(generator: torch.Generator | None, n: int) -> list[float]:
     """n numbers in [0, 1), float64, taken in one call. None is torch's global generator."""
     return torch.rand(n, generator=generator, dtype=torch.float64).tolist()

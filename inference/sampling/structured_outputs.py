@@ -49,10 +49,8 @@ class Grammars:
         if self._tokenizer is None:
             raise ConfigError("structured_outputs needs a tokenizer; pass LLM(tokenizer=...)")
         if not self._eos_token_ids:
-            raise ConfigError(
-                "structured_outputs needs an end-of-sequence token to end a response with, and neither the model's "
-                "generation config nor its tokenizer names one"
-            )
+            where = "the model's generation config or its tokenizer"
+            raise ConfigError(f"structured_outputs needs an end-of-sequence token to end with; name one in {where}")
         size = max(self._vocab_size, len(self._tokenizer))
         _llguidance()
         from llguidance.hf import from_tokenizer
@@ -101,10 +99,8 @@ class GrammarMatcher:
                 break
             self._ended = token in self._eos_token_ids
             if not self._ended and not self._matcher.consume_token(token):
-                raise DraftsmithError(
-                    f"structured_outputs: token {token} was committed and does not fit the grammar: "
-                    f"{self._matcher.get_error().strip()}"
-                )
+                fault = self._matcher.get_error().strip()
+                raise DraftsmithError(f"structured_outputs: committed token {token} does not fit the grammar: {fault}")
         self._read = len(token_ids)
 
     def _walk(self, path: tuple[int, ...]) -> bool:
@@ -120,7 +116,6 @@ class GrammarMatcher:
         return True
 
     def _take_back(self, length: int) -> None:
-        """Back to the first `length` tokens of the draft."""
         extra = len(self._drafted) - length
         if extra:
             self._matcher.rollback(extra)
@@ -135,7 +130,6 @@ class GrammarMatcher:
 
 
 def _grammar_text(params: StructuredOutputsParams) -> str:
-    """The grammar as llguidance reads it."""
     llguidance = _llguidance()
     if params.kind in ("json", "json_object"):
         schema = {"type": "object"} if params.json is None else params.json

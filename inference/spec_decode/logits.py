@@ -47,7 +47,13 @@ def _note_dead_ends(request: Request, logits: Tensor, paths: Sequence[Sequence[i
     places = [place for place in range(len(paths)) if empty[place]]
     request.processors.dead_ends = {tuple(paths[place]) for place in places}
     if () in request.processors.dead_ends:
-        raise DraftsmithError(_nothing_left(request))
+        names = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
+        asked = [name for name in names if getattr(request.params, name) not in (None, (), 0)]
+        written = len(request.token_ids) - request.num_prompt_tokens
+        raise DraftsmithError(
+            f"request {request.request_id}: after {written} tokens of output {' and '.join(asked)} forbid every "
+            "token; ask for less"
+        )
     for place in places:
         logits[place] = 0.0  # anything finite: what is drawn there is cut off by `cut_at_dead_ends`
 
@@ -62,20 +68,6 @@ def cut_at_dead_ends(requests: Sequence[Request], kept: Sequence[Kept]) -> None:
                     del each.tokens[length:], each.places[length - 1 :]
                     break
             request.processors.dead_ends = set()
-
-
-def _nothing_left(request: Request) -> str:
-    params = request.params
-    asked = [
-        name
-        for name in ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
-        if getattr(params, name) not in (None, (), 0)
-    ]
-    written = len(request.token_ids) - request.num_prompt_tokens
-    return (
-        f"request {request.request_id}: after {written} tokens of output {' and '.join(asked)} forbid every token; "
-        "ask for less"
-    )
 
 
 def process_draft_logits(

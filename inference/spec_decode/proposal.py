@@ -21,14 +21,13 @@ class Proposal:
     """Drafted tokens of B rows, K places at most: a chain per row, or with `parents` a tree.
 
     token_ids  [B, K] long; places from counts[b] on are padding (any valid token id, 0 by custom) or scaffold
-    counts     tokens drafted per row, each 0..K; 0 is plain decoding of that row. Given as list or tensor
+    counts     tokens drafted per row, each 0..K; 0 is plain decoding of that row
     q          [B, K, V], what token_ids[b, k] was *really drawn from*, after every processor and over the
                target's whole vocabulary; None: the drafts are deterministic, q is one-hot. Padding, and rows
                whose temperature is 0, are never read. Siblings of a tree are drawn one after the other
                without replacement, in the order of their places, and all have the q of the first one
     parents    None for chains; for trees, per row the place of each token's parent, -1 for the root (the last
-               committed token): counts[b] + scaffold[b] numbers, parents before their children. Given as
-               lists or as a tensor [B, K]
+               committed token): counts[b] + scaffold[b] numbers, parents before their children
     scaffold   places per row, behind the judged ones, that the target computes but nobody judges: each sees
                the committed text, its ancestors and itself, and leaves nothing behind
     confidence [B, K] or None: of chains, how sure the proposer was of each draft before it was drawn, for whoever
@@ -47,28 +46,15 @@ class Proposal:
     expected: float | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.counts, Tensor):
-            self.counts = self.counts.tolist()
-        shape = tuple(self.token_ids.shape)
-        if len(shape) != 2:
-            raise ValueError(f"Proposal: token_ids has shape {list(shape)}; expected [B, K]")
-        if len(self.counts) != shape[0] or any(not 0 <= count <= shape[1] for count in self.counts):
-            raise ValueError(f"Proposal: counts={self.counts}; expected {shape[0]} numbers between 0 and {shape[1]}")
-        if self.q is not None and (self.q.dim() != 3 or self.q.shape[:2] != shape):
-            raise ValueError(f"Proposal: q has shape {list(self.q.shape)}; expected [{shape[0]}, {shape[1]}, V]")
-        if self.parents is None:
-            if self.scaffold is not None:
-                raise ValueError("Proposal: scaffold is given without parents; a chain has none")
-            return
-        extra = self.scaffold or [0] * shape[0]
-        used = [count + more for count, more in zip(self.counts, extra, strict=True)]
-        if isinstance(self.parents, Tensor):
-            self.parents = [row[:places] for row, places in zip(self.parents.tolist(), used, strict=True)]
-        for row, (parents, places) in enumerate(zip(self.parents, used, strict=True)):
+        B, K = self.token_ids.shape
+        if len(self.counts) != B or any(not 0 <= count <= K for count in self.counts):
+            raise ValueError(f"Proposal: counts={self.counts}; expected {B} numbers between 0 and {K}")
+        if self.q is not None and self.q.shape[:-1] != (B, K):
+            raise ValueError(f"Proposal: q has shape {list(self.q.shape)}; expected [{B}, {K}, V]")
+        for row, parents in enumerate(self.parents or ()):
+            places = self.counts[row] + (self.scaffold[row] if self.scaffold else 0)
             if len(parents) != places or any(not -1 <= parent < k for k, parent in enumerate(parents)):
-                raise ValueError(
-                    f"Proposal: parents[{row}] is {parents}; expected {places} numbers, each -1 or an earlier place"
-                )
+                raise ValueError(f"Proposal: parents {parents}; expected {places} numbers, -1 or an earlier place")
 
     @classmethod
     def empty(cls, rows: int, device: torch.device | str = "cpu") -> Proposal:

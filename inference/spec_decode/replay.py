@@ -10,11 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
 
 import numpy as np
 from torch import Tensor
 
-from inference.metrics import acceptance_length, conditional_rates, influences, joint_rates, sum_of_squares
+from inference.metrics import acceptance_length, influences, sum_of_squares
+
+_pairs = partial(zip_longest, fillvalue=0.0)
 
 
 @dataclass
@@ -38,17 +42,11 @@ class ReplayResult:
     def expected_acceptance_length(self) -> float:
         return acceptance_length(self.accepted, self.rounds)
 
-    def joint_rates(self) -> list[float]:
-        return joint_rates(self.accepted_per_position, self.rounds)
-
-    def conditional_rates(self) -> list[float]:
-        return conditional_rates(self.accepted_per_position, self.rounds)
-
     def __add__(self, other: ReplayResult) -> ReplayResult:
         return ReplayResult(
             self.rounds + other.rounds,
-            _sum(self.accepted_per_position, other.accepted_per_position),
-            _sum(self.rounds_by_accepted, other.rounds_by_accepted),
+            [a + b for a, b in _pairs(self.accepted_per_position, other.accepted_per_position)],
+            [a + b for a, b in _pairs(self.rounds_by_accepted, other.rounds_by_accepted)],
         )
 
 
@@ -78,9 +76,7 @@ def replay(accept: Tensor | np.ndarray, length: int) -> ReplayResult:
     """
     table = accept.detach().double().cpu().numpy() if isinstance(accept, Tensor) else np.asarray(accept, dtype=float)
     if table.ndim != 2 or length < 1 or table.shape[1] < length - 1:
-        raise ValueError(
-            f"replay: accept has shape {list(table.shape)}; expected [K, T] with T >= {length - 1} anchors"
-        )
+        raise ValueError(f"replay: accept has shape {list(table.shape)}; expected [K, T], T >= {length - 1} anchors")
     depth, anchors = table.shape[0], length - 1
     exists = np.arange(depth)[:, None] + np.arange(anchors)[None, :] + 1 < length  # [K, anchors]
     table = np.where(exists, table[:, :anchors], 0.0)
@@ -104,8 +100,3 @@ def _round_starts(exactly: np.ndarray) -> np.ndarray:
     for s in range(anchors):
         starts[s + 1 : s + 1 + span] += starts[s] * exactly[s]
     return starts[:anchors]
-
-
-def _sum(a: list[float], b: list[float]) -> list[float]:
-    longer, shorter = (a, b) if len(a) >= len(b) else (b, a)
-    return [x + (shorter[k] if k < len(shorter) else 0.0) for k, x in enumerate(longer)]

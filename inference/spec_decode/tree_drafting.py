@@ -143,8 +143,6 @@ class TreeGrowth:
         before = self._visible.gather(1, parents.unsqueeze(-1).expand(-1, -1, self._visible.shape[-1]))
         return torch.cat([before, own], dim=2)
 
-    # ------------------------------------------------------------------ one level
-
     def _static(self, q: Tensor) -> _Level:
         assert isinstance(self._shape, StaticTree)
         nodes = self._shape.levels[len(self._levels)]
@@ -238,8 +236,6 @@ class TreeGrowth:
             left.scatter_(1, tokens[-1].unsqueeze(1), 0.0)
         return torch.stack(tokens, 1).view(b, w, m), torch.stack(found, 1).view(b, w, m)
 
-    # ------------------------------------------------------------------ the whole
-
     def proposal(self) -> Proposal:
         """The trees as grown."""
         levels, device = self._levels, self._levels[0].q.device
@@ -250,9 +246,7 @@ class TreeGrowth:
         width = max(counts)
         tokens = [[0] * width for _ in rows]
         frontier = [[0] * width for _ in rows]  # which of all distributions each was drawn from
-        offsets = [0]
-        for level in levels:
-            offsets.append(offsets[-1] + level.q.shape[1])
+        offsets = [0, *accumulate(level.q.shape[1] for level in levels)]
         parents = []
         for row, (grown, nodes) in enumerate(zip(rows, chosen, strict=True)):
             places = {node: place for place, node in enumerate(nodes)}
@@ -278,13 +272,12 @@ class TreeGrowth:
             [node for node in grown.nodes() if node[0] < limit] if whole[row] else grown.best(limit, shape.budget)
             for row, (grown, limit) in enumerate(zip(rows, self._limits, strict=True))
         ]
-        pruned = [row for row, all_of_it in enumerate(whole) if not all_of_it]
         if self._prices is None:
             return [sorted(nodes) for nodes in chosen]
         gains = [0.0] * (1 + shape.budget)
-        for row in pruned:
-            for place, (d, i) in enumerate(chosen[row], 1):
-                gains[place] += rows[row].score[d][i]
+        for grown, nodes, all_of_it in zip(rows, chosen, whole, strict=True):
+            for place, (d, i) in enumerate([] if all_of_it else nodes, 1):
+                gains[place] += grown.score[d][i]
         gained = list(accumulate(gains))
         net = [gain - price for gain, price in zip(gained, self._prices, strict=True)]
         least = max([1, *(len(nodes) for nodes, all_of_it in zip(chosen, whole, strict=True) if all_of_it)])

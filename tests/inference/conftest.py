@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from inference import LLM
-from inference.sampling.sampler import draw
+from inference.sampling.sampler import check_drawn, inverse_cdf, uniforms
 from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.proposers.base import Proposer
 from inference.spec_decode.proposers.ngram import NgramProposer
@@ -65,6 +65,14 @@ class StubProposer(Proposer):
                 last = int(draw(q[row, k : k + 1], [request.generator]))
                 tokens[row, k] = last
         return Proposal(tokens, counts, q)
+
+
+def draw(p, generators):
+    """One token per row: p [B, V] -> token ids [B]. Takes one number from each row's generator."""
+    numbers = torch.tensor([uniforms(generator, 1)[0] for generator in generators], dtype=torch.float64)
+    token_ids = inverse_cdf(p, numbers)
+    check_drawn(token_ids.tolist(), p.shape[-1])
+    return token_ids
 
 
 class FakeHead:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from speculators.errors import ConfigError
-from train.pipeline.compare import PICTURE, Comparison, compare, markdown
+from train.pipeline.compare import PICTURE, Candidate, Comparison, markdown, run_all
 
 from .test_pipeline import recipe, tiny_target  # noqa: F401 (fixtures)
 
@@ -32,11 +32,15 @@ def recipes(recipe, tmp_path) -> list[Path]:  # noqa: F811
     return paths
 
 
+def candidates(paths: list[Path]) -> list[Candidate]:
+    return [Candidate(path.stem, path) for path in paths]
+
+
 @pytest.mark.integration
 def test_every_recipe_gets_its_time_and_its_row(recipes, tmp_path, interpreter, monkeypatch) -> None:
     monkeypatch.setattr(sys, "executable", interpreter)
     out = tmp_path / "compare"
-    found = compare(recipes, 0.02, out)
+    found = run_all(candidates(recipes), 0.02, out)
     assert [(entry.name, entry.family) for entry in found.entries] == [("eagle3", "eagle3"), ("medusa-2", "medusa")]
     for entry in found.entries:
         assert 1.2 <= entry.training_seconds < 60 and entry.training_steps >= 1
@@ -54,13 +58,13 @@ def test_every_recipe_gets_its_time_and_its_row(recipes, tmp_path, interpreter, 
     assert [s["training"]["max_minutes"] for s in resolved["stages"]] == [0.015, 0.005]
 
     stamps = [(out / name / "acceptance.json").stat().st_mtime_ns for name in ("eagle3", "medusa-2")]
-    assert compare(recipes, 0.02, out).entries == found.entries  # what is there is not run again
+    assert run_all(candidates(recipes), 0.02, out).entries == found.entries  # what is there is not run again
     assert [(out / name / "acceptance.json").stat().st_mtime_ns for name in ("eagle3", "medusa-2")] == stamps
 
 
 def test_what_cannot_be_compared_is_named(recipes, tmp_path) -> None:
     with pytest.raises(ConfigError, match="told apart by their file names"):
-        compare([recipes[0], recipes[0]], 1.0, tmp_path)
+        run_all(candidates([recipes[0], recipes[0]]), 1.0, tmp_path)
     recipes[1].write_text(recipes[1].read_text().replace("num_speculative_tokens: 2", "num_speculative_tokens: 1"))
     with pytest.raises(ConfigError, match="must be the same in all recipes"):
-        compare(recipes, 1.0, tmp_path)
+        run_all(candidates(recipes), 1.0, tmp_path)

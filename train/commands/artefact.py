@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from speculators.export.inspection import Inspection
     from speculators.export.serving_commands import Way
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")  # of the Hub
 WORDS = {  # an engine's reaction to a fault
     "refuses": "{} refuses it",
@@ -41,7 +42,7 @@ def export(
     """Write the best drafter of a run, finished or not, or any drafter once more, in a format that engines load."""
     from speculators.export import read_drafter_config, read_fields
     from speculators.export.convert import redress
-    from train.pipeline.export_stage import DTYPES, reexport
+    from train.pipeline.export_stage import reexport
 
     console = Console()
     if dtype not in DTYPES:
@@ -105,9 +106,6 @@ def _tokenizer(model: str) -> Any:
         return None
 
 
-# --------------------------------------------------------------------------------------------- output
-
-
 def _ways(config: Any, fields: Any, folder: str, model: str) -> list[Way]:
     from speculators.export.serving_commands import serving
 
@@ -119,7 +117,6 @@ def _ways(config: Any, fields: Any, folder: str, model: str) -> list[Way]:
 
 
 def _facts(result: Inspection) -> dict[str, Any]:
-    """Family, sizes and origin of the drafter, as far as the folder says."""
     config = result.config
     facts: dict[str, Any] = {
         "family": result.family,

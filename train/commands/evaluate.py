@@ -10,6 +10,7 @@ from rich.console import Console
 
 from inference.console import json_option
 from speculators.errors import ConfigError
+from train.commands.options import Overrides
 
 if TYPE_CHECKING:
     from train.pipeline.acceptance_stage import Engines
@@ -19,10 +20,7 @@ OURS, VLLM = "draftsmith", "vllm"
 
 def evaluate(
     recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="Evaluate the export of this run.")] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Overrides, such as evaluation.max_tokens=64."),
-    ] = None,
+    overrides: Overrides = None,
     model: Annotated[str, typer.Option(help="Instead of a recipe: the target, a folder or repository id.")] = "",
     drafter: Annotated[str, typer.Option(help="Instead of a recipe: the exported drafter.")] = "",
     method: Annotated[str, typer.Option(help="Instead of a drafter: ngram or suffix, which need none.")] = "",
@@ -68,9 +66,7 @@ def evaluate(
     from train.pipeline.evaluate_again import evaluate_folders, evaluate_run
     from train.recipe.load import load_recipe
 
-    engines = _engines(
-        engine, url, baseline_url, vllm_python, vllm_options, enforce_eager, of_recipe=recipe is not None
-    )
+    engines = _engines(engine, url, baseline_url, vllm_python, vllm_options, enforce_eager)
     if recipe is not None and (suite or suite_path or chat_template_kwargs or thinking):
         raise ConfigError(
             "evaluate: a recipe names its suites and modes: evaluation.suites='[spec_bench]', or a path for each; "
@@ -107,14 +103,7 @@ def evaluate(
 
 
 def _engines(
-    names: list[str] | None,
-    url: str,
-    baseline_url: str,
-    python: str,
-    options: str,
-    eager: bool | None,
-    *,
-    of_recipe: bool,
+    names: list[str] | None, url: str, baseline_url: str, python: str, options: str, eager: bool | None
 ) -> Engines | None:
     """The engines that are named; None if none is, so that the recipe's are used."""
     given = {"--url": url, "--baseline-url": baseline_url, "--vllm-python": python, "--vllm-options": options}
@@ -137,9 +126,7 @@ def _engines(
 
     if VLLM not in (names or ()):
         return Engines(enforce_eager=eager)
-    made: Any = (
-        VllmServers(url, baseline_url or None)
-        if url
-        else VllmOptions(python or None, json_option("--vllm-options", options) or {})
-    )
-    return Engines(OURS in (names or ()), made, needs_ours=of_recipe, enforce_eager=eager)
+    made: Any = VllmOptions(python or None, json_option("--vllm-options", options) or {})
+    if url:
+        made = VllmServers(url, baseline_url or None)
+    return Engines(OURS in (names or ()), made, enforce_eager=eager)

@@ -5,21 +5,10 @@ Several processes may each write a part, on machines that share the folder.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
-from train.commands.options import Part, parse_part
+from train.commands.options import Overrides, Part, RecipeFile, parse_part
 
 
-def cache_features(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe: a YAML file.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Overrides, as of `train`.")
-    ] = None,
-    part: Part = "1/1",
-) -> None:
+def cache_features(recipe: RecipeFile, overrides: Overrides = None, part: Part = "1/1") -> None:
     """Write the target's features of a recipe's training rows to disk, for runs with features.mode: cache."""
     from train.pipeline.adapted_target import with_adapted_target
     from train.pipeline.data_stage import DataStage, TrainingData

@@ -1,14 +1,19 @@
-"""The option `--part I/N` of commands whose work several processes share, each with its part."""
+"""Arguments that several commands have: the recipe and its overrides, and the part of a process that shares work."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from speculators.errors import ConfigError
 
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe: a YAML file, such as those in recipes/.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Overrides, such as training.steps=200.")
+]
 Part = Annotated[
     str, typer.Option(metavar="I/N", help="Only the I-th of N parts, from 1: several processes share the work.")
 ]

@@ -7,10 +7,11 @@ figures are train/planner/plan.py's.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from train.commands.options import Overrides, RecipeFile
 
 if TYPE_CHECKING:
     from train.planner.advice import Advice
@@ -19,10 +20,8 @@ if TYPE_CHECKING:
 
 
 def plan(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe: a YAML file, such as those in recipes/.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Overrides, as for train.")
-    ] = None,
+    recipe: RecipeFile,
+    overrides: Overrides = None,
     gpu: Annotated[str, typer.Option(help="Device, such as h100; cpu measures this machine's.")] = "cpu",
     count: Annotated[int, typer.Option(min=1, help="Devices, each with a process, on one host.")] = 1,
     price_per_hour: Annotated[

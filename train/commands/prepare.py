@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from speculators.errors import ConfigError, DataError
+from train.commands.options import Overrides, RecipeFile
 from train.data.bad_rows import REASONS, BadRow
 
 if TYPE_CHECKING:
@@ -37,11 +38,8 @@ LEFT_OUT = {
 
 
 def prepare(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe: a YAML file, such as those in recipes/.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Overrides, such as data.max_length=4096."),
-    ] = None,
+    recipe: RecipeFile,
+    overrides: Overrides = None,
     sample: Annotated[int, typer.Option(min=0, help="Show the mask of this example, counted from 0.")] = 0,
     validation: Annotated[bool, typer.Option("--validation", help="Look at data.validation instead.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
@@ -69,9 +67,6 @@ def prepare(
         _print(console, report, regenerated=checked.regenerate.enabled)
         _print_sample(console, prepared.examples[sample], tokenizer, regenerated=checked.regenerate.enabled)
     bad.finish()
-
-
-# ------------------------------------------------------------------ what is counted
 
 
 def make_report(recipe: Recipe, prepared: Prepared, tokenizer: ConversationTokenizer) -> dict[str, Any]:
@@ -148,9 +143,6 @@ def _lengths(rows: list[TokenRow], max_length: int, examples: int, prompt_tokens
     }
 
 
-# ------------------------------------------------------------------ how it is shown
-
-
 def _print(console: Console, report: dict[str, Any], *, regenerated: bool) -> None:
     console.print(_counts(report))
     if regenerated:
@@ -180,7 +172,6 @@ def _table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
 
 
 def _counts(report: dict[str, Any]) -> Table:
-    """A line per workload, and one for all of them if there are several."""
     numbers = ("examples", "prompt", "rows", "tokens", "superv.", "cut")
     table = _table("", "workload", *numbers, f"1 … {report['max_length']}", right=numbers)
     groups = list(report["workloads"].items())

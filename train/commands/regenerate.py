@@ -6,20 +6,17 @@ target is loaded only with --check-target.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from speculators.errors import ConfigError
-from train.commands.options import Part, parse_part
+from train.commands.options import Overrides, Part, RecipeFile, parse_part
 
 
 def regenerate(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe: a YAML file.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="As for train.")
-    ] = None,
+    recipe: RecipeFile,
+    overrides: Overrides = None,
     part: Part = "1/1",
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Ask again for what an earlier run was allowed to go without.")

@@ -229,25 +229,23 @@ def settings_of(recipe: Recipe) -> EvaluationSettings:
     )
 
 
-def workloads(recipe: Recipe, settings: EvaluationSettings) -> dict[str, list[list[int]]]:
+def workloads(
+    recipe: Recipe, settings: EvaluationSettings, mode: Mapping[str, bool] | None = None
+) -> dict[str, list[list[int]]]:
     """Prompts as token ids by workload, a seeded choice of `prompts_per_workload`, in the order of the sources.
 
     Prompts that leave no room for a response of `max_tokens` are passed over; DataError if a workload has no other.
-    None where `evaluation.thinking` names modes: they are among `measured_suites` then.
+    `mode`: variables of the template, over those of the recipe and of its sources. Without, there are no workloads
+    where `evaluation.thinking` names modes: they are among `measured_suites` then.
     """
-    return {} if recipe.evaluation.thinking else _prompts(recipe, settings, {})
-
-
-def _prompts(recipe: Recipe, settings: EvaluationSettings, mode: Mapping[str, bool]) -> dict[str, list[list[int]]]:
-    """`workloads` in a thinking mode: variables of the template, over those of the recipe and of its sources."""
     sources, seed = recipe.evaluation.prompts or recipe.data.validation, recipe.evaluation.seed
-    if not sources:
+    if not sources or (recipe.evaluation.thinking and mode is None):
         return {}
     tokenizer, limit = _tokenizer_and_limit(recipe)
     by_workload: dict[str, list[list[int]]] = {}
     bad = bad_rows(recipe.data, Path(recipe.output_dir), "evaluation").begin("evaluation")
     examples = load_sources(sources, seed=seed, bad=bad)
-    told = (replace(example, template_kwargs={**example.template_kwargs, **mode}) for example in examples)
+    told = (replace(example, template_kwargs={**example.template_kwargs, **(mode or {})}) for example in examples)
     for example in askable(list(told), tokenizer, bad):
         by_workload.setdefault(example.workload, []).append(tokenizer.prompt_ids(example))
     bad.finish()
@@ -265,7 +263,6 @@ def _prompts(recipe: Recipe, settings: EvaluationSettings, mode: Mapping[str, bo
 
 
 def _tokenizer_and_limit(recipe: Recipe) -> tuple[ConversationTokenizer, int | None]:
-    """The tokenizer of conversations, and the positions that the target has."""
     target = recipe.target
     options = {"revision": target.revision, "trust_remote_code": target.trust_remote_code}
     tokenizer = conversation_tokenizer(recipe.data, load_tokenizer(target.model, None, **options))
@@ -277,9 +274,6 @@ def _sample(items: Sequence[Any], count: int | None, seed: str) -> list[Any]:
     if count is None or count >= len(items):
         return list(items)
     return [items[place] for place in sorted(random.Random(seed).sample(range(len(items)), count))]
-
-
-# --------------------------------------------------------------------------------------------- suites
 
 
 def measured_suites(recipe: Recipe, settings: EvaluationSettings) -> list[MeasuredSuite]:
@@ -303,7 +297,7 @@ def measured_suites(recipe: Recipe, settings: EvaluationSettings) -> list[Measur
             f"{' or '.join(THINKING)} is true or false; it has no thinking mode to choose: leave the key out"
         )
     modes = [{known[0]: value} for value in e.thinking]
-    made = [suite for mode in modes if (suite := _prompts_in(recipe, settings, mode)) is not None]
+    made = [suite for mode in modes if (suite := _prompts_in(recipe, settings, mode)).workloads]
     return made + [suite for mode in modes for suite in _suites_in(recipe, settings, tokenizer, limit, mode)]
 
 
@@ -320,12 +314,8 @@ def _in_mode(name: str, kwargs: Mapping[str, Any], mode: Mapping[str, bool]) -> 
     }
 
 
-def _prompts_in(recipe: Recipe, settings: EvaluationSettings, mode: Mapping[str, bool]) -> MeasuredSuite | None:
-    """The evaluation's prompts in a thinking mode; None if there are none."""
-    chosen = _prompts(recipe, settings, mode)
-    if not chosen:
-        return None
-    sources = recipe.evaluation.prompts or recipe.data.validation
+def _prompts_in(recipe: Recipe, settings: EvaluationSettings, mode: Mapping[str, bool]) -> MeasuredSuite:
+    chosen, sources = workloads(recipe, settings, mode), recipe.evaluation.prompts or recipe.data.validation
     paths = [Path(source.path) for source in sources if source.path]
     count = sum(map(len, chosen.values()))
     facts = SuiteFacts(

@@ -51,9 +51,7 @@ def merge_target(recipe: Recipe, folder: Path) -> Path:
     base = resolve(t.model, t.revision, what="target")
     adapter = resolve(*split_revision(str(t.adapter)), what="target.adapter")
     if not (adapter / CONFIG).is_file():
-        raise CheckpointError(
-            f"target.adapter {adapter}: no {CONFIG}; give the folder that peft's save_pretrained wrote"
-        )
+        raise CheckpointError(f"target.adapter {adapter}: no {CONFIG}; give what peft's save_pretrained wrote")
     source = {
         "target": weights_sha256(base),
         "adapter": weights_sha256(adapter),
@@ -66,10 +64,7 @@ def merge_target(recipe: Recipe, folder: Path) -> Path:
     )
     refuse_incomplete(info, str(base))
     if is_quantised(model):
-        raise UnsupportedTarget(
-            f"target.adapter: {base} is quantised, so that nothing can be merged into its weights; merge the adapter "
-            "into the plain checkpoint, and quantise that"
-        )
+        raise UnsupportedTarget(f"target.adapter: {base} is quantised; merge into the plain checkpoint, quantise that")
     model = merge_saved_adapter(model, adapter, "target.adapter")
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))

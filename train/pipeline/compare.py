@@ -86,11 +86,6 @@ class Candidate:
     overrides: tuple[str, ...] = ()
 
 
-def compare(recipes: Sequence[Path], minutes: float, out: Path, overrides: Sequence[str] = ()) -> Comparison:
-    """Every recipe with `minutes` of training; they are called by their file names. Errors: see `run_all`."""
-    return run_all([Candidate(path.stem, path, tuple(overrides)) for path in recipes], minutes, out)
-
-
 def run_all(candidates: Sequence[Candidate], minutes: float | None, out: Path) -> Comparison:
     """Runs every candidate for `minutes` of training (None: its recipe's own budget), one after the other, gathers the
     figures and writes them to `out`.
@@ -147,7 +142,6 @@ def _budgeted(candidate: Candidate, minutes: float | None, out: Path) -> tuple[l
 
 
 def _is_done(recipe: Recipe) -> bool:
-    """True if the run's folder has the report of this very recipe."""
     path = Path(recipe.output_dir) / REPORT
     return path.exists() and load_report(path).provenance.recipe_sha256 == recipe.recipe_hash()
 
@@ -191,11 +185,7 @@ def _at(report: AcceptanceReport, temperature: float) -> AtTemperature:
     )
 
 
-# ---------------------------------------------------------------- output
-
-
 def _columns(comparison: Comparison, expected: str, speedup: str) -> list[str]:
-    """The columns that belong to temperatures, with these words for two of them."""
     return [f"{name} T={t}" for t in comparison.entries[0].temperatures for name in (expected, "τ", speedup)]
 
 

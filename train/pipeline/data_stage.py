@@ -147,7 +147,6 @@ class DataStage:
 
     @cached_property
     def _prompted(self) -> list[Example]:
-        """The training examples of which a prompt can be made."""
         examples, self.bad.use = self._examples, "train"
         return askable(examples, self.tokenizer, self.bad)
 
@@ -208,16 +207,16 @@ class DataStage:
                 )
 
             here = not section.endpoints and self.part == (0, 1)
-            responses = write_in_parts(self.accelerator, write) if here else self._main_first(lambda: write(self.part))
+            if here:
+                responses = write_in_parts(self.accelerator, write)
+            else:
+                with self.accelerator.main_process_first():
+                    responses = write(self.part)
         if self.accelerator.is_main_process:
             kept = self.responses_folder / f"{settings_hash(section, self.hashes.combined)}.json"
             keep_summary(Path(self.recipe.output_dir), kept)
         self.accelerator.wait_for_everyone()
         return responses
-
-    def _main_first(self, write: Callable[[], list[Response]]) -> list[Response]:
-        with self.accelerator.main_process_first():
-            return write()
 
 
 def write_in_parts(accelerator: Accelerator, write: Callable[[tuple[int, int]], list[Response]]) -> list[Response]:

@@ -70,7 +70,6 @@ def meet_tokenizers(recipe: Recipe, drafter: Drafter, tokenizer: Any) -> None:
 
 
 def _sample_features(drafter: Drafter, features: RowFeatures, wanted: int, advance) -> list[TargetFeatures]:
-    """The features of random rows, one by one, until they have `wanted` terms."""
     terms, sample = 0, []
     for index in np.random.default_rng(0).permutation(len(features.rows)).tolist():
         sample.append(features.of([index]))

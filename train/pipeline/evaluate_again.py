@@ -39,8 +39,8 @@ def evaluate_run(recipe: Recipe, engines: Engines | None = None) -> int:
         raise CheckpointError(f"{folder / EXPORT}: no export to evaluate; run the recipe first, or draftsmith export")
     newest = checkpoint.latest(checkpoints(recipe))
     history = json.loads((newest / "state.json").read_text())["history"] if newest is not None else ()
-    if engines is not None and OUR_ENGINE not in recipe.evaluation.engines:
-        engines = replace(engines, needs_ours=False)
+    if engines is not None:
+        engines = replace(engines, needs_ours=OUR_ENGINE in recipe.evaluation.engines)
     return accept(with_adapted_target(recipe), history=history, engines=engines)
 
 

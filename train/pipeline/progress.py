@@ -7,13 +7,14 @@ the main process prints.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 LINE_EVERY = 15.0  # seconds between lines where there is no terminal
+Advance = Callable[..., None]  # (done, note="", total=None): units finished, and a short text beside the bar
 
 
 class Stages:
@@ -29,12 +30,12 @@ class Stages:
             self.console.print(text, highlight=False)
 
     @contextmanager
-    def stage(self, name: str, total: int | None = None) -> Iterator[_Advance]:
+    def stage(self, name: str, total: int | None = None) -> Iterator[Advance]:
         """A stage of `total` units (None: not known); times itself and says how long it took."""
         self.number += 1
         title, began = f"[{self.number}/{self.total}] {name}", time.monotonic()
         if not self.enabled:
-            yield _Advance(None, None, title, total)
+            yield lambda done, note="", total=None: None
             return
         columns = (
             TextColumn("[bold]{task.description}"),
@@ -46,29 +47,24 @@ class Stages:
             TextColumn("{task.fields[note]}", style="dim"),
         )
         with Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal) as bar:
-            task = bar.add_task(title.replace("[", r"\["), total=total, note="")
+            bar.add_task(title.replace("[", r"\["), total=total, note="")
             if not self.console.is_terminal:
                 self.console.print(title, markup=False, highlight=False)
-            yield _Advance(bar, task, title, total)
+            yield self._advance(bar, title)
         self.say(f"{title.replace('[', chr(92) + '[')}: {time.monotonic() - began:.1f} s")
 
+    def _advance(self, bar: Progress, title: str) -> Advance:
+        task, began = bar.tasks[0], time.monotonic()
+        last = began
 
-class _Advance:
-    def __init__(self, bar: Progress | None, task, title: str, total: int | None) -> None:
-        self.bar, self.task, self.title, self.total = bar, task, title, total
-        self.began = self.last = time.monotonic()
+        def advance(done: float, note: str = "", total: float | None = None) -> None:
+            nonlocal last
+            bar.update(task.id, completed=done, total=total or None, note=note)  # None: as it was
+            now, most = time.monotonic(), task.total
+            if self.console.is_terminal or now - last < LINE_EVERY:
+                return
+            last = now
+            left = f", {(now - began) / done * (most - done):.0f} s left" if most and done else ""
+            self.console.print(f"{title}: {done:g}/{most or '?'}{left} {note}", markup=False, highlight=False)
 
-    def __call__(self, done: float, note: str = "", total: float | None = None) -> None:
-        """`done` of `total` units are finished; `note` is a short text beside the bar."""
-        if self.bar is None:
-            return
-        self.total = total or self.total
-        self.bar.update(self.task, completed=done, total=self.total, note=note)
-        now = time.monotonic()
-        if self.bar.console.is_terminal or now - self.last < LINE_EVERY:
-            return
-        self.last = now
-        left = f", {(now - self.began) / done * (self.total - done):.0f} s left" if self.total and done else ""
-        self.bar.console.print(
-            f"{self.title}: {done:g}/{self.total or '?'}{left} {note}", markup=False, highlight=False
-        )
+        return advance

@@ -114,9 +114,6 @@ def listing(folder: Path) -> list[tuple[str, int]]:
     return [(path.relative_to(folder).as_posix(), path.stat().st_size) for path in files]
 
 
-# --------------------------------------------------------------------------------------------- reading
-
-
 def push_run(recipe: Recipe, code: int, say: Say = print) -> None:
     """Pushes the run's export with its report, as `export.push_to_hub` asks for, unless a gate is missed (`code` 1)."""
     section, folder = recipe.export, Path(recipe.output_dir)
@@ -137,9 +134,7 @@ def find(folder: Path, options: PushOptions) -> Contents:
     """The drafter in `folder` or its `export`, strictly checked, and what came with it."""
     export = folder if (folder / "config.json").is_file() else folder / EXPORT
     if not (export / "config.json").is_file():
-        raise CheckpointError(
-            f"push: {folder} holds no config.json, nor does {folder / EXPORT}; give an export or a run"
-        )
+        raise CheckpointError(f"push: no config.json in {folder} or {folder / EXPORT}; give an export or a run")
     contents = Contents(export)
     _check(contents, options)
     run = export.absolute().parent
@@ -191,9 +186,7 @@ def _check(contents: Contents, options: PushOptions) -> None:
             raise CheckpointError(f"push: nothing was sent: {error} (--force sends it all the same)") from error
         contents.notes.append(f"sent although it is broken: {error}")
     if contents.config is None:
-        raise CheckpointError(
-            f"push: {contents.export}: no card can be written of what cannot be read; mend config.json"
-        )
+        raise CheckpointError(f"push: no card can be written of {contents.export}; mend its config.json")
 
 
 def _of_another(report: AcceptanceReport, export: Path) -> str | None:
@@ -238,16 +231,8 @@ class _Target:
         return cls(base or (Path(given[0]).name if given else "TARGET"), base, tuple(given))
 
 
-# --------------------------------------------------------------------------------------------- writing
-
-
 def _facts(
-    contents: Contents,
-    target: _Target,
-    repository: str,
-    options: PushOptions,
-    recipe_text: str | None,
-    files: list[str],
+    contents: Contents, target: _Target, repository: str, options: PushOptions, text: str | None, files: list[str]
 ) -> CardFacts:
     config, fields = contents.config, read_fields(contents.export)
     assert config is not None
@@ -265,7 +250,7 @@ def _facts(
     )
     return CardFacts(
         repository=repository, config=config, fields=fields, target_name=target.name, base_model=target.base_model,
-        num_speculative_tokens=k or NUM_SPECULATIVE_TOKENS, license=license_, recipe=recipe_text, files=files,
+        num_speculative_tokens=k or NUM_SPECULATIVE_TOKENS, license=license_, recipe=text, files=files,
         datasets=list(dict.fromkeys(source.name for source in sources if source.name)),
         other_data=list(dict.fromkeys(Path(source.label).name for source in sources if not source.name)),
         remarks=[remark] if recipe is not None and recipe.joint is not None else [],

@@ -52,16 +52,12 @@ PATIENCE = timedelta(days=7)  # with which processes wait for the one that write
 
 
 def run(
-    recipe_path: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    dry_run: bool = False,
-    families: Sequence[str] | None = None,
+    path: str | Path, overrides: Sequence[str] = (), *, dry_run: bool = False, families: Sequence[str] | None = None
 ) -> int:
     """Runs a recipe; returns 0, or 1 when a gate in it is missed. Raises DraftsmithError for what the user can mend."""
-    recipe = load_recipe(recipe_path, overrides)
+    recipe = load_recipe(path, overrides)
     if families is not None and recipe.family not in families:
-        raise ConfigError(f"{recipe_path}: family is {recipe.family!r}; this launcher trains {', '.join(families)}")
+        raise ConfigError(f"{path}: family is {recipe.family!r}; this launcher trains {', '.join(families)}")
     if dry_run:
         from train.planner.dry_run import describe
         from train.planner.outline import outline
@@ -124,9 +120,6 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     return accelerator
 
 
-# ---------------------------------------------------------------- target
-
-
 def load_target(recipe: Recipe, accelerator: Accelerator, tap_layers: Sequence[int]) -> FrozenTarget:
     """The target on the device of this process, or in the host's memory if it is sharded before its first forward."""
     t = recipe.target
@@ -162,9 +155,6 @@ def require_abilities(recipe: Recipe, target: FrozenTarget) -> None:
         keys["evaluation.engines: [draftsmith]"] = None
     if keys:
         target.require_rollback(", ".join(keys))
-
-
-# ---------------------------------------------------------------- training
 
 
 def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:

@@ -73,7 +73,7 @@ def attach_report(recipe: Recipe, accelerator: Accelerator, step: int) -> None:
 def summary_of(report: AcceptanceReport) -> dict[str, float]:
     """The report's summary, and the acceptance length of every workload: names that all trackers take."""
     figures = {f"{PREFIX}{k}": float(v) for k, v in report.summary.items() if isinstance(v, int | float)}
-    for cell in (cell for t in report.temperatures() for cell in report.cells_at(t)):
+    for cell in report.own_cells():
         figures[f"{PREFIX}t{cell.temperature:g}/{cell.workload}"] = float(cell.acceptance_length)
     return figures
 
@@ -113,7 +113,7 @@ _ATTACH = {"wandb": _to_wandb, "tensorboard": _to_tensorboard, "trackio": _to_tr
 def as_markdown(report: AcceptanceReport) -> str:
     """A line per workload and temperature, and the gates."""
     lines = ["| workload | T | acceptance length | expected | speedup |", "| --- | --- | --- | --- | --- |"]
-    for cell in (cell for t in report.temperatures() for cell in report.cells_at(t)):
+    for cell in report.own_cells():
         expected = f"{cell.expected.acceptance_length:.3f}" if cell.expected else "-"
         speedup = f"{s.median:.2f}" if (s := cell.speedup_vs_autoregressive) else "-"
         row = [cell.workload, f"{cell.temperature:g}", f"{cell.acceptance_length:.3f}", expected, speedup]

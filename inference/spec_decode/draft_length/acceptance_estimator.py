@@ -213,8 +213,6 @@ class AcceptanceEstimator:
             ]
             yield this, self.estimate_remaining(state, confidence=c, skip=1)
 
-    # ------------------------------------------------------------------ learning
-
     def learn(
         self,
         state: RoundState,
@@ -251,7 +249,6 @@ class AcceptanceEstimator:
             self._fit()
 
     def _learn_confidences(self, state: RoundState) -> None:
-        """Updates the mean and the variance of the confidence at each depth that was seen."""
         rows = len(state.request_shifts)
         for k, centred in enumerate(state.confidences):
             self._num_rounds[k] = rounds = min(self._num_rounds[k] + 1, MAX_MEAN_ROUNDS)

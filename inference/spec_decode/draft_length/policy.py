@@ -120,7 +120,6 @@ class AdaptiveDraftLength(DraftLength):
         self._estimator.learn(plan.state, plan.histories, verified, accepted, plan.confidence_available)
 
     def _go_on(self, confidence: Sequence[float]) -> int:
-        """See `Proposer.go_on`."""
         assert self._plan is not None
         return self._decide_next(self._plan, confidence, drafted=False)
 

@@ -137,8 +137,6 @@ class RoundPlan:
             self.committed_length = min(drafts, self.num_depths_seen)
         return drafts
 
-    # ------------------------------------------------------------------ sums
-
     def _both_pay(self, this: Sequence[float], after: Sequence[float]) -> bool:
         """The next draft, of survival `this` [B], and the one after it, with a [B], both gain what they cost, so that
         no other length needs to be compared."""
@@ -180,11 +178,9 @@ class RoundPlan:
         return net
 
     def _scenarios(self, drafted: bool) -> list[list[float]]:
-        """`_net` for each scenario of the next confidence."""
         scenarios = self._estimator.confidence_scenarios(self.state)
         return [self._net(self._survival_after(this), remaining, drafted) for this, remaining in scenarios]
 
 
 def _argmax(values: Sequence[float]) -> int:
-    """The index of the largest value, the first of equals."""
     return max(range(len(values)), key=values.__getitem__)

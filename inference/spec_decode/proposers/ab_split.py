@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from inference.kv_cache.ragged_cache import RaggedCache
 from inference.requests.request import Request
@@ -78,27 +78,18 @@ class SplitProposer(Proposer):
             token_ids[rows, :width] = drafts = proposal.token_ids[rows]
             for row in own:
                 counts[row] = proposal.counts[row]
-            if q is not None:
-                one_hot = proposal.q is None  # what was not drawn is drawn with certainty
-                q[rows, :width] = (
-                    torch.zeros_like(q[rows, :width]).scatter_(-1, drafts[..., None], 1.0)
-                    if one_hot else proposal.q[rows]  # type: ignore[index]
-                )  # fmt: skip
+            if q is not None and proposal.q is not None:
+                q[rows, :width] = proposal.q[rows]
+            elif q is not None:  # what was not drawn is drawn with certainty
+                q[rows, :width] = nn.functional.one_hot(drafts, self._vocab_size).to(q)
         return Proposal(token_ids, counts, q)
 
-    # ------------------------------------------------------------------ features in
-
     def prefill(
-        self,
-        first_row: int,
-        requests: Sequence[Request],
-        counts: Sequence[int],
-        taps: Tensor | None,
-        last_hidden: Tensor,
+        self, start: int, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
     ) -> None:
         for arm, proposer in zip(self._drafting, self._proposers):
             if proposer.reads_features:
-                proposer.prefill(first_row, requests, counts, _own(arm, taps), last_hidden)
+                proposer.prefill(start, requests, counts, _own(arm, taps), last_hidden)
 
     def observe(
         self, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
@@ -106,8 +97,6 @@ class SplitProposer(Proposer):
         for arm, proposer in zip(self._drafting, self._proposers):
             if proposer.reads_features:
                 proposer.observe(requests, counts, _own(arm, taps), last_hidden)
-
-    # ------------------------------------------------------------------ rows
 
     def reset(self, row: int) -> None:
         for proposer in self._proposers:

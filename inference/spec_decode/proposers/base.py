@@ -65,14 +65,9 @@ class Proposer:
         raise NotImplementedError
 
     def prefill(
-        self,
-        first_row: int,
-        requests: Sequence[Request],
-        counts: Sequence[int],
-        taps: Tensor | None,
-        last_hidden: Tensor,
+        self, start: int, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
     ) -> None:
-        """Receives features of the next counts[i] prompt positions of row first_row + i, padded to the longest."""
+        """Receives features of the next counts[i] prompt positions of row start + i, padded to the longest."""
 
     def observe(
         self, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor

@@ -86,26 +86,19 @@ class HeadProposer(Proposer):
         if self._tree is None:
             self._drafter, self._best_chain = made(self._drafter, self._cache, self._depth)
 
-    # ------------------------------------------------------------------ features in
-
     def prefill(
-        self,
-        first_row: int,
-        requests: Sequence[Request],
-        counts: Sequence[int],
-        taps: Tensor | None,
-        last_hidden: Tensor,
+        self, start: int, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
     ) -> None:
         known = []
         for i, (request, count) in enumerate(zip(requests, counts, strict=True)):
-            row = first_row + i
-            done = self._seen[row]
-            known.append(min(count, request.num_prefill_tokens - self._drafter.first_token - done))
+            row = start + i
+            known.append(min(count, request.num_prefill_tokens - self._drafter.first_token - self._seen[row]))
             if known[i] < count:  # the last position: its next token is not sampled yet, or is the anchor
-                self._hold(row, [1], *(_slots(each, i, known[i]) for each in (taps, last_hidden)))
+                place = slice(i, i + 1), slice(known[i], known[i] + 1)
+                self._hold(row, [1], *(None if f is None else f[place] for f in (taps, last_hidden)))
         if any(known):
             taps, last_hidden = (None if f is None else f[:, : max(known)] for f in self._read(taps, last_hidden))
-            self._drafter.append(self._inputs(first_row, requests, known, taps, last_hidden))
+            self._drafter.append(self._inputs(start, requests, known, taps, last_hidden))
 
     def observe(
         self, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
@@ -137,10 +130,7 @@ class HeadProposer(Proposer):
         return like.new_zeros(self._cache.max_rows, self._room, like.shape[-1])
 
     def _read(self, taps: Tensor | None, last_hidden: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """The hidden states that the family reads: taps or the last one."""
         return taps if self._drafter.reads_taps else None, last_hidden if self._drafter.reads_last_hidden else None
-
-    # ------------------------------------------------------------------ drafts out
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
         counts = [min(limit, self._depth) for limit in limits]
@@ -150,10 +140,10 @@ class HeadProposer(Proposer):
                 self._drafter.append(self._take_waiting(requests))
             return Proposal.empty(rows, self._device)
         if self._tree is not None:
-            return self._draft_tree(self._tree, requests, counts, self._probabilistic, self.place_prices)
+            return self._draft_tree(requests, counts, self._probabilistic, self.place_prices)
         chain = None
         if self._probabilistic and not all(request.params.greedy for request in requests):
-            chain = _SampledChain(requests, counts, depth, self._draft_to_target, self._device)
+            chain = _SampledChain(requests, counts, self._draft_to_target, self._device)
         token_ids, confidence = self._draft_chain(requests, depth, chain or self._best, self.go_on)
         width = token_ids.shape[1]
         if not width:
@@ -170,7 +160,7 @@ class HeadProposer(Proposer):
         rows, seen, held = len(requests), list(self._seen), list(self._held)
         lengths = self._cache.lengths[:rows]
         if self._tree is not None:  # the whole of it
-            self._draft_tree(self._tree, requests, [self._depth] * rows, probabilistic=False)
+            self._draft_tree(requests, [self._depth] * rows, probabilistic=False, prices=None)
         else:
             self._draft_chain(requests, depth, self._best)[0].tolist()
         self._seen, self._held = seen, held
@@ -207,7 +197,7 @@ class HeadProposer(Proposer):
                 logits = process_chain_logits(step.logits, requests, drafted, self._draft_to_target, self._vocab_size)
                 wanted = depth - len(drafted)  # further drafts, this one included
                 if go_on is not None:
-                    confidence = _confidence(logits)
+                    confidence = logits.float().softmax(-1).amax(-1)  # [b], the drafter's largest probability
                     if step.confidence is not None:
                         confidence = _both(step.confidence, confidence)
                     if self.stops_early:
@@ -222,15 +212,10 @@ class HeadProposer(Proposer):
         return token_ids, torch.stack(confidences, 1) if confidences else None
 
     def _draft_tree(
-        self,
-        tree: TreeShape,
-        requests: Sequence[Request],
-        counts: Sequence[int],
-        probabilistic: bool,
-        prices: Sequence[float] | None = None,
+        self, requests: Sequence[Request], counts: Sequence[int], probabilistic: bool, prices: Sequence[float] | None
     ) -> Proposal:
         vocabularies = self._draft_to_target, self._vocab_size
-        grow = TreeGrowth(tree, requests, counts, *vocabularies, probabilistic=probabilistic, prices=prices)
+        grow = TreeGrowth(self._tree, requests, counts, *vocabularies, probabilistic=probabilistic, prices=prices)
         self._drafter.draft_tree(self._take_waiting(requests), self._depth, grow)
         return grow.proposal()
 
@@ -262,8 +247,6 @@ class HeadProposer(Proposer):
     def _best(self, logits: Tensor) -> Tensor:
         """[b, V_draft] -> [b] target ids."""
         return to_target_ids(argmax(logits), self._draft_to_target)
-
-    # ------------------------------------------------------------------ rows
 
     def reset(self, row: int) -> None:
         self._cache.reset(row)
@@ -304,13 +287,9 @@ class _SampledChain:
     """
 
     def __init__(
-        self,
-        requests: Sequence[Request],
-        counts: Sequence[int],
-        depth: int,
-        draft_to_target: Tensor | None,
-        device: torch.device,
+        self, requests: Sequence[Request], counts: Sequence[int], draft_to_target: Tensor | None, device: torch.device
     ) -> None:
+        depth = max(counts)
         self._params = [request.params for request in requests]
         self._draft_to_target = draft_to_target
         numbers = [
@@ -336,17 +315,7 @@ class _SampledChain:
         return torch.stack(self._q, dim=1)
 
 
-def _confidence(logits: Tensor) -> Tensor:
-    """Draft logits [b, V_draft] -> [b], the largest probability of the drafter's own distribution."""
-    return logits.float().softmax(-1).amax(-1)
-
-
 def _both(own: Tensor, largest: Tensor) -> Tensor:
     """A drafter's own confidence [b], a logit, and its largest probability [b] -> a probability [b] in between: their
     mean log-odds, which foresees acceptance better than either (docs/dspark.md)."""
     return ((own.clamp(-MAX_LOGIT, MAX_LOGIT) + largest.logit().clamp(-MAX_LOGIT, MAX_LOGIT)) / 2).sigmoid()
-
-
-def _slots(features: Tensor | None, row: int, position: int) -> Tensor | None:
-    """[1, 1, ·] of [b, T, ·]."""
-    return None if features is None else features[row : row + 1, position : position + 1]

@@ -40,16 +40,11 @@ class NgramIndex:
                 at = follower.get(tuple(token_ids[length - n :]))
                 if at is not None:
                     self.matched = n
-                    return _continued(token_ids, at, count)
+                    drafts = token_ids[at : at + count]
+                    while len(drafts) < count:  # the text ended: what it ends with is repeated
+                        drafts.append(drafts[at - length])
+                    return drafts
         return []
-
-
-def _continued(token_ids: list[int], start: int, count: int) -> list[int]:
-    drafts = token_ids[start : start + count]
-    period = len(drafts)  # < count only if the text ended: it then repeats with this period
-    while len(drafts) < count:
-        drafts.append(drafts[len(drafts) - period])
-    return drafts
 
 
 class NgramProposer(Proposer):

@@ -19,8 +19,6 @@ from speculators.errors import ConfigError
 
 
 class _Row:
-    """A request and the patterns of its text."""
-
     def __init__(self, request: Request, depth: int) -> None:
         self.request, self.counts, self._known = request, SuffixCounts(depth), 0
 

@@ -46,19 +46,14 @@ class SuffixCounts:
             self._window, self._seen = self._step(v, token), self._seen + 1
             counted = 0
             while v >= 0:
-                if best[v] == token:
-                    u = follower[v]
-                    if u != counted:
-                        count[u] += 1
-                else:
+                u = self._step(v, token)
+                if u != counted:
+                    count[u] += 1
+                if best[v] != token and count[u] >= count[follower[v]]:
                     others = self._others[v]
-                    u = others[token]
-                    if u != counted:
-                        count[u] += 1
-                    if count[u] >= count[follower[v]]:
-                        del others[token]
-                        others[best[v]] = follower[v]
-                        best[v], follower[v] = token, u
+                    del others[token]
+                    others[best[v]] = follower[v]
+                    best[v], follower[v] = token, u
                 counted = u
                 v = link[v]
 

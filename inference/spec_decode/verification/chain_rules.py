@@ -85,10 +85,7 @@ def verify(p: Tensor, proposal: Proposal, rule: str) -> Verdict:
     if p.dim() != 3 or p.shape[:2] != expected:
         raise ValueError(f"verify: p has shape {list(p.shape)}; expected [{expected[0]}, {expected[1]}, V]")
     if proposal.q is not None and proposal.q.shape[-1] != p.shape[-1]:
-        raise ValueError(
-            f"verify: q is over {proposal.q.shape[-1]} tokens and p over {p.shape[-1]}; "
-            "scatter a reduced vocabulary's q back to the target's vocabulary first"
-        )
+        raise ValueError(f"verify: q has {proposal.q.shape[-1]} tokens, p {p.shape[-1]}; scatter a reduced vocabulary")
     return RULES[rule](p, proposal)
 
 

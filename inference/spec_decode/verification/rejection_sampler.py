@@ -73,29 +73,18 @@ def verify_and_sample(
     """
     rows = logits.shape[0]
     if not rows == proposal.num_rows == len(params) == len(generators):
-        raise ValueError(
-            f"verify_and_sample: {rows} rows of logits, {proposal.num_rows} proposals, "
-            f"{len(params)} sampling params, {len(generators)} generators; expected as many of each"
-        )
+        counts = rows, proposal.num_rows, len(params), len(generators)
+        raise ValueError(f"verify_and_sample: {counts} logits, proposals, params, generators; expected as many of each")
     greedy = [row for row in range(rows) if params[row].greedy]
     if len(greedy) == rows:
         return _greedy(logits, proposal)
     if not greedy:
         return _sampled(logits, proposal, params, generators, rule)
     sampled = [row for row in range(rows) if not params[row].greedy]
-    kept: list[Kept] = [Kept([], [])] * rows
-    for row, found in zip(greedy, _greedy(logits[greedy], proposal.select(greedy)), strict=True):
-        kept[row] = found
-    judged = _sampled(
-        logits[sampled],
-        proposal.select(sampled),
-        [params[row] for row in sampled],
-        [generators[row] for row in sampled],
-        rule,
-    )
-    for row, found in zip(sampled, judged, strict=True):
-        kept[row] = found
-    return kept
+    kept = dict(zip(greedy, _greedy(logits[greedy], proposal.select(greedy)), strict=True))
+    hot, dice = [params[row] for row in sampled], [generators[row] for row in sampled]
+    kept |= zip(sampled, _sampled(logits[sampled], proposal.select(sampled), hot, dice, rule), strict=True)
+    return [kept[row] for row in range(rows)]
 
 
 def _greedy(logits: Tensor, proposal: Proposal) -> list[Kept]:

@@ -78,9 +78,8 @@ class Tree:
 
     def drawn_from(self, place: int) -> Tensor:
         """q [V] of a child, at its turn if it is the first of its siblings."""
-        if self.q is not None:
-            return self.q[place]
-        raise ValueError("this rule needs the distributions that drafts were drawn from; the proposal has none")
+        assert self.q is not None  # see `rejection_sampler.rule_for`
+        return self.q[place]
 
 
 def trees_of(proposal: Proposal, p: Tensor | None = None) -> list[Tree]:
@@ -251,8 +250,7 @@ def traverse_together(
     In which order a row tries its drafts is known beforehand: each after all drafts behind it. Step t tries the t-th
     draft of every row, and waits for the device once.
     """
-    if proposal.q is None:
-        raise ValueError("traversal needs the distributions that drafts were drawn from; the proposal has none")
+    assert proposal.q is not None  # see `rule_for`
     order, ways, following = _post_order(_stations(proposal))
     every, depths = np.arange(len(p)), (ways > 0).sum(-1)  # [B], [B, 1+K]
     ratios, rates = _ratios(p, proposal), np.ones((len(p), ways.shape[2]))  # [B, 1+K], of nodes; [B, 1+D], on the way
@@ -355,7 +353,6 @@ def _chances(p: Tensor, proposal: Proposal) -> np.ndarray:
 
 
 def _parents(proposal: Proposal, device: torch.device) -> Tensor:
-    """`_stations` on the device."""
     return on_device(_stations(proposal), device)
 
 

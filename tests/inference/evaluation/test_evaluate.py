@@ -147,9 +147,8 @@ def test_accept_probability_is_the_ratio_of_the_processed_distributions(temperat
     params = SamplingParams(temperature=temperature, **filters)
     q = scatter_to_target(probabilities(q_logits, params), draft_to_target, 12).gather(-1, labels[:, None])[:, 0]
     p = probabilities(p_logits, params).gather(-1, labels[:, None])[:, 0]
-    got = accept_probabilities(
-        q_logits, lambda x: x, p_logits, lambda x: x, labels, temperature, draft_to_target, 16, **filters
-    )
+    params = SamplingParams(temperature=temperature, **filters)
+    got = accept_probabilities(q_logits, lambda x: x, p_logits, lambda x: x, labels, params, draft_to_target, 16)
     if temperature == 0:  # the text says what the target chose, whatever its logits are here
         assert torch.equal(got, q)
     else:

@@ -297,7 +297,7 @@ def test_round_trip(report: AcceptanceReport, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda raw: raw.update(schema_version="9.9"), "schema_version is '9.9'"),
+        (lambda raw: raw.update(schema_version="9.9"), "schema_version.*'9.9'"),
         (lambda raw: raw.update(extra=1), "extra"),
         (lambda raw: raw["results"][0].update(acceptance_length=9.0), "but the cell's counters give"),
         (lambda raw: raw["results"][0]["histogram"].append(1), r"results.0.*histogram"),

@@ -6,15 +6,14 @@ import torch
 from inference.sampling.sampler import (
     argmax,
     batch_probabilities,
-    draw,
     inverse_cdf,
     make_generator,
     probabilities,
-    sample,
     uniforms,
 )
 from inference.sampling_params import SamplingParams
 from speculators.errors import DraftsmithError
+from tests.inference.conftest import draw
 
 
 @pytest.fixture(autouse=True)
@@ -167,7 +166,7 @@ def test_draws_follow_p():
 def test_a_row_draws_the_same_whatever_its_neighbours():
     p = torch.softmax(torch.randn(5, 100), -1)
     together = draw(p, [make_generator(seed) for seed in range(5)]).tolist()
-    assert together == [sample(p[seed], make_generator(seed)) for seed in range(5)]
+    assert together == [int(draw(p[seed : seed + 1], [make_generator(seed)])) for seed in range(5)]
 
 
 def test_seeds_repeat_and_their_high_bits_count():

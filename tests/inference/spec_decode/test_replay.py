@@ -132,7 +132,7 @@ def test_always_and_never_right():
     right, wrong = replay(torch.ones(3, 41), 41), replay(torch.zeros(3, 41), 41)
     assert (right.rounds, right.accepted, right.expected_acceptance_length) == (10, 30, 4)
     assert (wrong.rounds, wrong.accepted, wrong.expected_acceptance_length) == (40, 0, 1)
-    assert right.joint_rates() == right.conditional_rates() == [1, 1, 1]
+    assert right.accepted_per_position == [10, 10, 10]
 
 
 def test_every_token_but_the_first_is_drafted_or_bonus():

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from inference.evaluation.expected_acceptance import accept_probabilities
+from inference.sampling_params import SamplingParams
 from speculators.errors import ConfigError
 from train.losses.chunked import CHUNK_BYTES, CHUNK_ROWS, Group, in_chunks, walk_order
 from train.losses.divergences import CLOSED_FORM, DIVERGENCES, ON_CHAINS, ON_STATES, Mix, overlap
@@ -476,10 +477,12 @@ def test_first_of_equal_logits_wins() -> None:
 def test_accept_probability_of_the_data_token(reduced: bool, temperature: float) -> None:
     setup = Setup(reduced)
     hidden, head, target_hidden, target, _, labels, _, mapping = setup.arguments()
-    accept = accept_probabilities(hidden, head, target_hidden, target, labels, temperature, mapping, chunk_size=4)
+    accept = accept_probabilities(
+        hidden, head, target_hidden, target, labels, SamplingParams(temperature=temperature), mapping, chunk_size=4
+    )
     p, q = (x.gather(-1, labels[:, None])[:, 0] for x in (setup.p(temperature), setup.q(temperature)))
     torch.testing.assert_close(accept, (q / p).clamp_max(1.0))
-    greedy = accept_probabilities(hidden, head, target_hidden, target, labels, 0.0, mapping)
+    greedy = accept_probabilities(hidden, head, target_hidden, target, labels, SamplingParams(temperature=0.0), mapping)
     assert torch.equal(greedy, (setup.q().argmax(-1) == labels).double())
 
 
@@ -490,7 +493,9 @@ def test_accept_probabilities_average_to_alpha() -> None:
     total = torch.zeros(N, dtype=torch.float64)
     for token in range(V):
         labels = torch.full((N,), token)
-        accept = accept_probabilities(hidden, head, target_hidden, target, labels, 1.0, mapping)
+        accept = accept_probabilities(
+            hidden, head, target_hidden, target, labels, SamplingParams(temperature=1.0), mapping
+        )
         total += setup.p()[:, token] * accept
     torch.testing.assert_close(total, torch.minimum(setup.p(), setup.q()).sum(-1))
 

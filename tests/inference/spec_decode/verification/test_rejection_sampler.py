@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 import inference.spec_decode.verification.rejection_sampler
-from inference.sampling.sampler import draw, make_generator, probabilities, uniforms
+from inference.sampling.sampler import make_generator, probabilities, uniforms
 from inference.sampling_params import SamplingParams
 from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.verification.rejection_sampler import verify_and_sample as judge
 from inference.spec_decode.verification.tree_rules import TREE_RULES, trees_of, walk_together
 from speculators.errors import ConfigError, DraftsmithError
+from tests.inference.conftest import draw
 
 CLASSES = 4  # the next token depends on the last one modulo this
 WIDTH = 2  # drafts per round
@@ -133,7 +134,7 @@ class TreePath(Path):
                 left[torch.arange(len(left)), drawn] = 0
                 tokens.append(drawn)
                 qs.append(q)
-        parents = torch.tensor([self.parents] * len(last))
+        parents = [list(self.parents) for _ in last]
         return Proposal(torch.stack(tokens, 1), [6] * len(last), self.told_q(torch.stack(qs, 1)), parents)
 
 

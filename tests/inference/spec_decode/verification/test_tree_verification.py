@@ -126,7 +126,7 @@ def enumerate_rule(models: Models, rule: str, tokens: tuple | None = None) -> tu
             torch.tensor([drafted]),
             [len(drafted)],
             None if tokens is not None else models.q_of(drafted)[None],
-            torch.tensor([models.parents]),
+            [list(models.parents)],
         )
         dice, (tree,) = EveryThrow(), trees_of(proposal, p[None])
         for path, token, chance in dice.walks(
@@ -248,7 +248,7 @@ def test_the_check_fails_for_q_before_temperature(rule):
 
 
 def test_rules_by_proposal():
-    q, parents = torch.full((1, 2, VOCAB), 1 / VOCAB), torch.tensor([[-1, -1]])
+    q, parents = torch.full((1, 2, VOCAB), 1 / VOCAB), [[-1, -1]]
     tokens = torch.tensor([[0, 1]])
     assert rule_for("auto", Proposal(tokens, [2])) == "sample_match"
     assert rule_for("auto", Proposal(tokens, [2], q)) == "block"

@@ -198,7 +198,7 @@ def test_the_fast_greedy_path_is_the_general_rule_on_one_hot_p(dense):
     generator = torch.Generator().manual_seed(0)
     best = torch.randint(VOCAB, (400, 4), generator=generator)
     tokens = torch.randint(VOCAB, (400, 3), generator=generator)
-    counts = torch.randint(4, (400,), generator=generator)
+    counts = torch.randint(4, (400,), generator=generator).tolist()
     p = torch.nn.functional.one_hot(best, VOCAB).float()
     q = torch.softmax(torch.randn(400, 3, VOCAB, generator=generator), -1) if dense else None
     proposal = Proposal(tokens, counts, q)
@@ -382,7 +382,7 @@ def test_refusals_say_what_was_expected():
     with pytest.raises(ConfigError, match="expected one of"):
         verify(p, proposal, "typical")
     with pytest.raises(ConfigError, match="tree"):
-        verify(p, replace(proposal, parents=torch.tensor([[-1, 0]])), "token")
+        verify(p, replace(proposal, parents=[[-1, 0]]), "token")
     with pytest.raises(ValueError, match="expected \\[1, 3, V\\]"):
         verify(p[:, :2], proposal, "token")
     with pytest.raises(ValueError, match="reduced vocabulary"):
