@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +40,17 @@ class Run(NamedTuple):
     queries: slice
     keys: slice
     causal: bool
+
+
+class InRuns(Protocol):
+    """Queries as the CPU's kernel walks them. What it returns of a query that is in no run is not defined."""
+
+    @property
+    def runs(self) -> list[Run]: ...
+
+    def hidden(self, queries: slice, keys: slice, rows: slice = slice(None)) -> Tensor:
+        """bool [B, c, S], True where a query does not see a slot."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +167,7 @@ def over_group(gradient: Tensor, dim: int) -> Tensor:
 # ------------------------------------------------------------------ CPU
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, queries: PackedQueries, scale: float) -> tuple[Tensor, Tensor]:
+def cpu_forward(q: Tensor, k: Tensor, v: Tensor, queries: InRuns, scale: float) -> tuple[Tensor, Tensor]:
     B, h, M, d = q.shape
     out = q.new_empty(B, M, h, d).transpose(1, 2)
     lse = q.new_empty(B, h, M, dtype=statistics_dtype(q.dtype))
@@ -168,8 +179,8 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, queries: PackedQueries, scale:
     return out, lse
 
 
-def _cpu_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, queries: PackedQueries, scale: float
+def cpu_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, queries: InRuns, scale: float
 ) -> Gradients:
     dq, dtype = torch.empty_like(q), statistics_dtype(q.dtype)
     dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (k, v))
@@ -186,7 +197,7 @@ def _cpu_backward(
 
 
 def _of_run(
-    run: Run, queries: PackedQueries, per_query: tuple[Tensor, ...], per_key: tuple[Tensor, ...]
+    run: Run, queries: InRuns, per_query: tuple[Tensor, ...], per_key: tuple[Tensor, ...]
 ) -> tuple[list[Tensor], Tensor | None]:
     """The run's part of tensors [B, h, M, d] and [B, g, T, d], each [g, h/g, ·, d], and its mask. Keys and values are
     repeated for the heads of a group without a copy."""
@@ -296,6 +307,6 @@ def _repeated(q: Tensor, *per_group: Tensor) -> Iterator[Tensor]:
 
 
 KERNELS = {  # by kind of device
-    "cpu": Kernel(lambda query, queries: True, _cpu_forward, _cpu_backward),
+    "cpu": Kernel(lambda query, queries: True, cpu_forward, cpu_backward),
     "cuda": Kernel(_cuda_takes, _cuda_forward, _cuda_backward),
 }
