@@ -279,12 +279,24 @@ _SERVED = (
     "--dataset-path recipes/quickstart/data/test.jsonl.gz --disable-shuffle --output-len 64 --temperature 0 "
     f'--concurrencies 1,8,32 --speculative-config \'{{"model": "{HEAD}", "num_speculative_tokens": 4}}\''
 )
+_VLLM = (
+    "export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind",
+    "export DRAFTSMITH_VLLM_PYTHON=${DRAFTSMITH_VLLM_PYTHON:-$PWD/.venv-vllm/bin/python}",
+)
 _ADVICE = (
     f"draftsmith bench --compare --together --model {TARGET} --num-prompts 32 --dataset-name custom "
     "--dataset-path recipes/quickstart/data/test.jsonl.gz --disable-shuffle --output-len 48 --temperature 0 "
-    "--concurrencies 1,4,16 --draft-lengths 0,2,4,6 --repeats 5 --serve-args '--max-num-seqs 16' "
+    "--concurrencies 1,4,16 --draft-lengths 0,2,4,6 --repeats 5 "
     f'--speculative-config \'{{"model": "{HEAD}", "num_speculative_tokens": 6}}\''
 )
+
+
+def advice_commands(serve_args: str, folder: str) -> tuple[str, str]:
+    """An advice is made, and followed by a server that is measured beside every fixed K."""
+    run = f"{_ADVICE} --serve-args '{serve_args}' --result-dir {RUNS}/{folder}"
+    return f"{run}/first", f"{run}/followed --advised {RUNS}/{folder}/first/speculative_config.json"
+
+
 _TO_SUITE = (
     'zcat recipes/quickstart/data/test.jsonl.gz | python -c \'import json, sys; [print(json.dumps({"question_id": i, '
     '"category": row["workload"], "turns": [m["content"] for m in row["messages"] if m["role"] == "user"]})) '
@@ -294,7 +306,6 @@ _EVALUATED = (
     f"draftsmith evaluate --model {TARGET} --drafter {HEAD} --temperature 0 --repeats 5 --max-tokens 96 "
     f"--out {RUNS}/engines"
 )
-_VLLM = "export DRAFTSMITH_VLLM_PYTHON=${DRAFTSMITH_VLLM_PYTHON:-$PWD/.venv-vllm/bin/python}"
 FIGURES = {
     "quickstart": Figure(20, ("make quickstart",), "runs/quickstart/eagle3", read_quickstart),
     "compare": Figure(
@@ -349,8 +360,7 @@ FIGURES = {
         10,
         (
             f"{_SERVED} --result-dir {RUNS}/load/draftsmith --serve-args '--max-num-seqs 32'",
-            "export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind",
-            _VLLM,
+            *_VLLM,
             f"{_SERVED} --result-dir {RUNS}/load/vllm "
             "--serve-args '--engine vllm --dtype bfloat16 --max-model-len 2048 --max-num-seqs 32 --enforce-eager'",
         ),
@@ -362,7 +372,7 @@ FIGURES = {
     "engines": Figure(
         10,
         (
-            _VLLM,
+            *_VLLM,
             f"{_EVALUATED}/both --engine draftsmith --engine vllm",
             f"{_EVALUATED}/compiled --engine draftsmith --no-enforce-eager",
         ),
@@ -371,12 +381,17 @@ FIGURES = {
         needs=("quickstart",),
     ),
     "advice": Figure(
-        12,
+        12, advice_commands("--max-num-seqs 16", "advice"), f"{RUNS}/advice", read_advice, needs=("quickstart",)
+    ),
+    "advice_vllm": Figure(
+        25,
         (
-            f"{_ADVICE} --result-dir {RUNS}/advice/first",
-            f"{_ADVICE} --result-dir {RUNS}/advice/followed --advised {RUNS}/advice/first/speculative_config.json",
+            *_VLLM,
+            *advice_commands(
+                "--engine vllm --dtype bfloat16 --max-model-len 2048 --max-num-seqs 16 --enforce-eager", "advice-vllm"
+            ),
         ),
-        f"{RUNS}/advice",
+        f"{RUNS}/advice-vllm",
         read_advice,
         needs=("quickstart",),
     ),
