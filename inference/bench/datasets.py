@@ -77,9 +77,6 @@ def _user(text: str) -> tuple[dict[str, Any], ...]:
     return ({"role": "user", "content": text},)
 
 
-# ---------------------------------------------------------------------------------------------------- random
-
-
 def _random(options: BenchOptions, tokenizer: Any) -> list[Question]:
     if tokenizer is None:
         raise ConfigError("--dataset-name random needs the server's tokenizer; name its folder or id with --tokenizer")
@@ -127,9 +124,6 @@ def require_room(options: BenchOptions, context: int | None) -> None:
             f"{prompt + answer} together, and the server's model has a context of {context}; lower "
             "--random-input-len or --random-output-len, or serve a model with a longer one"
         )
-
-
-# ----------------------------------------------------------------------------------------------------- files
 
 
 def _custom(options: BenchOptions, path: Path) -> list[Question]:

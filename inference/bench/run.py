@@ -149,9 +149,6 @@ def request_body(options: BenchOptions, model: str, question: Question, index: i
     return body | options.body
 
 
-# ------------------------------------------------------------------------------------------------ arrivals
-
-
 def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
     """Seconds after the start at which requests arrive, [count].
 
@@ -186,9 +183,6 @@ async def offer(arrivals: Sequence[float], max_concurrency: int | None, send: Se
 
     held = await asyncio.gather(*(send_at(number, at) for number, at in enumerate(arrivals)))
     return [outcome for outcomes in held for outcome in outcomes], time.perf_counter() - start
-
-
-# ------------------------------------------------------------------------------------------------- streams
 
 
 async def stream(
@@ -250,9 +244,6 @@ def _piece(choice: Mapping[str, Any]) -> str | None:
     if any(delta.get(name) for name in GENERATED):
         return text if isinstance(text, str) else ""
     return "" if text is not None and not delta.get("role") else None
-
-
-# ------------------------------------------------------------------------------------------------- results
 
 
 def _description(options: BenchOptions, work: Work) -> dict[str, Any]:

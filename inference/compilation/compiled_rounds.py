@@ -165,7 +165,7 @@ class CompiledDrafter:
         original = drafter._extend
 
         def make(shape: Shape) -> Callable[..., tuple[Tensor]]:
-            def step(placed: Tensor, keys: list[Tensor], values: list[Tensor], *inputs: Tensor) -> tuple[Tensor]:
+            def step(placed: Tensor, keys: list[Tensor], values: list[Tensor], *inputs: Any) -> tuple[Tensor]:
                 return (original(StaticRows(placed[0], keys, values, shape), 0, shape.rows, *inputs),)
 
             return step

@@ -173,8 +173,6 @@ class LLM:
         self._num_prompts = 0  # names requests
         self._num_seeded = 0  # numbers the responses that brought no seed
 
-    # ------------------------------------------------------------------ what users call
-
     def generate(
         self,
         prompts: Any,
@@ -269,8 +267,6 @@ class LLM:
     def reset_metrics(self) -> None:
         """Sets counters and phase timers to zero."""
         self.engine.reset_metrics()
-
-    # ------------------------------------------------------------------ requests
 
     def _run(self, prompts: list[Prompt], sampling_params: Any, use_tqdm: bool, speculate: bool) -> list[RequestOutput]:
         responses = self._submit(prompts, sampling_params, speculate)

@@ -182,8 +182,8 @@ class AsyncEngine:
         self._tickets.discard(ticket)
         self.in_flight -= ticket.responses
         self._mean_duration += 0.1 * (perf_counter() - ticket.arrival - self._mean_duration)
-        if ticket.generations:
-            self.call(lambda: [self._abort(generation) for generation in ticket.generations])
+        for generation in ticket.generations:
+            self.call(partial(self._abort, generation))
 
     def drain(self, timeout_s: float) -> None:
         """Admits nothing more and aborts what is unfinished after `timeout_s`. From any thread, or a signal handler."""

@@ -87,6 +87,8 @@ class Writer:
     """Writes the answer to one request. `base`: id, time and model of the answer. `generations` are read for metrics
     once they are finished. `num_spec_tokens`: of the drafter; None without one."""
 
+    chunk_class: type[schema.Answer]  # of a stream
+
     def __init__(
         self, request: GenerationRequest, base: Mapping[str, Any], options: ServerOptions, texts: TokenTexts,
         generations: Sequence[Generation], num_spec_tokens: int | None,
@@ -121,8 +123,9 @@ class Writer:
         if fields:
             yield self._chunk([], **fields)
 
-    def _chunk(self, choices: list[Any], **fields: Any) -> schema.Answer:
-        raise NotImplementedError
+    def _chunk(self, choices: list[Any], **fields: Any) -> Any:
+        kind = self.chunk_class
+        return kind(**self._base, object=kind.model_fields["object"].default, choices=choices, **fields)
 
     def _usage(self) -> schema.Usage:
         prompt_tokens = sum(len(generation.prompt.token_ids) for generation in self._generations)
@@ -195,6 +198,8 @@ class Writer:
 class CompletionWriter(Writer):
     """Answers of /v1/completions."""
 
+    chunk_class = schema.CompletionResponse
+
     def __init__(self, request: CompletionRequest, *parts: Any) -> None:
         super().__init__(request, *parts)
         self._echo, self._prompt_only = bool(request.echo), request.max_tokens == 0
@@ -210,9 +215,6 @@ class CompletionWriter(Writer):
             choice = self._choice(prompt, output, completion)
             if choice.text or choice.finish_reason or choice.logprobs or choice.token_ids or choice.rounds:
                 yield self._chunk([choice], **self._chunk_usage())
-
-    def _chunk(self, choices: list[Any], **fields: Any) -> schema.CompletionResponse:
-        return schema.CompletionResponse(**self._base, object="text_completion", choices=choices, **fields)
 
     def _choice(self, prompt: int, output: RequestOutput, completion: CompletionOutput) -> schema.CompletionChoice:
         index = prompt * self._n + completion.index
@@ -257,6 +259,8 @@ class CompletionWriter(Writer):
 class ChatWriter(Writer):
     """Answers of /v1/chat/completions."""
 
+    chunk_class = schema.ChatCompletionChunk
+
     def __init__(self, request: ChatCompletionRequest, *parts: Any) -> None:
         super().__init__(request, *parts)
         self._top_logprobs = request.top_logprobs or 0
@@ -287,25 +291,22 @@ class ChatWriter(Writer):
 
     def chunks(self, prompt: int, output: RequestOutput) -> Iterator[schema.ChatCompletionChunk]:
         for completion in output.outputs:
-            if completion.index not in self._begun:
-                self._begun.add(completion.index)
+            index, reason = completion.index, completion.finish_reason
+            if index not in self._begun:
+                self._begun.add(index)
                 ids = {"prompt_token_ids": output.prompt_token_ids} if self._with_ids else {}
                 delta = schema.ChatDelta(role=self._role, content=self._echoed)
-                choice = schema.ChatChunkChoice(index=completion.index, delta=delta, logprobs=None, finish_reason=None)
+                choice = schema.ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
                 yield self._chunk([choice], **ids, **self._chunk_usage())
             self._count(output, completion)
-            logprobs = self._logprobs(completion) if completion.token_ids else None
-            fields = self._choice_fields(prompt, completion.index, completion)
-            parts = (completion.text, completion.finish_reason, logprobs, fields.get("rounds"), fields.get("token_ids"))
-            if any(parts):
-                choice = schema.ChatChunkChoice(
-                    index=completion.index, delta=schema.ChatDelta(content=completion.text), logprobs=logprobs,
-                    finish_reason=completion.finish_reason, **fields,
-                )  # fmt: skip
+            fields = self._choice_fields(prompt, index, completion)
+            fields |= {
+                "logprobs": self._logprobs(completion) if completion.token_ids else None,
+                "finish_reason": reason,
+            }
+            if any((completion.text, *fields.values())):
+                choice = schema.ChatChunkChoice(index=index, delta=schema.ChatDelta(content=completion.text), **fields)
                 yield self._chunk([choice], **self._chunk_usage())
-
-    def _chunk(self, choices: list[Any], **fields: Any) -> schema.ChatCompletionChunk:
-        return schema.ChatCompletionChunk(**self._base, object="chat.completion.chunk", choices=choices, **fields)
 
     def _logprobs(self, completion: CompletionOutput) -> schema.ChatLogprobs | None:
         if completion.logprobs is None:

@@ -107,8 +107,7 @@ class VllmServer(MeasuredEngine):
         counters, k = self._run(self.server.counters)[0], self.drafting.num_speculative_tokens
         if counters is None:
             raise ConfigError(f"{self.server.url}: this server does not draft; start it with --speculative-config")
-        drafted = len(counters.num_accepted_tokens_per_pos)
-        if drafted != k:
+        if (drafted := len(counters.num_accepted_tokens_per_pos)) != k:
             raise ConfigError(
                 f"{self.server.url}: this server drafts {drafted} tokens a round, and {k} are to be "
                 f"measured; give -k {drafted}, or start it with another num_speculative_tokens"

@@ -25,12 +25,8 @@ TESTED = "0.32."  # prefix of the versions of vLLM that the tests ran with
 
 # Arguments of the runner's propose_draft_token_ids that the proposer needs.
 PROPOSING = (
-    "scheduler_output",
-    "sampled_token_ids",
-    "sampling_metadata",
-    "sample_hidden_states",
-    "spec_decode_metadata",
-)
+    "scheduler_output", "sampled_token_ids", "sampling_metadata", "sample_hidden_states", "spec_decode_metadata",
+)  # fmt: skip
 
 
 def register() -> None:
@@ -51,9 +47,6 @@ def _wrap(owner: Any, name: str, parameters: Sequence[str], make: Callable[[Any]
     setattr(owner, name, functools.wraps(original)(make(original)))
 
 
-# ------------------------------------------------------------------ the configuration
-
-
 def require_heads(tokens: int | None, heads: Any) -> None:
     """ValueError if there are fewer heads than tokens to draft. Either may be unknown."""
     if isinstance(heads, int) and tokens is not None and tokens > heads:
@@ -67,21 +60,14 @@ def _with_heads_counted(post_init: Any) -> Any:
     """Checks the number of heads before any weight is read; vLLM's own check wants a multiple of n_predict."""
 
     def __post_init__(self: Any) -> None:
-        refused: ValueError | None = None
         try:
             post_init(self)
-        except ValueError as error:
-            refused = error
-        if self.method == METHOD:
-            fields = getattr(self.draft_model_config, "hf_config", None)
-            require_heads(self.num_speculative_tokens, getattr(fields, "n_predict", None))
-        if refused is not None:
-            raise refused
+        finally:
+            if self.method == METHOD:
+                fields = getattr(self.draft_model_config, "hf_config", None)
+                require_heads(self.num_speculative_tokens, getattr(fields, "n_predict", None))
 
     return __post_init__
-
-
-# ------------------------------------------------------------------ the runner
 
 
 @functools.cache
@@ -105,9 +91,14 @@ def _with_recurrence(original: Any) -> Any:
         finally:
             config.method = METHOD
         if hasattr(self, "drafter"):  # of a pipeline's stages, the last alone drafts
+            from vllm import __version__ as version
+
             from inference.vllm_plugin.mlp_proposer import MLPProposer
 
-            _name_version()
+            if not version.startswith(TESTED):
+                logger.warning(
+                    "Draftsmith: method %r was tested with vLLM %sx, and this is %s", METHOD, TESTED, version
+                )
             self.drafter = MLPProposer(vllm_config, device)
 
     return __init__
@@ -126,10 +117,3 @@ def _with_sampled_tokens(original: Any) -> Any:
         return draft_token_ids
 
     return propose_draft_token_ids
-
-
-def _name_version() -> None:
-    from vllm import __version__ as version
-
-    if not version.startswith(TESTED):
-        logger.warning("Draftsmith: method %r was tested with vLLM %sx, and this is %s", METHOD, TESTED, version)

@@ -114,8 +114,6 @@ class RequestParser:
             return Prompt(None, given)
         return Prompt(given, list(self._tokenizer(given, add_special_tokens=add_special_tokens).input_ids))
 
-    # ------------------------------------------------------------------ limits and parameters
-
     def _with_params(
         self, request: GenerationRequest, prompts: list[Prompt], field: str, max_tokens: int | None,
         logprobs: int | None, prompt_logprobs: int | None,
