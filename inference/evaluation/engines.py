@@ -195,15 +195,10 @@ class RuntimeEngine(MeasuredEngine):
     def __init__(self, drafting: Drafting) -> None:
         super().__init__(drafting)
         # every pass computes its prompts, as the first one does
-        options = {"enable_prefix_caching": False, **drafting.options}
-        self.llm = LLM(
-            drafting.model,
-            speculative_config=drafting.speculative_config
-            | {"rejection_sample_method": "token"},  # vLLM's, and the one that the replay expects exactly
-            max_num_seqs=drafting.rows,
-            seed=drafting.seed,
-            **options,
-        )
+        options = {"enable_prefix_caching": False, "max_num_seqs": drafting.rows, "seed": drafting.seed}
+        # the rule is vLLM's, and the one that the replay expects exactly
+        config = drafting.speculative_config | {"rejection_sample_method": "token"}
+        self.llm = LLM(drafting.model, speculative_config=config, **(options | drafting.options))
         self.device = self.llm.engine.target.device
         self.eos_token_ids = sorted(end_of_sequence_ids(self.llm.engine.target, self.tokenizer))
 
