@@ -78,8 +78,7 @@ class EagleOptions(DecoderOptions):
         "as they are",
     )
     fc_bias: bool = Field(
-        False,
-        description="bias of fc, as some published heads have; vLLM drops it silently, so it must be asked for",
+        False, description="bias of fc, as some published heads have; vLLM drops it silently, so it must be asked for"
     )
 
     @model_validator(mode="after")

@@ -17,12 +17,7 @@ from torch import Tensor, nn
 
 from speculators.config import DecoderConfig
 from speculators.families.autoregressive import DecoderChain
-from speculators.families.eagle3_init import (
-    SHARPNESS,
-    start_from_least_squares,
-    start_from_taps,
-    terms_wanted,
-)
+from speculators.families.eagle3_init import SHARPNESS, start_from_least_squares, start_from_taps, terms_wanted
 from speculators.layers.decoder import Attend, DecoderLayer, RMSNorm, Rotary, RotaryTable
 from speculators.options import DecoderOptions, PositiveInt, TapOptions
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
@@ -71,8 +66,7 @@ class Eagle3Options(DecoderOptions, TapOptions):
         "latter needs norm_before_residual",
     )
     init_lm_head_from_target: bool = Field(
-        True,
-        description="start the head's vocabulary projection as the target's rows, which saves it learning them",
+        True, description="start the head's vocabulary projection as the target's rows, which saves it learning them"
     )
     own_embeddings: bool = Field(
         False, description="train a copy of the target's embeddings; off: share the frozen ones"

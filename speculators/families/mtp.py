@@ -186,10 +186,7 @@ class Mtp(ChainDrafter):
 
     @torch.no_grad()
     def initialise_from(
-        self,
-        target: FrozenTarget,
-        options: MtpOptions | None = None,
-        features: Sequence[TargetFeatures] | None = None,
+        self, target: FrozenTarget, options: MtpOptions | None = None, features: Sequence[TargetFeatures] | None = None
     ) -> Mtp:
         """The target's state passes through, so that a new module says what the target just said, one token late. The
         final norm's weight is fitted channel by channel to give that state back its size."""
