@@ -387,8 +387,14 @@ def _read_tensors(result: Inspection, layout: Layout, config: DrafterConfig) -> 
     if (others := other_dtypes(result.fields, result.headers, layout.exact)) and layout.family != "draft_model":
         named = result.fields.get("dtype") or result.fields.get("torch_dtype")
         result.add("other_dtype", f"dtype is {named}, but {others[0]} is {result.headers[others[0]].dtype}")
+    faults: list[WeightFault] = []
     if config.family == "draft_model":
-        faults = _draft_model_faults(result.folder, layout, config)
+        try:  # a whole language model, by loading it under transformers' names
+            layout.read(family_class("draft_model")(config), result.folder, [])
+        except WeightsError as error:
+            faults = error.faults
+        except DraftsmithError as error:
+            faults = [WeightFault("other", "", str(error))]
     else:
         try:
             tensors = layout.load(config, sorted(result.folder.glob("*.safetensors")))
@@ -401,17 +407,6 @@ def _read_tensors(result: Inspection, layout: Layout, config: DrafterConfig) -> 
     for weight in faults:
         result.add(_kind_of(weight, config), weight.text)
     _check_values(result, config)
-
-
-def _draft_model_faults(folder: Path, layout: Layout, config: DrafterConfig) -> list[WeightFault]:
-    """The faults of a whole language model, by loading it under transformers' names."""
-    try:
-        layout.read(family_class("draft_model")(config), folder, [])
-    except WeightsError as error:
-        return error.faults
-    except DraftsmithError as error:
-        return [WeightFault("other", "", str(error))]
-    return []
 
 
 def _kind_of(weight: WeightFault, config: DrafterConfig) -> str:

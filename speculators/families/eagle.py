@@ -130,10 +130,7 @@ class Eagle(DecoderChain):
 
     @torch.no_grad()
     def initialise_from(
-        self,
-        target: FrozenTarget,
-        options: EagleOptions | None = None,
-        features: Sequence[TargetFeatures] | None = None,
+        self, target: FrozenTarget, options: Any = None, features: Sequence[TargetFeatures] | None = None
     ) -> Eagle:
         """See `Drafter.initialise_from`. The layers start as next to nothing; `fc` alone makes the first guess."""
         self.start_small()

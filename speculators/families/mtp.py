@@ -234,11 +234,6 @@ class Mtp(ChainDrafter):
             return embeds
         return embeds.masked_fill((position_ids == 0)[..., None], 0)
 
-    def rotary(self, position_ids: Tensor, like: Tensor, length: int | None = None) -> Rotary:
-        if length is None:
-            return self.positions(like, position_ids)
-        return self.positions.lookup(position_ids, length, like)
-
     def run(
         self, embeds: Tensor, state: Tensor, rotary: Rotary, attends: Sequence[Attend], queries: Tensor | None = None
     ) -> Tensor:
