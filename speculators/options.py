@@ -28,8 +28,7 @@ class HeadAdapterOptions(Section):
     rank: PositiveInt = Field(16, description="rank of the LoRA")
     alpha: PositiveInt = Field(32, description="scale of the LoRA: alpha / rank")
     target_modules: Annotated[list[Text], Field(min_length=1)] | Literal["all-linear"] = Field(
-        "all-linear",
-        description="names of the head's linear layers, as peft takes them; all-linear: but its output",
+        "all-linear", description="names of the head's linear layers, as peft takes them; all-linear: but its output"
     )
 
 

@@ -21,10 +21,7 @@ from speculators.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 # Capabilities as torch.cpu.get_capabilities names them; other architectures are taken to support bfloat16.
-BFLOAT16 = {
-    "x86_64": ("avx512_bf16", "amx_bf16", "avx_ne_convert", "avx10_2"),
-    "arm64": ("bf16", "sve_bf16"),
-}
+BFLOAT16 = {"x86_64": ("avx512_bf16", "amx_bf16", "avx_ne_convert", "avx10_2"), "arm64": ("bf16", "sve_bf16")}
 
 
 def own_device() -> torch.device:

@@ -52,6 +52,7 @@ def export_drafter(
         fields["draftsmith"]["target"] = describe_target(drafter.target)
     fields["draftsmith"] |= (provenance or {}) | ({"format": format} if format != NATIVE else {})
     fields = layout.dressed(fields)
+    fields["draftsmith"] = fields.pop("draftsmith")  # the last section
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:

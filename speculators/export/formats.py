@@ -25,11 +25,7 @@ from speculators.export.layouts.medusa import MedusaLayout
 from speculators.export.layouts.mlp import MLPLayout
 from speculators.export.layouts.mtp import MtpLayout
 from speculators.export.layouts.peagle import PEagleLayout
-from speculators.export.layouts.sglang import (
-    SGLangEagle3Layout,
-    SGLangEagleLayout,
-    SGLangMtpLayout,
-)
+from speculators.export.layouts.sglang import SGLangEagle3Layout, SGLangEagleLayout, SGLangMtpLayout
 from speculators.export.layouts.speculators import (
     SpeculatorsDFlash2Layout,
     SpeculatorsDFlashLayout,
@@ -46,7 +42,8 @@ FORMATS: dict[str, str] = {
     "sglang": "what SGLang reads: taps numbered by layer outputs, its own names where they differ",
     "transformers": "a causal language model as transformers writes it; for draft models",
 }
-# A folder that does not name its family belongs to the first layout that recognises it.
+# A folder that does not name its family belongs to the first layout that recognises it, but for those of SGLang: other
+# tools write its sections with either numbering of taps.
 _TABLE: tuple[Layout, ...] = (
     SpeculatorsPEagleLayout(),
     SpeculatorsDFlashLayout(),
@@ -98,7 +95,7 @@ def layout_of(fields: Mapping[str, Any], names: set[str], where: str) -> Layout:
     own = fields.get("draftsmith") or {}
     family, format_ = own.get("family"), own.get("format", NATIVE)
     if family is None:
-        layout = next((layout for layout in _TABLE if layout.recognises(fields, names)), None)
+        layout = next((each for each in _TABLE if each.format != "sglang" and each.recognises(fields, names)), None)
     else:
         layout = LAYOUTS.get((format_, family))
     if layout is None:

@@ -177,15 +177,15 @@ def _recognise(result: Inspection) -> Layout | None:
     """The layout of the folder; None, and a fault, if there is none."""
     names, fields = set(result.headers), result.fields
     family = next((family for family, fits in _SIGNS.items() if fits(_bare(names), fields)), None)
-    layout = None
     try:
         layout = layout_of(fields, names, str(result.folder))
     except DraftsmithError as error:
         if family is None:
             result.add("unknown_drafter", str(error))
             return None
-    if layout is None or (family in BARE and layout.family == "draft_model"):
-        layout = LAYOUTS["vllm", str(family)]
+        layout = LAYOUTS["vllm", family]
+    if family in BARE and layout.family == "draft_model":
+        layout = LAYOUTS["vllm", family]
     result.layout = layout
     if layout.family in BARE and (prefixed := sorted(n for n in names if n.startswith(PREFIX))):
         result.add("prefix", f"{prefixed[0]} and {len(prefixed) - 1} more names begin with {PREFIX}")
@@ -233,20 +233,16 @@ def _read_config(result: Inspection, layout: Layout, layers: int | None) -> Draf
         result.add("field", str(error))
         return None
     if layout.family == "eagle" and layout.format == "vllm":
-        _check_biases(result, config)
+        given: Any = config
+        if given.fc_bias:
+            result.add("dropped_bias", "fc.bias: vLLM's fc has none")
+        if given.attention_bias and not (result.fields.get("qkv_bias") or result.fields.get("attention_bias")):
+            result.add("dropped_bias", "layers.*.self_attn.*.bias: vLLM reads them with qkv_bias: true only")
     for name, value, trained in changed_fields(result.fields, config):
         result.add("changed_field", f"{name} is {value}, and was {trained} in training")
     if layout.family == "medusa" and config.model_dump()["fc_bias"] and not result.fields.get("medusa_fc_bias"):
         result.add("medusa_bias", "the blocks have biases, and medusa_fc_bias is not true in config.json")
     return config
-
-
-def _check_biases(result: Inspection, config: Any) -> None:
-    """Names the biases of an EAGLE head that vLLM drops."""
-    if config.fc_bias:
-        result.add("dropped_bias", "fc.bias: vLLM's fc has none")
-    if config.attention_bias and not (result.fields.get("qkv_bias") or result.fields.get("attention_bias")):
-        result.add("dropped_bias", "layers.*.self_attn.*.bias: vLLM reads them with qkv_bias: true only")
 
 
 def _usable_architectures(layout: Layout) -> tuple[str, ...]:
@@ -337,9 +333,8 @@ def _check_causality(result: Inspection, top: Any, nested: Any, sliding: bool) -
         kind = "causal" if sliding else "bidirectional"
         result.add("causal_implied", f"neither is_causal nor {BLOCK_SECTION}.causal: taken for {kind}")
     elif top is None and bool(nested) != sliding:
-        result.add(
-            "causal_disagrees", f"{BLOCK_SECTION}.causal is {nested}, and is_causal, which SGLang reads, missing"
-        )
+        what = f"{BLOCK_SECTION}.causal is {nested}, and is_causal, which SGLang reads, missing"
+        result.add("causal_disagrees", what)
     elif None not in (top, nested) and bool(top) != bool(nested):
         result.add("causal_disagrees", f"is_causal is {top}, {BLOCK_SECTION}.causal {nested}")
 
@@ -392,8 +387,14 @@ def _read_tensors(result: Inspection, layout: Layout, config: DrafterConfig) -> 
     if (others := other_dtypes(result.fields, result.headers, layout.exact)) and layout.family != "draft_model":
         named = result.fields.get("dtype") or result.fields.get("torch_dtype")
         result.add("other_dtype", f"dtype is {named}, but {others[0]} is {result.headers[others[0]].dtype}")
+    faults: list[WeightFault] = []
     if config.family == "draft_model":
-        faults = _draft_model_faults(result.folder, layout, config)
+        try:  # a whole language model, by loading it under transformers' names
+            layout.read(family_class("draft_model")(config), result.folder, [])
+        except WeightsError as error:
+            faults = error.faults
+        except DraftsmithError as error:
+            faults = [WeightFault("other", "", str(error))]
     else:
         try:
             tensors = layout.load(config, sorted(result.folder.glob("*.safetensors")))
@@ -406,17 +407,6 @@ def _read_tensors(result: Inspection, layout: Layout, config: DrafterConfig) -> 
     for weight in faults:
         result.add(_kind_of(weight, config), weight.text)
     _check_values(result, config)
-
-
-def _draft_model_faults(folder: Path, layout: Layout, config: DrafterConfig) -> list[WeightFault]:
-    """The faults of a whole language model, by loading it under transformers' names."""
-    try:
-        layout.read(family_class("draft_model")(config), folder, [])
-    except WeightsError as error:
-        return error.faults
-    except DraftsmithError as error:
-        return [WeightFault("other", "", str(error))]
-    return []
 
 
 def _kind_of(weight: WeightFault, config: DrafterConfig) -> str:

@@ -26,8 +26,9 @@ WORTH_NARROWING = 0.8  # share of the slots still in use below which an unroll d
 
 
 class ChainDrafter(Drafter):
-    """A family gives its first state, its embedding, its layers, and how it rotates."""
+    """A family gives its first state, its embedding, its layers, and the `positions` at which they rotate."""
 
+    positions: RotaryTable
     selects_queries = True  # whether `run` can leave out the queries that nobody asks for
 
     # -------------------------------------------------------------- the family's part
@@ -53,7 +54,9 @@ class ChainDrafter(Drafter):
 
     def rotary(self, position_ids: Tensor, like: Tensor, length: int | None = None) -> Rotary:
         """position_ids [B, T] -> cosines and sines [B, T, d]; `length`: all positions are below it."""
-        raise NotImplementedError
+        if length is None:
+            return self.positions(like, position_ids)
+        return self.positions.lookup(position_ids, length, like)
 
     def run(
         self, embeds: Tensor, state: Tensor, rotary: Rotary, attends: Sequence[Attend], queries: Tensor | None = None
@@ -197,14 +200,7 @@ class ChainDrafter(Drafter):
         return states[torch.arange(len(last), device=states.device), last][:, None]
 
     def _extend(
-        self,
-        cache,
-        start: int,
-        stop: int,
-        token_ids: Tensor,
-        state: Tensor,
-        queries: Tensor | None = None,
-        placed: tuple[Tensor, Tensor] | None = None,
+        self, cache, start: int, stop: int, token_ids: Tensor, state: Tensor, queries: Tensor | None = None, placed=None
     ) -> Tensor:
         """One pass over M new slots per row, written at each row's own length: states [b, M, H], or of the queries.
         `placed`: their positions [b, M] and what they see, bool [b, 1, M, S], where they are no text."""
@@ -237,10 +233,9 @@ class ChainDrafter(Drafter):
 
 
 class DecoderChain(ChainDrafter):
-    """A chain whose `layers` are those of speculators/layers/decoder.py, at the `positions` of a RotaryTable."""
+    """A chain whose `layers` are those of speculators/layers/decoder.py."""
 
     layers: nn.ModuleList
-    positions: RotaryTable
 
     @property
     def attention_layers(self) -> int:
@@ -253,11 +248,6 @@ class DecoderChain(ChainDrafter):
     @property
     def max_depth(self) -> int | None:
         return self.window
-
-    def rotary(self, position_ids: Tensor, like: Tensor, length: int | None = None) -> Rotary:
-        if length is None:
-            return self.positions(like, position_ids)
-        return self.positions.lookup(position_ids, length, like)
 
     @torch.no_grad()
     def start_small(self) -> None:
@@ -300,8 +290,6 @@ def _narrowed(slots: Tensor, fewer: Tensor, T: int, state: Tensor, own: list) ->
     place.scatter_(1, slots, torch.arange(M, device=slots.device).expand(B, M))
     index = place.gather(1, fewer)
     heads = index[:, None, :, None]
-    kept = [
-        [tuple(x.gather(2, heads.expand(-1, x.shape[1], -1, x.shape[3])) for x in pair) for pair in layer]
-        for layer in own
-    ]
+    narrow = lambda x: x.gather(2, heads.expand(-1, x.shape[1], -1, x.shape[3]))
+    kept = [[tuple(map(narrow, pair)) for pair in layer] for layer in own]
     return state.gather(1, index[..., None].expand(-1, -1, state.shape[-1])), kept

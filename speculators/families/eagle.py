@@ -78,8 +78,7 @@ class EagleOptions(DecoderOptions):
         "as they are",
     )
     fc_bias: bool = Field(
-        False,
-        description="bias of fc, as some published heads have; vLLM drops it silently, so it must be asked for",
+        False, description="bias of fc, as some published heads have; vLLM drops it silently, so it must be asked for"
     )
 
     @model_validator(mode="after")
@@ -131,10 +130,7 @@ class Eagle(DecoderChain):
 
     @torch.no_grad()
     def initialise_from(
-        self,
-        target: FrozenTarget,
-        options: EagleOptions | None = None,
-        features: Sequence[TargetFeatures] | None = None,
+        self, target: FrozenTarget, options: Any = None, features: Sequence[TargetFeatures] | None = None
     ) -> Eagle:
         """See `Drafter.initialise_from`. The layers start as next to nothing; `fc` alone makes the first guess."""
         self.start_small()

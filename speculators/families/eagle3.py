@@ -9,7 +9,7 @@ loader, so an export is this module's state under its own names.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -17,12 +17,8 @@ from torch import Tensor, nn
 
 from speculators.config import DecoderConfig
 from speculators.families.autoregressive import DecoderChain
-from speculators.families.eagle3_init import (
-    SHARPNESS,
-    start_from_least_squares,
-    start_from_taps,
-    terms_wanted,
-)
+from speculators.families.eagle3_init import SHARPNESS, start_from_least_squares, start_from_taps
+from speculators.families.least_squares import terms_for
 from speculators.layers.decoder import Attend, DecoderLayer, RMSNorm, Rotary, RotaryTable
 from speculators.options import DecoderOptions, PositiveInt, TapOptions
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
@@ -71,8 +67,7 @@ class Eagle3Options(DecoderOptions, TapOptions):
         "latter needs norm_before_residual",
     )
     init_lm_head_from_target: bool = Field(
-        True,
-        description="start the head's vocabulary projection as the target's rows, which saves it learning them",
+        True, description="start the head's vocabulary projection as the target's rows, which saves it learning them"
     )
     own_embeddings: bool = Field(
         False, description="train a copy of the target's embeddings; off: share the frozen ones"
@@ -141,14 +136,11 @@ class Eagle3(DecoderChain):
     # -------------------------------------------------------------- starting weights
 
     def start_terms(self, options: Eagle3Options) -> int:
-        return terms_wanted(self) if options.init == "least_squares" else 0
+        return terms_for(self.fc.in_features) if options.init == "least_squares" else 0
 
     @torch.no_grad()
     def initialise_from(
-        self,
-        target: FrozenTarget,
-        options: Eagle3Options | None = None,
-        features: Sequence[TargetFeatures] | None = None,
+        self, target: FrozenTarget, options: Any = None, features: Sequence[TargetFeatures] | None = None
     ) -> Eagle3:
         """See `Drafter.initialise_from`. Rows of `lm_head` (and the embedding, if owned) are the target's own where
         the widths agree; `features` fit the rest in closed form (eagle3_init.py)."""

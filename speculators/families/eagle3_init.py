@@ -18,7 +18,7 @@ from torch import Tensor
 
 from speculators.drafter import valid_terms
 from speculators.errors import ConfigError
-from speculators.families.least_squares import ridge, terms_for, unit
+from speculators.families.least_squares import ridge, unit
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
 if TYPE_CHECKING:
@@ -32,11 +32,6 @@ COPY_SCORE = 20.0  # logit of a query for a slot whose token is the query's
 COPY_WEIGHT = 0.6  # of what is copied, beside a state of unit size
 COPY_REACH = 256  # tokens over which a copying key must not turn away
 SHARPNESS = 0.8  # of the first distributions, as a factor on the logits: a linear guess deserves less than the target's
-
-
-def terms_wanted(head: DecoderChain) -> int:
-    """How many terms of features `start_from_least_squares` wants to see."""
-    return terms_for(head.fc.in_features)
 
 
 @torch.no_grad()

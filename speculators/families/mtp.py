@@ -186,10 +186,7 @@ class Mtp(ChainDrafter):
 
     @torch.no_grad()
     def initialise_from(
-        self,
-        target: FrozenTarget,
-        options: MtpOptions | None = None,
-        features: Sequence[TargetFeatures] | None = None,
+        self, target: FrozenTarget, options: MtpOptions | None = None, features: Sequence[TargetFeatures] | None = None
     ) -> Mtp:
         """The target's state passes through, so that a new module says what the target just said, one token late. The
         final norm's weight is fitted channel by channel to give that state back its size."""
@@ -236,11 +233,6 @@ class Mtp(ChainDrafter):
         if not self.wiring.blind_first or position_ids is None:
             return embeds
         return embeds.masked_fill((position_ids == 0)[..., None], 0)
-
-    def rotary(self, position_ids: Tensor, like: Tensor, length: int | None = None) -> Rotary:
-        if length is None:
-            return self.positions(like, position_ids)
-        return self.positions.lookup(position_ids, length, like)
 
     def run(
         self, embeds: Tensor, state: Tensor, rotary: Rotary, attends: Sequence[Attend], queries: Tensor | None = None

@@ -249,10 +249,7 @@ def _cuda_backward(
     lse, of_documents = lse[..., 0], grad
     if padding is not None:
         of_documents = grad.index_fill(0, padding, 0)
-    seed, unused = (
-        torch.zeros(2, dtype=torch.uint64, device=q.device),
-        q.new_empty(0),
-    )  # of dropout: none
+    seed, unused = (torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0))  # of dropout: none
     dq, dk, dv = aten._flash_attention_backward(
         of_documents, q, k, v, out, lse.t().contiguous(), offsets, offsets, longest, longest, 0.0, True, seed, unused,
         scale=scale, **_window(queries),

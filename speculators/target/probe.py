@@ -8,8 +8,8 @@ by name.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -207,13 +207,9 @@ class _ZeroPast(Cache):
         self.layers: list = []
         self.length = length
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
-    ) -> tuple[Tensor, Tensor]:
-        return tuple(
-            torch.cat([x.new_zeros(*x.shape[:2], self.length, x.shape[3]), x], dim=2)
-            for x in (key_states, value_states)
-        )
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        new = (key_states, value_states)
+        return tuple(torch.cat([x.new_zeros(*x.shape[:2], self.length, x.shape[3]), x], dim=2) for x in new)
 
     def update_conv_state(self, conv_states: Tensor, *args, **kwargs) -> Tensor:
         return conv_states
@@ -229,26 +225,6 @@ class _ZeroPast(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.length + query_length, 0
-
-
-@contextmanager
-def _spy(layers: nn.ModuleList) -> Iterator[list]:
-    """Records the attention_mask that each layer is called with."""
-    seen: list = [None] * len(layers)
-
-    def hook(i: int) -> Callable:
-        def record(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
-            seen[i] = bound.arguments.get("attention_mask")
-
-        return record
-
-    handles = [layer.register_forward_pre_hook(hook(i), with_kwargs=True) for i, layer in enumerate(layers)]
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _probe_ids(parts: Parts, count: int) -> Tensor:
@@ -312,9 +288,19 @@ def masks_by_kind(full_attention: Tensor | None, sliding_attention: Tensor | Non
 
 def _masks_seen(parts: Parts, attention_mask: Tensor | dict | None, past: int) -> list[Tensor | None]:
     """The mask of each layer for two tokens after `past` others."""
-    with _spy(parts.layers) as seen:
+    seen: dict[nn.Module, Tensor | None] = {}
+
+    def record(layer: nn.Module, args: tuple, kwargs: dict) -> None:
+        bound = inspect.signature(layer.forward).bind_partial(*args, **kwargs)
+        seen[layer] = bound.arguments.get("attention_mask")
+
+    handles = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in parts.layers]
+    try:
         parts.decode(_probe_ids(parts, 2), _ZeroPast(past), torch.arange(2, device=parts.device)[None], attention_mask)
-    return seen
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [seen.get(layer) for layer in parts.layers]
 
 
 def _same_memory(a: Tensor | None, b: Tensor) -> bool:
@@ -406,9 +392,8 @@ def confirm_gradient(parts: Parts) -> bool:
     if has_plain_weight(parts.lm_head):
         return True
     state = parts.embed_tokens(_probe_ids(parts, 2)).detach().requires_grad_()
-    ways = torch.randn(32, state.shape[-1], generator=torch.Generator().manual_seed(0)).to(
-        state
-    )  # along which it changes
+    generator = torch.Generator().manual_seed(0)
+    ways = torch.randn(32, state.shape[-1], generator=generator).to(state)  # along which it changes
     with torch.enable_grad(), suppress(*_PROBE_ERRORS):
         logits = parts.lm_head(state)
         (gradient,) = torch.autograd.grad(logits.float().square().sum() / 2, state)

@@ -12,20 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from speculators.errors import ConfigError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def _alphabet() -> dict[str, int]:
-    """The characters byte-level tokenizers write bytes with: printable Latin-1 as itself, the rest from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-_ALPHABET = _alphabet()
+# The characters that byte-level tokenizers write bytes with -> the byte.
+_ALPHABET = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 @dataclass(frozen=True)

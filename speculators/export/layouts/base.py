@@ -23,6 +23,7 @@ TRAINED_WITH = (  # fields that no tensor's shape depends on; each family has so
     "attention_bias", "block_size", "num_depths", "mask_token_id", "sample_from_anchor", "is_causal", "sliding_window",
 )  # fmt: skip
 
+Fields = Mapping[str, Any]  # of config.json
 Table = dict[str, tuple[str, tuple[int, ...]]]  # name in the file -> (name in the module, shape)
 
 
@@ -86,7 +87,11 @@ class Layout:
         """Lists all differences between the tensors and the table."""
         table, zeros = self.tensors(config), self.zeros(config)
         wanted = set(table) | ({"d2t"} if config.reduced_vocabulary else set())
-        faults = [WeightFault("not_zero", name, f"{name} is not zero") for name in zeros if _has_values(found, name)]
+        faults = [
+            WeightFault("not_zero", name, f"{name} is not zero")
+            for name in zeros
+            if name in found and found[name].any()
+        ]
         faults += [missing(name) for name in sorted(wanted - set(found))]
         faults += [unexpected(name) for name in sorted(set(found) - wanted - set(zeros) - set(self.ignored))]
         shapes = {name: shape for name, (_, shape) in table.items()}
@@ -118,9 +123,7 @@ class Layout:
         """The fields of config.json. What the format has no field for is written below `draftsmith`."""
         raise NotImplementedError
 
-    def from_config(
-        self, fields: Mapping[str, Any], names: set[str], where: str, num_target_layers: int | None
-    ) -> DrafterConfig:
+    def from_config(self, fields: Fields, names: set[str], where: str, num_target_layers: int | None) -> DrafterConfig:
         """The config from config.json and the names of the tensors. CheckpointError names the field."""
         raise NotImplementedError
 
@@ -235,10 +238,6 @@ def misshaped(name: str, found: Sequence[int], expected: Sequence[int]) -> Weigh
 
 def not_finite(name: str) -> WeightFault:
     return WeightFault("not_finite", name, f"{name} holds values that are not finite")
-
-
-def _has_values(found: Mapping[str, Tensor], name: str) -> bool:
-    return name in found and bool(found[name].any())
 
 
 def refuse(faults: Sequence[WeightFault], folder: str | Path) -> None:

@@ -19,6 +19,7 @@ from speculators.export.layouts.base import (
     FULL,
     LAYER_MEANINGS,
     SLIDING,
+    Fields,
     Layout,
     Table,
     architecture_of,
@@ -144,9 +145,7 @@ class DFlashLayout(Layout):
             **own_fields(config),
         }
 
-    def from_config(
-        self, fields: Mapping[str, Any], names: set[str], where: str, num_target_layers: int | None
-    ) -> DrafterConfig:
+    def from_config(self, fields: Fields, names: set[str], where: str, num_target_layers: int | None) -> DrafterConfig:
         fields = self.plain(fields, where)
         section = {**fields, **(fields.get(SECTION) or {})}
         require(section, ("mask_token_id", "target_layer_ids"), where, f"a drafter of family {self.family}")
@@ -239,9 +238,6 @@ class _SGLang:
     """SGLang shares the target's embedding and head without looking into the file."""
 
     format = "sglang"
-
-    def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
-        return False
 
     def check(self, config: Any) -> None:
         super().check(config)  # type: ignore[misc]

@@ -19,6 +19,7 @@ from speculators.drafter import Drafter
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export.layouts.base import (
     COMMON_MEANINGS,
+    Fields,
     Layout,
     WeightFault,
     dtype_of,
@@ -59,9 +60,7 @@ class DraftModelLayout(Layout):
         architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model["model_type"]]
         return {**config.model, "architectures": [architecture], "dtype": config.dtype, **own}
 
-    def from_config(
-        self, fields: Mapping[str, Any], names: set[str], where: str, num_target_layers: int | None
-    ) -> DrafterConfig:
+    def from_config(self, fields: Fields, names: set[str], where: str, num_target_layers: int | None) -> DrafterConfig:
         own = fields.get("draftsmith") or {}
         try:
             model = plain_fields(fields, where)
@@ -101,7 +100,8 @@ class DraftModelLayout(Layout):
         if base is not None:
             drafter.take_model(merge_saved_adapter(drafter.model, folder))
             drafter.config = own.model_copy(update={"adapter_of": None})  # it is a whole model now
-        _refuse_infinite(drafter, folder)
+        state = drafter.model.state_dict()
+        refuse([not_finite(name) for name, tensor in state.items() if not tensor.float().isfinite().all()], folder)
         if own.other_tokenizer:
             drafter.token_map = TokenMap.load(folder, drafter.target.vocab_size, own.vocab_size)
 
@@ -149,14 +149,3 @@ def _load(path: str | Path) -> Any:
     if needs_eager(model.config):
         model.set_attn_implementation("eager")
     return model
-
-
-def _refuse_infinite(drafter: DraftModel, folder: Path) -> None:
-    refuse(
-        [
-            not_finite(name)
-            for name, tensor in drafter.model.state_dict().items()
-            if not torch.isfinite(tensor.float()).all()
-        ],
-        folder,
-    )

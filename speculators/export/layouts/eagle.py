@@ -9,6 +9,7 @@ from speculators.config import DrafterConfig
 from speculators.export.layouts.base import (
     COMMON_MEANINGS,
     LAYER_MEANINGS,
+    Fields,
     Layout,
     Table,
     architecture_of,
@@ -80,9 +81,7 @@ class EagleLayout(Layout):
             **own,
         }
 
-    def from_config(
-        self, fields: Mapping[str, Any], names: set[str], where: str, num_target_layers: int | None
-    ) -> DrafterConfig:
+    def from_config(self, fields: Fields, names: set[str], where: str, num_target_layers: int | None) -> DrafterConfig:
         own = fields.get("draftsmith") or {}
         return build_config(
             where,

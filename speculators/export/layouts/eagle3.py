@@ -12,6 +12,7 @@ from speculators.export.layouts.base import (
     COMMON_MEANINGS,
     LAYER_MEANINGS,
     WINDOW_MEANINGS,
+    Fields,
     Layout,
     Table,
     architecture_of,
@@ -111,9 +112,7 @@ class Eagle3Layout(Layout):
         theirs = (fields.get(SECTION) or {}).get(TAPS)
         return fields if fields.get(TAPS) or not theirs else {**fields, TAPS: [tap + 1 for tap in theirs]}
 
-    def from_config(
-        self, fields: Mapping[str, Any], names: set[str], where: str, num_target_layers: int | None
-    ) -> DrafterConfig:
+    def from_config(self, fields: Fields, names: set[str], where: str, num_target_layers: int | None) -> DrafterConfig:
         fields = self.plain(fields, where)
         head = head_fields(fields, num_target_layers, where, "an EAGLE-3 head", ARCHITECTURES)
         return build_config(

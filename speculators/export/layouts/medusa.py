@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speculators.config import DrafterConfig
 from speculators.errors import CheckpointError
-from speculators.export.layouts.base import COMMON_MEANINGS, Layout, Table, dtype_of, own_fields, target_layers
+from speculators.export.layouts.base import COMMON_MEANINGS, Fields, Layout, Table, dtype_of, own_fields, target_layers
 from speculators.registry import build_config
 
 _PUBLISHED_BLOCK = re.compile(r"^(?:medusa_head\.)?(\d+)\.(\d+)\.linear\.(weight|bias)$")
@@ -65,9 +65,7 @@ class MedusaLayout(Layout):
             **own_fields(config),
         }
 
-    def from_config(
-        self, fields: Mapping[str, Any], names: set[str], where: str, num_target_layers: int | None
-    ) -> DrafterConfig:
+    def from_config(self, fields: Fields, names: set[str], where: str, num_target_layers: int | None) -> DrafterConfig:
         layers = target_layers(fields, num_target_layers, where)
         heads = fields.get("num_heads") or fields.get("medusa_num_heads")
         blocks = fields.get("num_hidden_layers") or fields.get("medusa_num_layers")

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from speculators.config import DrafterConfig
 from speculators.errors import CheckpointError
-from speculators.export.layouts.base import COMMON_MEANINGS, Layout, Table, dtype_of, own_fields, require, target_layers
+from speculators.export.layouts.base import (
+    COMMON_MEANINGS,
+    Fields,
+    Layout,
+    Table,
+    dtype_of,
+    own_fields,
+    require,
+    target_layers,
+)
 from speculators.registry import build_config
 
 ARCHITECTURE = "MLPSpeculatorPreTrainedModel"
@@ -70,9 +79,7 @@ class MLPLayout(Layout):
             **own_fields(config),
         }
 
-    def from_config(
-        self, fields: Mapping[str, Any], names: set[str], where: str, num_target_layers: int | None
-    ) -> DrafterConfig:
+    def from_config(self, fields: Fields, names: set[str], where: str, num_target_layers: int | None) -> DrafterConfig:
         require(fields, ("vocab_size", "emb_dim", "n_predict"), where, "an MLP speculator")
         return build_config(
             where,

@@ -21,6 +21,7 @@ from speculators.errors import CheckpointError
 from speculators.export.layouts.base import (
     COMMON_MEANINGS,
     LAYER_MEANINGS,
+    Fields,
     Layout,
     Table,
     dtype_of,
@@ -124,9 +125,7 @@ class MtpLayout(Layout):
             **own_fields(config),
         }
 
-    def from_config(
-        self, fields: Mapping[str, Any], names: set[str], where: str, num_target_layers: int | None
-    ) -> DrafterConfig:
+    def from_config(self, fields: Fields, names: set[str], where: str, num_target_layers: int | None) -> DrafterConfig:
         layout, modules = _modules(names)
         if len(modules) != 1:
             raise CheckpointError(
@@ -145,10 +144,7 @@ class MtpLayout(Layout):
             return self._borrowed(fields, layout, modules, where, read)
         count = num_target_layers or (fields["num_hidden_layers"] if whole else None)
         return build_config(
-            where,
-            "mtp",
-            layout=layout,
-            **head_fields(fields, count, where, "an MTP module") | {"num_layers": 1} | read,
+            where, "mtp", layout=layout, **head_fields(fields, count, where, "an MTP module") | {"num_layers": 1} | read
         )
 
     def _borrowed(

@@ -31,13 +31,8 @@ class PEagleLayout(Eagle3Layout):
         return super().tensors(config) | {MASK: (MASK, (len(config.tap_layers) * config.target_hidden_size,))}
 
     def to_config(self, config: Any) -> dict[str, Any]:
-        fields = super().to_config(config)
-        own = fields.pop("draftsmith")
-        return fields | {
-            "mask_token_id": config.mask_token_id,
-            "num_depths": config.num_depths,
-            "draftsmith": own,
-        }
+        own = {"mask_token_id": config.mask_token_id, "num_depths": config.num_depths}
+        return super().to_config(config) | own
 
     def more_fields(self, fields: Mapping[str, Any], where: str) -> dict[str, Any]:
         token = next((fields[name] for name in TOKENS if fields.get(name) is not None), None)

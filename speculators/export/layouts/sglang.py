@@ -33,21 +33,13 @@ class SGLangEagle3Layout(Eagle3Layout):
         "rope_scaling": "`rope_parameters` again, for versions that do not read them; null: none",
     }
 
-    def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
-        """Only folders of ours say so: other tools write the section with either numbering."""
-        return False
-
     def check(self, config: Any) -> None:
-        unknown = [
-            name
-            for name in ("norm_before_fc", "norm_before_residual", "qk_norm", "sliding_window")
-            if getattr(config, name)
-        ]
+        switches = ("norm_before_fc", "norm_before_residual", "qk_norm", "sliding_window")
+        unknown = [name for name in switches if getattr(config, name)]
         if config.own_embeddings and config.hidden_size == config.target_hidden_size:
             unknown.append("own_embeddings")  # replaced by the target's
         _refuse(unknown, "eagle3")
-        edges = [tap for tap in config.tap_layers if tap in (0, config.num_target_layers)]
-        if edges:
+        if {0, config.num_target_layers} & set(config.tap_layers):
             raise ConfigError(
                 f"export format sglang: tap_layers {list(config.tap_layers)}: SGLang taps the outputs of layers 1 to "
                 f"{config.num_target_layers - 1}, neither the embedding (0) nor the last layer "
@@ -62,8 +54,8 @@ class SGLangEagle3Layout(Eagle3Layout):
 
     def dressed(self, fields: dict[str, Any]) -> dict[str, Any]:
         inner = {TAPS: [tap - 1 for tap in fields[TAPS]], "use_aux_hidden_state": True}
-        rest = {name: value for name, value in fields.items() if name not in (TAPS, "draftsmith")}
-        return rest | {"rope_scaling": _rope_scaling(fields), SECTION: inner, "draftsmith": fields["draftsmith"]}
+        rest = {name: value for name, value in fields.items() if name != TAPS}
+        return rest | {"rope_scaling": _rope_scaling(fields), SECTION: inner}
 
     def plain(self, fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         if not (fields.get(SECTION) or {}).get(TAPS):
@@ -84,16 +76,11 @@ class SGLangEagleLayout(EagleLayout):
     def check(self, config: Any) -> None:
         _refuse([name for name in ("own_embeddings", "attention_bias") if getattr(config, name)], "eagle")
 
-    def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
-        return False
-
     def zeros(self, config: Any) -> dict[str, tuple[int, ...]]:
         return {} if config.fc_bias else {"fc.bias": (config.hidden_size,)}
 
     def dressed(self, fields: dict[str, Any]) -> dict[str, Any]:
-        rest = dict(fields)
-        own = rest.pop("draftsmith")
-        return rest | {"architectures": [EAGLE], "rope_scaling": _rope_scaling(fields), "draftsmith": own}
+        return fields | {"architectures": [EAGLE], "rope_scaling": _rope_scaling(fields)}
 
 
 class SGLangMtpLayout(MtpLayout):
