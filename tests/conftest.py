@@ -172,7 +172,8 @@ def _identity(target: FrozenTarget) -> tuple | None:
 @pytest.fixture(scope="session", autouse=True)
 def _probed_once():
     """Two targets of the same config, classes and weights are probed once: else it is a tenth of the suite's time."""
-    probe, found = FrozenTarget._confirm, {}
+    probe = FrozenTarget._confirm
+    found: dict[tuple, dict] = {}
 
     def confirm(target: FrozenTarget, parts) -> None:
         identity = _identity(target)

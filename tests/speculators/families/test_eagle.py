@@ -221,7 +221,7 @@ def test_the_fitted_start_accepts_what_an_unlearned_one_does_not(conversations):
         if init is not None:
             chosen = options(init=init, **given)
             head.initialise_from(target, chosen, fit_to if head.start_terms(chosen) else None)
-        return torch.tensor([acceptance(target, head, f) for f in held_out]).mean(0).tolist()
+        return torch.tensor([acceptance(target, head, f) for f in held_out[:5]]).mean(0).tolist()
 
     unlearned, passing = start(None), start("pass_through")
     shallow, deep = (start("least_squares", unroll_steps=steps) for steps in (1, 3))

@@ -185,8 +185,8 @@ def block(target, family, *, fitted_to=None, init="least_squares", **shape):
         ("dflash", {"is_causal": True, "num_key_value_heads": 2}),
         ("dflash", {"sliding_window": 8, "num_layers": 1}),
         ("dflash2", {}),
-        ("dspark", {"num_attention_heads": 8, "num_key_value_heads": 8}),
-        ("dspark", {"markov_head_type": "gated"}),
+        ("dspark", {"num_attention_heads": 8, "num_key_value_heads": 8, "num_layers": 1}),
+        ("dspark", {"markov_head_type": "gated", "num_layers": 1}),
     ],
     ids=str,
 )
@@ -201,7 +201,7 @@ def test_a_fitted_block_predicts_in_every_slot_before_it_is_trained(target, feat
 def test_the_bias_of_the_token_before_is_fitted_too(target, features, held_out):
     """A vanilla Markov head makes slots behind the first better; the first already reads that token."""
     with torch.no_grad():
-        drafter = block(target, "dspark", fitted_to=features)
+        drafter = block(target, "dspark", fitted_to=features, num_layers=1)
         fitted = accepted_by_depth(target, drafter, held_out)
         drafter.markov_head.markov_w2.weight.zero_()
         without = accepted_by_depth(target, drafter, held_out)

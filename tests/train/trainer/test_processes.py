@@ -53,14 +53,14 @@ class PowerCut(Exception):
 
 
 def make_trainer(folder: Path, family: str, sharding: str = "none", **training) -> Trainer:
-    defaults = {"steps": 6, "global_batch_size": 8, "batch_size": 4, "learning_rate": 1e-3, "muon_learning_rate": 1e-3}
+    defaults = {"steps": 4, "global_batch_size": 8, "batch_size": 4, "learning_rate": 1e-3, "muon_learning_rate": 1e-3}
     tree = {
         "name": "t",
         "family": family,
         "target": {"model": "tiny"},
         "data": {"train": [{"path": "chats.jsonl"}], "max_length": 48},
         "drafter": FAMILIES[family],
-        "training": {**defaults, "save_every": 2, "eval_every": 3, "mixed_precision": "no", **training},
+        "training": {**defaults, "save_every": 2, "eval_every": 2, "mixed_precision": "no", **training},
     }
     recipe = make_recipe(tree)
     target = FrozenTarget(make_tiny_model("llama", initializer_range=0.1), FAMILIES[family].get("tap_layers", ()))
