@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from speculators.layers.attention import chunk_queries, recomputes_scores
-from speculators.layers.fused_attention import Run, cpu_backward, cpu_forward, in_window, statistics_dtype
+from speculators.layers.fused_attention import KERNELS, Kernel, Run, in_window, statistics_dtype
 from speculators.precision import on_host
 
 RUN_QUERIES = 256  # of one call of the kernel
@@ -128,8 +128,9 @@ def block_attention(
 
     own: key and value of the blocks' slots [B, g, A·Q, ·]; context: those of the row's slots [B, g, T, ·].
     """
-    if query.device.type == "cpu" and query.shape[-1] == context[1].shape[-1]:  # the kernel has one width
-        return _Merged.apply(blocks, scale, *(x.to(own[1].dtype) for x in (query, *own, *context)))
+    kernel, one_width = KERNELS.get(query.device.type), query.shape[-1] == context[1].shape[-1]
+    if kernel is not None and kernel.in_runs and one_width:
+        return _Merged.apply(kernel, blocks, scale, *(x.to(own[1].dtype) for x in (query, *own, *context)))
     return explicit_block_attention(query, own, context, blocks, scale)
 
 
@@ -138,11 +139,19 @@ class _Merged(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, blocks: Blocks, scale: float, q: Tensor, own_k: Tensor, own_v: Tensor, k: Tensor, v: Tensor
+        ctx: Any,
+        kernel: Kernel,
+        blocks: Blocks,
+        scale: float,
+        q: Tensor,
+        own_k: Tensor,
+        own_v: Tensor,
+        k: Tensor,
+        v: Tensor,
     ) -> Tensor:
         exact, groups = statistics_dtype(q.dtype), k.shape[1]
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = cpu_forward(q, k, v, blocks, scale)
+            out, lse = kernel.forward(q, k, v, blocks, scale)
             out.masked_fill_(blocks.alone[..., None], 0)
             lse.masked_fill_(blocks.alone, float("-inf"))
             query, key, value = (_per_block(x, groups, blocks).to(exact) for x in (q, own_k, own_v))
@@ -152,7 +161,7 @@ class _Merged(torch.autograd.Function):
             seen = _per_query(weights @ value, blocks)
             out = seen.addcmul_(out.to(exact), (lse - whole).exp_()[..., None]).to(q.dtype)
         ctx.save_for_backward(q, own_k, own_v, k, v, out, whole)
-        ctx.blocks, ctx.scale = blocks, scale
+        ctx.kernel, ctx.blocks, ctx.scale = kernel, blocks, scale
         return out
 
     @staticmethod
@@ -160,7 +169,7 @@ class _Merged(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (q, own_k, own_v, k, v, out, lse), blocks = ctx.saved_tensors, ctx.blocks
         exact, groups = statistics_dtype(q.dtype), k.shape[1]
-        dq, dk, dv = cpu_backward(grad, q, k, v, out, lse, blocks, ctx.scale)
+        dq, dk, dv = ctx.kernel.backward(grad, q, k, v, out, lse, blocks, ctx.scale)
         dq.masked_fill_(blocks.alone[..., None], 0)
         delta, tensors = (grad.to(exact) * out).sum(-1, keepdim=True), (q, own_k, own_v, grad)
         query, key, value, grad = (_per_block(x, groups, blocks).to(exact) for x in tensors)
@@ -168,7 +177,7 @@ class _Merged(torch.autograd.Function):
         weights = _inside(query, key, blocks, ctx.scale).sub_(lse).exp_()  # [B, g, A, r·Q, Q]
         scores = (grad @ value.mT).sub_(delta).mul_(weights).mul_(ctx.scale)
         own = ((x.mT @ each).flatten(2, 3).to(q.dtype) for x, each in ((scores, query), (weights, grad)))
-        return None, None, dq.add_(_per_query(scores @ key, blocks)), *own, dk, dv
+        return None, None, None, dq.add_(_per_query(scores @ key, blocks)), *own, dk, dv
 
 
 def _per_block(x: Tensor, groups: int, blocks: Blocks) -> Tensor:

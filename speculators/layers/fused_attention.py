@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class Run(NamedTuple):
 
 
 class InRuns(Protocol):
-    """Queries as the CPU's kernel walks them. What it returns of a query that is in no run is not defined."""
+    """Queries as a kernel with `in_runs` walks them. What it returns of a query that is in no run is not defined."""
 
     @property
     def runs(self) -> list[Run]: ...
@@ -147,11 +147,12 @@ class Documents(NamedTuple):
 class Kernel(NamedTuple):
     """forward(query, key, value, queries, scale) -> output [B, h, M, d] and log-sum-exp [B, h, M];
     backward(gradient, query, key, value, output, log-sum-exp, queries, scale) -> gradients of query, key and value.
-    takes(query, queries): whether it can."""
+    takes(query, queries): whether it can. in_runs: it walks any queries `InRuns`."""
 
     takes: Callable[[Tensor, PackedQueries], bool]
-    forward: Callable[[Tensor, Tensor, Tensor, PackedQueries, float], tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, PackedQueries, float], Gradients]
+    forward: Callable[[Tensor, Tensor, Tensor, Any, float], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Any, float], Gradients]
+    in_runs: bool = False
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -167,7 +168,7 @@ def over_group(gradient: Tensor, dim: int) -> Tensor:
 # ------------------------------------------------------------------ CPU
 
 
-def cpu_forward(q: Tensor, k: Tensor, v: Tensor, queries: InRuns, scale: float) -> tuple[Tensor, Tensor]:
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, queries: InRuns, scale: float) -> tuple[Tensor, Tensor]:
     B, h, M, d = q.shape
     out = q.new_empty(B, M, h, d).transpose(1, 2)
     lse = q.new_empty(B, h, M, dtype=statistics_dtype(q.dtype))
@@ -179,7 +180,7 @@ def cpu_forward(q: Tensor, k: Tensor, v: Tensor, queries: InRuns, scale: float) 
     return out, lse
 
 
-def cpu_backward(
+def _cpu_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, queries: InRuns, scale: float
 ) -> Gradients:
     dq, dtype = torch.empty_like(q), statistics_dtype(q.dtype)
@@ -304,6 +305,6 @@ def _repeated(q: Tensor, *per_group: Tensor) -> Iterator[Tensor]:
 
 
 KERNELS = {  # by kind of device
-    "cpu": Kernel(lambda query, queries: True, cpu_forward, cpu_backward),
+    "cpu": Kernel(lambda query, queries: True, _cpu_forward, _cpu_backward, in_runs=True),
     "cuda": Kernel(_cuda_takes, _cuda_forward, _cuda_backward),
 }
