@@ -24,7 +24,7 @@ ARGS ?=
 LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no \
 	--dynamo_backend no --num_cpu_threads_per_process
 
-.PHONY: docs help venv quickstart test test-fast test-vllm lint format compare distill-table figures bench-losses bench-peers bench-runtime check-gpu clean
+.PHONY: docs help venv quickstart test test-fast test-vllm lint format compare distill-table figures bench-peers bench-runtime check-gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,9 +76,6 @@ figures: $(VENV)/.installed  ## measure every table of README and docs again: ho
 
 bench-runtime: $(VENV)/.installed  ## every way of drafting side by side, and where a round's time goes (a quiet machine)
 	$(BIN)/python scripts/bench_runtime.py $(ARGS)
-
-bench-losses: $(VENV)/.installed  ## memory and time of the chunked objective against the plain one
-	$(BIN)/python scripts/bench_losses.py $(ARGS)
 
 bench-peers: $(VENV)/.installed  ## training steps of EAGLE-3 and DFlash beside those of vLLM's speculators (makes .venv-peers first: 2 GB)
 	$(BIN)/python scripts/bench_peers.py --venv $(PEERS_VENV) $(ARGS)
