@@ -353,8 +353,6 @@ def show(found: Found, console: Console) -> None:
     for name in ("complete", "refused", "hung_up"):
         shown.add_row(name.replace("_", " "), str(getattr(rough, name)), str(getattr(exact, name)), "")
     told = [(f"request_success {name}", rough.reasons[name], exact.reasons[name]) for name in ("stop", "length")]
-        (f"request_success {reason}", rough.reasons[reason], exact.reasons[reason]) for reason in ("stop", "length")
-    ]
     told += [(name, getattr(rough, name), getattr(exact, name)) for name in ("prompt_tokens", "generation_tokens")]
     told += [(f"spec_decode_{name}", rough.drafting[name], exact.drafting[name]) for name in COUNTED]
     for name, of_rough, of_exact in told:
