@@ -16,8 +16,8 @@ import logging
 import multiprocessing
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from inference.engine.engine import EngineOptions
 from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.proposers.base import Proposer
 from inference.spec_decode.proposers.lookahead import LookaheadProposer
+from scripts.measuring import markdown
 from speculators.errors import DraftsmithError
 from speculators.target.frozen_target import FrozenTarget
 from speculators.target.info import auto_class
@@ -171,48 +172,44 @@ def own_texts(target: FrozenTarget) -> list[list[int]]:
 
 
 def drafting(target: FrozenTarget, texts: list[list[int]], proposer: Proposer) -> str:
-    """YES if the text with the proposer's drafts is the model's own."""
-    llm = LLM.from_modules(target, proposer=proposer, options=EngineOptions(max_model_len=64, max_num_seqs=2))
+    """YES if the text with the proposer's drafts is the model's own; else what is wrong."""
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    written = [list(out.outputs[0].token_ids) for out in llm.generate(prompts, PARAMS, use_tqdm=False)]
+    try:
+        llm = LLM.from_modules(target, proposer=proposer, options=EngineOptions(max_model_len=64, max_num_seqs=2))
+        written = [list(out.outputs[0].token_ids) for out in llm.generate(prompts, PARAMS, use_tqdm=False)]
+    except Exception as error:
+        return told(error)
     right = [text[len(prompt) :] for prompt, text in zip(PROMPTS, texts)]
     return YES if written == right else "TEXT DIFFERS"
 
 
-def attempt(call: Callable[[], str]) -> str:
-    """The result, or the first line of the error."""
-    try:
-        return call()
-    except Exception as error:  # of any kind: it is a line of the table
-        first = str(error).strip().partition("\n")[0]
-        return first if isinstance(error, DraftsmithError) else f"{type(error).__name__}: {first}"
+def told(error: Exception) -> str:
+    """The first line of an error."""
+    first = str(error).strip().partition("\n")[0]
+    return first if isinstance(error, DraftsmithError) else f"{type(error).__name__}: {first}"
 
 
 def examine(model_type: str) -> Row:
-    row, found = Row(model_type), {}
-
-    def build() -> str:
-        found["model"] = tiny_model(model_type)
-        return type(found["model"]).__name__
-
-    def features() -> str:
-        found["target"] = FrozenTarget(found["model"], (1, 2))
-        return YES
-
-    row.built = attempt(build)
-    if "model" not in found:
+    row = Row(model_type)
+    try:
+        model = tiny_model(model_type)
+    except Exception as error:  # of any kind: it is a line of the table
+        row.built = told(error)
         return row
-    row.features = attempt(features)
-    if "target" not in found:
+    row.built = type(model).__name__
+    try:
+        target = FrozenTarget(model, (1, 2))
+    except Exception as error:
+        row.features = told(error)
         return row
-    target = found["target"]
+    row.features = YES
     if target.decoding_refusal is not None:
         row.chains = target.decoding_refusal
         return row
     texts = own_texts(target)
-    row.chains = attempt(lambda: drafting(target, texts, PartlyRight(texts)))
+    row.chains = drafting(target, texts, PartlyRight(texts))
     lookahead = LookaheadProposer(6, window_size=3, ngram_size=3, num_guesses=2, pool_from_prompt=True)
-    row.trees = attempt(lambda: drafting(target, texts, lookahead))
+    row.trees = drafting(target, texts, lookahead)
     plain = plain_decoder(target, copies=False)
     row.plain_path = plain if isinstance(plain, str) else YES
     return row
@@ -249,12 +246,9 @@ def table(rows: Sequence[Row]) -> str:
         text = re.sub(r"^target [^:]*: ", "", text).replace("|", "\\|").replace("<", "&lt;")
         return text if len(text) <= 160 else text[:157] + "..."
 
-    lines = ["| model type | class | features | chains | trees | plain path |", "| --- | --- | --- | --- | --- | --- |"]
-    for row in rows:
-        plain = "no" if row.plain_path.startswith("model_type") else row.plain_path
-        cells = (row.model_type, row.built, row.features, row.chains, row.trees, plain)
-        lines.append("| " + " | ".join(map(cell, cells)) + " |")
-    return "\n".join(lines)
+    shown = [replace(row, plain_path="no") if row.plain_path.startswith("model_type") else row for row in rows]
+    cells = [[cell(text) for text in asdict(row).values()] for row in shown]
+    return markdown(["model type", "class", "features", "chains", "trees", "plain path"], cells, left=6)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -268,9 +262,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for model_type in given.model_types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         rows.append(examine_apart(model_type, given.seconds))
         print(asdict(rows[-1]), file=sys.stderr, flush=True)
-    print(table(rows))
     features, chains = (sum(getattr(row, name) == YES for row in rows) for name in ("features", "chains"))
-    print(f"\nOf {len(rows)} model types {features} give features and {chains} are drafted for.")
+    print(f"{table(rows)}\nOf {len(rows)} model types {features} give features and {chains} are drafted for.")
 
 
 if __name__ == "__main__":

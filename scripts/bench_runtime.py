@@ -176,9 +176,8 @@ def other_engines(runtimes: SideBySide, methods: Mapping[str, Mapping[str, Any]]
             others["transformers, prompt lookup"] = partial(generate, prompt_lookup_num_tokens=k)
         if config.get("method") == "draft_model":
             folder, revision = split_revision(config["model"], None)
-            assistant = AutoModelForCausalLM.from_pretrained(
-                folder, revision=revision or "main", dtype=runtimes.target.dtype
-            ).to(device)
+            options = {"revision": revision or "main", "dtype": runtimes.target.dtype}
+            assistant = AutoModelForCausalLM.from_pretrained(folder, **options).to(device)
             assistant.generation_config.update(num_assistant_tokens=k, num_assistant_tokens_schedule="constant")
             others[f"transformers, assistant {name}"] = partial(generate, assistant_model=assistant)
     return others

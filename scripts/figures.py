@@ -199,11 +199,8 @@ def read_engines(folder: Path) -> dict[str, Table]:
     both, compiled = (load_report(folder / name / "acceptance.json") for name in ("both", "compiled"))
     keys = ("expected_acceptance_length", "acceptance_length", "vllm_acceptance_length")
     taus = [f"{both.summary[f't0.{k}']:.3f}" for k in keys]
-    runs = {
-        "vLLM": (both, "vllm"),
-        "this runtime": (both, OUR_ENGINE),
-        "this runtime, compiled": (compiled, OUR_ENGINE),
-    }
+    ours = {"this runtime": (both, OUR_ENGINE), "this runtime, compiled": (compiled, OUR_ENGINE)}
+    runs = {"vLLM": (both, "vllm"), **ours}
     speeds = {}
     for name, (report, engine) in runs.items():
         cell = report.cell(ALL_WORKLOADS, 0, engine=engine)
@@ -211,17 +208,13 @@ def read_engines(folder: Path) -> dict[str, Table]:
         rates = cell.tokens_per_second
         assert rates.autoregressive is not None, f"{name} was not timed without drafts"
         speeds[name] = rates.autoregressive.median, rates.speculative.median
+    peer_off, peer_on = speeds["vLLM"]
     rows = []
     for name, (off, on) in speeds.items():
-        peer_off, peer_on = speeds["vLLM"]
-        rows.append(
-            [name, f"{off:.0f}", f"{on:.0f}", f"{on / off:.2f}", f"{off / peer_off:.2f}", f"{on / peer_on:.2f}"]
-        )
+        ratios = (on / off, off / peer_off, on / peer_on)
+        rows.append([name, f"{off:.0f}", f"{on:.0f}", *(f"{ratio:.2f}" for ratio in ratios)])
     heads = ["engine", "tokens/s off", "drafted", "×", "off ÷ vLLM", "drafted ÷ vLLM"]
-    return {
-        "tau": Table(["expected by replay", "this runtime", "vLLM"], [taus], left=0),
-        "speeds": Table(heads, rows),
-    }
+    return {"tau": Table(["expected by replay", "this runtime", "vLLM"], [taus], left=0), "speeds": Table(heads, rows)}
 
 
 def read_advice(folder: Path) -> dict[str, Table]:
@@ -250,10 +243,8 @@ def read_advice(folder: Path) -> dict[str, Table]:
 def read_clients(folder: Path) -> dict[str, Table]:
     rows = []
     for client, found in json.loads((folder / "clients.json").read_text()).items():
-        metrics = f"{found['metrics']:.4f}" if "metrics" in found else "-"
-        rows.append(
-            [client, *(f"{found[n]:.0f}" for n in ("verifications", "accepted")), f"{found['tau']:.4f}", metrics]
-        )
+        counts = (f"{found[n]:.0f}" for n in ("verifications", "accepted"))
+        rows.append([client, *counts, *(f"{found[n]:.4f}" if n in found else "-" for n in ("tau", "metrics"))])
     return {"tau": Table(["client", "verifications", "accepted", "τ pooled, its own", "of `/metrics`"], rows)}
 
 

@@ -25,9 +25,7 @@ from typing import Annotated, Any
 import psutil
 import typer
 from pydantic_core import to_jsonable_python
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -36,6 +34,7 @@ from inference.bench.servers import started
 from inference.console import json_option, run
 from inference.http_client import RequestFailed, ServerClient
 from scripts.demo_target.corpus import prompts
+from scripts.measuring import table
 
 POOL = 24  # different requests of each kind
 CHOICES = ["one", "two", "three"]
@@ -349,22 +348,16 @@ def violations(found: Found, tolerance: float) -> list[str]:
 
 
 def show(found: Found, console: Console) -> None:
-    table = Table(title=f"{found.seconds:g} s", box=SIMPLE_HEAD, title_justify="left")
-    for name in ("", "with hang-ups", "exact part", "server, exact part"):
-        table.add_column(name, justify="left" if not name else "right")
+    shown = table(f"{found.seconds:g} s", "", "with hang-ups", "exact part", "server, exact part")
     rough, exact, server = found.rough, found.exact, found.server_exact
     for name in ("complete", "refused", "hung_up"):
-        table.add_row(name.replace("_", " "), str(getattr(rough, name)), str(getattr(exact, name)), "")
-    for reason in ("stop", "length"):
-        counts = (str(tally.reasons[reason]) for tally in (rough, exact))
-        table.add_row(f"ended by {reason}", *counts, f"{server[f'request_success {reason}']:.0f}")
-    for name in ("prompt_tokens", "generation_tokens"):
-        counts = (str(getattr(tally, name)) for tally in (rough, exact))
-        table.add_row(name.replace("_", " "), *counts, f"{server[name]:.0f}")
-    for name in COUNTED:
-        drafted = server.get(f"spec_decode_{name}", 0)
-        table.add_row(name.replace("_", " "), str(rough.drafting[name]), str(exact.drafting[name]), f"{drafted:.0f}")
-    console.print(table)
+        shown.add_row(name.replace("_", " "), str(getattr(rough, name)), str(getattr(exact, name)), "")
+    told = [(f"request_success {name}", rough.reasons[name], exact.reasons[name]) for name in ("stop", "length")]
+    told += [(name, getattr(rough, name), getattr(exact, name)) for name in ("prompt_tokens", "generation_tokens")]
+    told += [(f"spec_decode_{name}", rough.drafting[name], exact.drafting[name]) for name in COUNTED]
+    for name, of_rough, of_exact in told:
+        shown.add_row(name.replace("_", " "), str(of_rough), str(of_exact), f"{server.get(name, 0):.0f}")
+    console.print(shown)
     sizes = [size / 2**20 for when, size in found.memory if when >= WARM_UP * found.seconds]
     console.print(
         f"resident memory after the warm-up: {min(sizes):.0f} to {max(sizes):.0f} MiB "
@@ -395,9 +388,8 @@ def main(
     save: Annotated[Path | None, typer.Option("--json", help="Write what was found there.")] = None,
 ) -> None:
     """Exit code 1: memory was not flat, a request was lost, a text changed, or a counter was wrong."""
-    drafting = json_option("--speculative-config", speculative_config) or {
-        "method": "ngram", "num_speculative_tokens": 4,
-    }  # fmt: skip
+    ngrams = {"method": "ngram", "num_speculative_tokens": 4}
+    drafting = json_option("--speculative-config", speculative_config) or ngrams
     console = Console(soft_wrap=True)
     texts = offline_texts(model, greedy_asks())
     flags = ["--max-num-seqs", str(max_num_seqs), *(["--enable-drafter-swap"] if swap_every else [])]

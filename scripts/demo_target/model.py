@@ -14,22 +14,10 @@ def build_model(layers: int = LAYERS, vocab: int = VOCAB):
     """A Qwen3 of 16 layers of width 256: deep and narrow, as real targets are relative to their heads."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=vocab,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=2048,
-        rope_theta=10000.0,
-        tie_word_embeddings=True,
-        eos_token_id=2,
-        pad_token_id=3,
-        bos_token_id=None,
-        initializer_range=0.02,
-    )
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": layers, "max_position_embeddings": 2048}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "rope_theta": 10000.0}
+    tokens = {"vocab_size": vocab, "tie_word_embeddings": True, "eos_token_id": 2, "pad_token_id": 3}
+    config = Qwen3Config(**sizes, **heads, **tokens, bos_token_id=None, initializer_range=0.02)
     model = Qwen3ForCausalLM(config)
     for name, p in model.named_parameters():  # small initial residual updates, for depth
         if name.endswith(("o_proj.weight", "down_proj.weight")):

@@ -65,11 +65,9 @@ def _sections(plan: Outline) -> list[tuple[str, Rows]]:
 def _model_rows(plan: Outline) -> Rows:
     t, d, recipe = plan.target, plan.drafter, plan.recipe
     trained = f"trained along by a LoRA of rank {recipe.joint.r}" if recipe.joint else "frozen"
+    shape = f"{t.config.model_type}, {t.num_layers} x {t.hidden_size}, vocabulary {t.vocab_size:,}"
     return [
-        (
-            "target",
-            f"{t.name_or_path}: {t.config.model_type}, {t.num_layers} x {t.hidden_size}, vocabulary {t.vocab_size:,}",
-        ),
+        ("target", f"{t.name_or_path}: {shape}"),
         ("", f"{in_count(t.num_parameters)} parameters, {trained}, {str(t.dtype).removeprefix('torch.')}"),
         ("reads", _reads(plan)),
         ("drafter", d.describe()),
@@ -115,17 +113,15 @@ def _alike(shapes: dict[str, tuple[int, ...]]) -> list[tuple[str, tuple[int, ...
 
 
 def _data_rows(plan: Outline) -> Rows:
-    return [("train", _source_text(s)) for s in plan.sources] + [
-        ("validation", _source_text(s)) for s in plan.validation
-    ]
+    named = [("train", s) for s in plan.sources] + [("validation", s) for s in plan.validation]
+    return [(name, _source_text(source)) for name, source in named]
 
 
 def _source_text(source: TokenCount) -> str:
     if source.examples is None:
         return f"{source.label}: {source.note}"
     tokens, supervised = in_count(source.tokens), in_count(source.supervised)
-    counted = f"{source.examples:,} examples, about {tokens} tokens, {supervised} supervised"
-    return f"{source.label}: {counted}"
+    return f"{source.label}: {source.examples:,} examples, about {tokens} tokens, {supervised} supervised"
 
 
 def _training_rows(plan: Outline) -> Rows:
@@ -148,9 +144,8 @@ def memory_rows(stage: StageMemory) -> Rows:
 
 def byte_rows(parts: Mapping[str, int]) -> Rows:
     """Every part that takes memory, and their sum."""
-    return [(name, size_text(size)) for name, size in parts.items() if size] + [
-        ("total", size_text(sum(parts.values())))
-    ]
+    whole = {name: size for name, size in parts.items() if size} | {"total": sum(parts.values())}
+    return [(name, size_text(size)) for name, size in whole.items()]
 
 
 def in_count(number: float) -> str:

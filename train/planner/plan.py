@@ -177,8 +177,7 @@ def _stage(name: str, plan: Outline, device: Device, count: int, *, last: bool) 
         steps = within if steps is None else min(steps, within)
     known = steps is not None
     found = phases(plan, processes=count, steps=steps or 1, around=known, report=known and last)
-    needed = memory(plan, processes=count)
-    return Stage(name, plan, found, needed, steps)
+    return Stage(name, plan, found, memory(plan, processes=count), steps)
 
 
 def _assumptions(plan: Plan) -> list[str]:

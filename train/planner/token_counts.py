@@ -46,9 +46,8 @@ def counter(recipe: Recipe) -> Callable[[Source], TokenCount]:
     except CheckpointError:
         known = False
     if not known:
-        return lambda source: TokenCount(
-            source.label, note="not counted: the target's tokenizer is not on this machine"
-        )
+        note = "not counted: the target's tokenizer is not on this machine"
+        return lambda source: TokenCount(source.label, note=note)
     conversations = conversation_tokenizer(recipe.data, tokenizer)
 
     def tokenise(example: Example) -> tuple[list[TokenRow], int]:
@@ -77,13 +76,14 @@ def counter(recipe: Recipe) -> Callable[[Source], TokenCount]:
         found = [tokenise(example) for example in sample]
         _, statistics = fit_rows([row for rows, _ in found for row in rows], recipe.data.max_length)
         scale = source.weight * len(examples) / max(len(sample), 1)
-        rows, tokens, supervised = (
-            round(scale * n) for n in (statistics.rows, statistics.tokens, statistics.supervised)
-        )
-        workloads = len({example.workload for example in examples}) or 1
-        longest = max((prompt for _, prompt in found), default=0)
         return TokenCount(
-            source.label, round(source.weight * len(examples)), rows, tokens, supervised, workloads, longest
+            source.label,
+            round(source.weight * len(examples)),
+            rows=round(scale * statistics.rows),
+            tokens=round(scale * statistics.tokens),
+            supervised=round(scale * statistics.supervised),
+            workloads=len({example.workload for example in examples}) or 1,
+            longest_prompt=max((prompt for _, prompt in found), default=0),
         )
 
     return count
@@ -91,14 +91,11 @@ def counter(recipe: Recipe) -> Callable[[Source], TokenCount]:
 
 def mixed(counts: Sequence[TokenCount], sources: Sequence[Source]) -> list[TokenCount]:
     """The part of each source that a mixture by shares uses; all of it without shares, or if one was not read."""
-    examples = [count.examples for count in counts if count.examples]
+    names, examples = ("examples", "rows", "tokens", "supervised"), [c.examples for c in counts if c.examples]
     if len(examples) < len(counts) or not any(source.share for source in sources):
         return list(counts)
     return [
-        replace(
-            count,
-            **{name: round(times * getattr(count, name)) for name in ("examples", "rows", "tokens", "supervised")},
-        )
+        replace(count, **{name: round(times * getattr(count, name)) for name in names})
         for count, times in zip(counts, times_used(sources, examples), strict=True)
     ]
 

@@ -214,8 +214,7 @@ class OnPolicySection(Section):
         description="probability that a micro-step learns from rollouts: a number, or {start: 0.0, end: 1.0}",
     )
     written_by: Literal["target", "drafter"] | None = Field(
-        None,
-        description="target: speculative decoding; drafter: a draft model alone; null: drafter if it can",
+        None, description="target: speculative decoding; drafter: a draft model alone; null: drafter if it can"
     )
     temperatures: Shares | None = Field(
         None,

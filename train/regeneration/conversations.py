@@ -180,9 +180,5 @@ def _written_turns(example: Example, which: str) -> list[int]:
     last = len(example.messages) - (example.messages[-1]["role"] == "assistant")
     if which == "last":
         return [last]
-    earlier = [
-        i
-        for i, message in enumerate(example.messages[:last])
-        if i > 0 and message["role"] == "assistant" and not message.get("tool_calls")
-    ]
-    return [*earlier, last]
+    said = [message["role"] == "assistant" and not message.get("tool_calls") for message in example.messages[:last]]
+    return [i for i in range(1, last) if said[i]] + [last]

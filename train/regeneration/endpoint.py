@@ -58,9 +58,8 @@ class Endpoint:
         self.client = ServerClient(section.url, regenerate.request_timeout_s, key_env=section.api_key_env)
         self.url = f"{self.client.url}/v1"
         if section.api_key_env is not None and not os.environ.get(section.api_key_env):
-            raise ConfigError(
-                f"regenerate.endpoints: {self.url}: the environment variable {section.api_key_env} holds no key"
-            )
+            where = f"regenerate.endpoints: {self.url}"
+            raise ConfigError(f"{where}: the environment variable {section.api_key_env} holds no key")
         self.served = self.root = ""
         self.version: str | None = None
         self.answered, self.faults = 0, Counter[str]()
@@ -100,10 +99,8 @@ class Endpoint:
             return fitting[0]
         fitting = [card for card in cards if self.facts.name in (card["id"], card.get("root"))] or list(cards)
         if len(fitting) != 1:
-            raise EndpointError(
-                f"{self.url}: serves {names}; which of them is {self.facts.name}? Name it: regenerate.endpoints: "
-                f"[{{url: {self.url}, model: …}}]"
-            )
+            how = f"regenerate.endpoints: [{{url: {self.url}, model: …}}]"
+            raise EndpointError(f"{self.url}: serves {names}; which of them is {self.facts.name}? Name it: {how}")
         return fitting[0]
 
     async def require_same_tokenizer(self) -> None:

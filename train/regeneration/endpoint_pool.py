@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from itertools import count
 
 from inference.http_client import RequestFailed, pause_before_retry, with_retries
 from train.recipe.data_sections import RegenerateSection
@@ -73,10 +74,8 @@ class EndpointPool:
             except RequestFailed as failure:
                 failures.append(f"{member.endpoint.url}: {failure}")
         if len(failures) == len(self.members):
-            lines = "\n  ".join(failures)
-            raise EndpointError(
-                f"regenerate.endpoints: none of them answers; start them, or correct their addresses\n  {lines}"
-            )
+            what = "regenerate.endpoints: none of them answers; start them, or correct their addresses"
+            raise EndpointError("\n  ".join([what, *failures]))
         for failure_text in failures:
             self._say(f"      not there yet, and waited for: {failure_text}")
         for member in self.members:
@@ -95,9 +94,7 @@ class EndpointPool:
     async def write(self, ask: Ask) -> Answer:
         """The response, from any endpoint. GaveUp: no endpoint writes it; EndpointError: no endpoint is left."""
         last: _Member | None = None
-        attempt = 0
-        while True:
-            attempt += 1
+        for attempt in count(1):
             member = await self._acquire(avoid=last)
             try:
                 answer = await member.endpoint.write(ask)
@@ -118,6 +115,7 @@ class EndpointPool:
                 async with self._changed:
                     self._changed.notify()
             await asyncio.sleep(pause_before_retry(attempt))
+        raise AssertionError("count() has no end")
 
     async def _acquire(self, avoid: _Member | None) -> _Member:
         """Waits for an endpoint with a free slot, and takes the slot."""
@@ -172,10 +170,8 @@ class EndpointPool:
 
     async def _wait_until_back(self, member: _Member) -> None:
         """Asks for its identity at growing intervals, until it answers."""
-        attempt = member.rests
-        while True:
+        for attempt in count(member.rests):
             await asyncio.sleep(pause_before_retry(attempt))
-            attempt += 1
             try:
                 await (member.endpoint.identify() if member.examined else self._examine(member.endpoint))
                 member.examined = True

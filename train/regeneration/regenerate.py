@@ -142,10 +142,8 @@ def regenerate(
             _write_here(llm, job)
         assert account.done == account.total, f"responses unaccounted for: {account}"
         if conversations and account.total == 0 and part[1] == 1:  # of a part all may be too long
-            raise DataError(
-                f"regenerate: all {len(conversations)} prompts are longer than {rules.room} tokens; raise "
-                "data.max_length"
-            )
+            what = f"all {len(conversations)} prompts are longer than {rules.room} tokens"
+            raise DataError(f"regenerate: {what}; raise data.max_length")
         job.finish()
     finally:
         job.store.close()

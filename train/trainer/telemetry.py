@@ -104,7 +104,7 @@ class Telemetry:
             self._events = under_way
         seconds = max(time.perf_counter() - self._began, 1e-9)
         shares = {f"time/{name}": self._spent[name] / seconds for name in PHASES}
-        figures = {
+        return {
             "step_seconds": seconds / max(steps, 1),
             **dict(zip((f"{kind}tokens_per_second" for kind in ("", "valid_", "supervised_")),
                        (count / seconds for count in counts))),
@@ -112,7 +112,6 @@ class Telemetry:
             "time/other": max(0.0, 1 - sum(shares.values())),
             "memory_gib": self._memory() / GIB,
         }  # fmt: skip
-        return figures
 
     def _memory(self) -> int:
         if self.device.type == "cuda":
