@@ -24,9 +24,8 @@ LONG_ROW = 4096  # tokens; masks of shorter rows are small
 WINDOW_BLOCK = 1024  # queries
 
 Spans = Sequence[Sequence[tuple[int, int]]]  # per row, [start, end) of each text
-_windows: ContextVar[dict[int, int] | None] = ContextVar(
-    "windows", default=None
-)  # address of a placeholder -> window, 0: none
+# Address of a placeholder -> window, 0: none.
+_windows: ContextVar[dict[int, int] | None] = ContextVar("windows", default=None)
 _spans: ContextVar[Spans] = ContextVar("spans", default=())
 
 

@@ -122,7 +122,8 @@ def find_parts(model: PreTrainedModel) -> Parts:
     _refuse_unsupported(model, config, name)
     n = config.num_hidden_layers
     candidates = [model.get_decoder(), *model.children()]  # some classes take the model, or its head, for the decoder
-    found = ((each, _lists(each, n)) for each in candidates if each is not None and each is not model)
+    lists_of = lambda module: [m for m in module.modules() if isinstance(m, nn.ModuleList) and len(m) == n]
+    found = ((each, lists_of(each)) for each in candidates if each is not None and each is not model)
     decoder, lists = next((pair for pair in found if pair[1]), (model, []))
     if not lists:
         raise UnsupportedTarget(f"target {name}: no module list of num_hidden_layers={n} layers in its decoder")
@@ -141,10 +142,6 @@ def find_parts(model: PreTrainedModel) -> Parts:
     cache_name = "cache_params" if "cache_params" in names else "past_key_values"
     stateful = bool(_state_signs(model, config))
     return Parts(name, config, model, decoder, layers, embed_tokens, lm_head, kinds, window, cache_name, stateful)
-
-
-def _lists(module: nn.Module, length: int) -> list[nn.ModuleList]:
-    return [m for m in module.modules() if isinstance(m, nn.ModuleList) and len(m) == length]
 
 
 def _refuse_unsupported(model: PreTrainedModel, config: PretrainedConfig, name: str) -> None:

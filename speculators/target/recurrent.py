@@ -38,10 +38,6 @@ class RecurrentLayers:
     num_states: tuple[int, ...]
     stepwise: bool = False
 
-    def cache_layers(self) -> list[LinearAttentionLayer | None]:
-        """What transformers' cache has for each layer, without any state yet."""
-        return [LinearAttentionLayer(number_of_states=n) if n else None for n in self.num_states]
-
     @contextmanager
     def recording(self, calls: list[Call], shape: tuple[int, int], fresh: bool) -> Iterator[None]:
         """Inside, mixers write their inputs to `calls`. shape: [b, T] of the forward; fresh: it continues no text."""
@@ -145,7 +141,7 @@ class RecurrentStates:
         for count, rows in groups.items():
             if made is None or not made.left.issuperset(rows) or count > made.T:
                 raise ConfigError(f"RecurrentStates.keep: {count} tokens of rows {rows} were not in the last forward")
-            index = on_device(rows, self._device(made.layers))
+            index = on_device(rows, next(_states(made.layers))[1].device)
             if count == made.T:
                 self._store(index, made.layers, index - made.start)
             else:
@@ -196,7 +192,7 @@ class RecurrentStates:
     # ------------------------------------------------------------------ memory
 
     def _load(self, rows: slice | Tensor, fresh: bool) -> list:
-        layers = self.of.cache_layers()
+        layers = [LinearAttentionLayer(number_of_states=n) if n else None for n in self.of.num_states]
         if not fresh:
             for (layer, kind, i), held in self._held.items():
                 made, state = layers[layer], held[rows].clone()
@@ -218,9 +214,6 @@ class RecurrentStates:
     def _allocate(self, like: Tensor) -> Tensor:
         with torch.inference_mode(False):
             return torch.zeros((self.rows, *like.shape[1:]), dtype=like.dtype, device=like.device)
-
-    def _device(self, layers: list) -> torch.device:
-        return next(state.device for _, state in _states(layers))
 
 
 def _states(layers: list) -> Iterator[tuple[Key, Tensor]]:

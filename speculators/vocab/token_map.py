@@ -180,9 +180,8 @@ class TokenMap:
         first_of = lengths.flatten().cumsum(0) - lengths.flatten()
         within = torch.arange(len(token), device=token.device) - first_of[token]
         skipped = opening.flatten()[token]
-        place = torch.where(
-            within < skipped, len(self.spelling_ids) + within, starts.flatten()[token] + within - skipped
-        )
+        own = starts.flatten()[token] + within - skipped
+        place = torch.where(within < skipped, len(self.spelling_ids) + within, own)
         row, column = token // width, before.flatten()[token] + within
         out[row, column] = table[place]
         source[row, column] = token % width
