@@ -292,7 +292,7 @@ def test_the_drafter_alone_may_run_eager(model_of):
 def test_after_a_warm_up_no_request_meets_a_new_shape(kind, model_of, monkeypatch):
     """Texts of every length, drafts or none, and batches of every size; and texts are what they were."""
     rows = 2 if kind == "eagle3" else 1
-    monkeypatch.setattr(static_shapes, "FEWEST_KEYS", 60)  # keys of two sizes
+    monkeypatch.setattr(static_shapes, "FEWEST_KEYS", 60 if rows == 1 else LIMIT)  # keys, or batches, of two sizes
     llm = llm_of(kind, model_of(kind), rows, TRACED)
     graphs = llm.warm_up()
     assert graphs == llm.engine.compiled.num_graphs == llm.engine.compiled.most_graphs
@@ -305,6 +305,7 @@ def test_after_a_warm_up_no_request_meets_a_new_shape(kind, model_of, monkeypatc
     assert plain.warm_up() == 0
 
 
+@pytest.mark.slow
 def test_a_warm_up_is_bounded_and_says_how_far_it_is(model_of, monkeypatch, caplog):
     """What is left is compiled when it is first met; outputs are what they were."""
     monkeypatch.setattr(static_shapes, "FEWEST_KEYS", 60)

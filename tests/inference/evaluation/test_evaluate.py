@@ -371,6 +371,7 @@ def test_the_whole_evaluation_runs_on_a_device(claimed_gpu, folders):
     assert report.summary["lossless_mismatches"] == 0 and report.summary["t0.acceptance_length"] >= 1
 
 
+@pytest.mark.slow
 def test_compiled_rounds_are_compiled_before_they_are_timed_and_measure_the_same(folders, monkeypatch):
     settings = EvaluationSettings(
         temperatures=(0.0,), num_speculative_tokens=K, max_tokens=8, prompts_per_workload=2, repeats=1,

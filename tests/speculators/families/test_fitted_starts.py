@@ -20,6 +20,7 @@ from speculators.registry import config_for_target, family_class
 from speculators.target.frozen_target import FrozenTarget
 
 TARGET = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
+pytestmark = pytest.mark.slow
 SHAPE = {"norm_before_residual": True, "num_key_value_heads": 4}
 
 
@@ -83,7 +84,6 @@ def accepted_by_depth(target, drafter, held_out) -> list[float]:
     return (hits / asked).tolist()
 
 
-@pytest.mark.slow
 def test_a_fitted_head_predicts_at_every_depth_before_it_is_trained(target, features, held_out):
     with torch.no_grad():
         plain = accepted_by_depth(target, head(target), held_out)
@@ -92,7 +92,6 @@ def test_a_fitted_head_predicts_at_every_depth_before_it_is_trained(target, feat
     assert fitted[0] > 0.3 and fitted[3] > 0.5 * fitted[0], fitted
 
 
-@pytest.mark.slow
 def test_the_last_group_of_heads_copies(target, features):
     """Without it, text that is mostly copied from the request is predicted worse."""
     again = [features_of(target, *text) for text in told(conversations("train", 8, seed=9, workloads=["rewrite"]))]
@@ -105,7 +104,6 @@ def test_the_last_group_of_heads_copies(target, features):
     assert all(w > o + 0.02 for w, o in zip(with_copying, without)), (with_copying, without)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [
@@ -177,7 +175,6 @@ def block(target, family, *, fitted_to=None, init="least_squares", **shape):
     return drafter.initialise_from(target, kind.options(init=init), fitted_to).eval()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "shape"),
     [
@@ -197,7 +194,6 @@ def test_a_fitted_block_predicts_in_every_slot_before_it_is_trained(target, feat
     assert all(f > 2 * p and f > 0.1 for f, p in zip(fitted, plain, strict=True)), (plain, fitted)
 
 
-@pytest.mark.slow
 def test_the_bias_of_the_token_before_is_fitted_too(target, features, held_out):
     """A vanilla Markov head makes slots behind the first better; the first already reads that token."""
     with torch.no_grad():

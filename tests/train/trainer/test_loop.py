@@ -251,10 +251,10 @@ def test_another_recipe_does_not_continue_this_run(tiny_model, tmp_path):
 
 
 def test_time_budget_ends_a_run(tiny_model, tmp_path):
-    trainer = make_trainer(tiny_model, tmp_path, make_recipe(steps=None, max_minutes=0.02, save_every=None))
+    trainer = make_trainer(tiny_model, tmp_path, make_recipe(steps=None, max_minutes=0.005, save_every=None))
     began = time.monotonic()
     state = trainer.run()
-    assert 0 < state.step and time.monotonic() - began < 30 and state.seconds >= 1.2
+    assert 0 < state.step and time.monotonic() - began < 30 and state.seconds >= 0.3
 
 
 def test_learning_rate_warms_up_and_ends_at_zero(tiny_model, tmp_path):

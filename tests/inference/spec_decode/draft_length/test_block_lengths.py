@@ -232,6 +232,7 @@ class Ahead(DraftLength):
         return Proposal(proposal.token_ids, counts, proposal.q)
 
 
+@pytest.mark.slow
 def test_a_length_by_the_confidence_behind_a_draft_is_noticed(small, monkeypatch):  # noqa: F811
     """The power of the test above."""
     after_drafting(monkeypatch)
