@@ -298,7 +298,18 @@ _EVALUATED = (
     f"--out {RUNS}/engines"
 )
 FIGURES = {
-    "quickstart": Figure(20, ("make quickstart",), "runs/quickstart/eagle3", read_quickstart),
+    "quickstart": Figure(
+        20,
+        (
+            "command -v chromium  # draws the report's picture",
+            "make quickstart",
+            "chromium --headless --no-sandbox --hide-scrollbars --window-size=1200,2600 "
+            "--screenshot=$PWD/runs/quickstart/eagle3/report.png file://$PWD/runs/quickstart/eagle3/report.html",
+        ),
+        "runs/quickstart/eagle3",
+        read_quickstart,
+        pictures=(("report.png", "report.png"),),
+    ),
     "compare": Figure(
         65,
         (

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -43,14 +46,18 @@ def test_the_site_builds_without_a_warning(site):
 @pytest.mark.slow
 @pytest.mark.skipif(BINARY is None, reason="no chromium or google-chrome on this machine")
 def test_a_page_in_a_browser(site, tmp_path):
+    handler = partial(SimpleHTTPRequestHandler, directory=site[0])
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     browser = Chromium(tmp_path)
     try:
-        browser.open((site[0] / "getting-started.html").as_uri())
+        browser.open(f"http://127.0.0.1:{server.server_port}/getting-started.html")
         assert "make quickstart" in browser.evaluate("document.body.innerText")
         assert browser.evaluate("document.querySelector('.md-tabs').getBoundingClientRect().height") > 0
-        assert not browser.messages
+        assert not browser.messages, browser.messages
     finally:
         browser.close()
+        server.shutdown()
 
 
 def test_files_that_the_pages_name_exist():

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 BINARY = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-         "--disable-background-networking", "--disable-component-update", "--disable-extensions",
+FLAGS = ("--headless=new", "--window-size=1400,1000", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+         "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-extensions",
          "--remote-debugging-pipe")  # fmt: skip
 
 
