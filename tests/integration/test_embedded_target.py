@@ -7,16 +7,15 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from inference import LLM, SamplingParams
 from inference.report.schema import load_report
 from scripts.demo_target.answers import is_right
 from scripts.demo_target.corpus import CHECKABLE, WORKLOADS, conversations, prompts
+from tests.integration.test_pipeline import trained_lora
 from tests.quickstart_data import source as quickstart
 from train.pipeline.run import run
 
@@ -66,21 +65,10 @@ def test_answers_are_right_end_and_are_the_same_with_drafts(llm):
 @pytest.mark.usefixtures("no_pictures")
 def test_adapted_by_a_lora_it_is_drafted_for_by_a_continued_head(tmp_path):
     """A LoRA is trained to end every answer with other words; both are merged, and the text stays the target's own."""
-    base = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    adapted = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
-    optimizer = torch.optim.Adam([p for p in adapted.parameters() if p.requires_grad], lr=0.02)
     chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "Your order leaves tomorrow. " * 3}]
     ids = tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True)["input_ids"]
-    losses = []
-    for _ in range(5):
-        optimizer.zero_grad()
-        loss = adapted(input_ids=ids, labels=ids).loss
-        losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-    assert losses[-1] < losses[0] - 0.2
-    adapted.save_pretrained(tmp_path / "lora")
+    trained_lora(TARGET, ids, tmp_path / "lora", steps=5, learning_rate=0.02, gain=0.2)
 
     content = {
         "name": "adapted",

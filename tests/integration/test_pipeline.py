@@ -296,24 +296,30 @@ def test_medusa_2_exports_the_target_it_trained(recipe, tiny_target, tmp_path, e
     )
 
 
-@pytest.mark.integration
-def test_an_adapted_target_continues_the_head_of_its_base(recipe, tiny_target, tmp_path):
-    """The base's head is trained, a LoRA trained on the target, and the head continued for both merged: texts, features
-    and report are those of the merged target, whose folder is written once."""
-    assert run(recipe, SHORT) == 0
-    base = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+def trained_lora(target: Path, ids: torch.Tensor, folder: Path, steps: int, learning_rate: float, gain: float):
+    """The target with a LoRA, saved in `folder`, that was trained on `ids` until their loss had fallen by `gain`."""
+    base = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     adapted = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
-    optimizer = torch.optim.Adam([p for p in adapted.parameters() if p.requires_grad], lr=0.05)
-    ids = torch.arange(40, 104).view(2, 32)
+    optimizer = torch.optim.Adam([p for p in adapted.parameters() if p.requires_grad], lr=learning_rate)
     losses = []
-    for _ in range(8):
+    for _ in range(steps):
         optimizer.zero_grad()
         loss = adapted(input_ids=ids, labels=ids).loss
         losses.append(loss.item())
         loss.backward()
         optimizer.step()
-    assert losses[-1] < losses[0] - 0.5
-    adapted.save_pretrained(tmp_path / "lora")
+    assert losses[-1] < losses[0] - gain
+    adapted.save_pretrained(folder)
+    return adapted
+
+
+@pytest.mark.integration
+def test_an_adapted_target_continues_the_head_of_its_base(recipe, tiny_target, tmp_path):
+    """The base's head is trained, a LoRA trained on the target, and the head continued for both merged: texts, features
+    and report are those of the merged target, whose folder is written once."""
+    assert run(recipe, SHORT) == 0
+    ids = torch.arange(40, 104).view(2, 32)
+    adapted = trained_lora(tiny_target, ids, tmp_path / "lora", steps=8, learning_rate=0.05, gain=0.5)
 
     out = tmp_path / "adapted"
     changes = [

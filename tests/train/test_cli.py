@@ -323,6 +323,7 @@ def test_inspect_of_methods_without_a_folder(recipe_file):
 # ------------------------------------------------------------------ evaluate and generate
 
 
+@pytest.mark.slow
 def test_evaluate_measures_any_exported_drafter(target_folder, drafter_folder, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"def f{i}(x):", "workload": "code"}) + "\n" for i in range(2)))
@@ -335,6 +336,7 @@ def test_evaluate_measures_any_exported_drafter(target_folder, drafter_folder, t
     assert (tmp_path / "out" / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_evaluate_measures_a_suite_by_category(target_folder, drafter_folder, tmp_path):
     """A row per category and one for all, both acceptance lengths, and what they depend on; in the report as well."""
     path, out = tmp_path / "question.jsonl", tmp_path / "out"

@@ -92,6 +92,7 @@ def test_folders_are_no_repositories(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------------ the runtime
 
 
+@pytest.mark.slow
 def test_the_runtime_takes_ids(filled, target_folder, drafter_folder):  # noqa: F811
     expected = tokens(LLM(str(target_folder)))
     head = {"method": "eagle3", "num_speculative_tokens": 2}
@@ -105,6 +106,7 @@ def test_the_runtime_takes_ids(filled, target_folder, drafter_folder):  # noqa: 
     assert cached_folder(f"{HEAD}@v1") == cached_folder(HEAD, "v1")
 
 
+@pytest.mark.slow
 def test_a_module_of_the_target_is_that_of_its_revision(hub, tiny_model, tmp_path):
     model = tiny_model("llama", vocab_size=258, eos_token_id=256, pad_token_id=257)
     byte_tokenizer().save_pretrained(tmp_path / "target")
@@ -122,6 +124,7 @@ def test_a_module_of_the_target_is_that_of_its_revision(hub, tiny_model, tmp_pat
     assert not hub.asked("GET", f"^/{TARGET}/resolve/{main}/")
 
 
+@pytest.mark.slow
 def test_draft_models_and_tokenizers_by_id(filled, target_folder):  # noqa: F811
     speculative = {"method": "draft_model", "model": f"{TARGET}@v1", "num_speculative_tokens": 2}
     llm = LLM(str(target_folder), tokenizer=f"{TARGET}@v1", revision="of-the-target", speculative_config=speculative)
@@ -132,6 +135,7 @@ def test_draft_models_and_tokenizers_by_id(filled, target_folder):  # noqa: F811
 # ------------------------------------------------------------------------------------------------ commands
 
 
+@pytest.mark.slow
 def test_inspect_and_generate(filled, drafter_folder):  # noqa: F811
     code, output = call("inspect", f"{HEAD}@v1")
     assert code == 0 and "every tensor is there" in output
@@ -202,6 +206,7 @@ def test_offline_and_not_cached(filled, monkeypatch):
     assert filled.requests == []
 
 
+@pytest.mark.slow
 def test_offline_and_cached(filled, monkeypatch):
     speculative = {"model": f"{HEAD}@v1", "num_speculative_tokens": 2}
     expected = tokens(LLM(f"{TARGET}@v1", speculative_config=speculative))

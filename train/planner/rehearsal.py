@@ -32,6 +32,7 @@ from speculators.target.probe import needs_eager
 from train.data.loss_mask import TokenRow
 from train.data.packing import PackedRow, pack
 from train.losses.chunked import BLOCK_BYTES, CHUNK_BYTES, CHUNK_ROWS, SMALLEST_CHUNK
+from train.losses.products import SLAB_BYTES
 from train.planner.devices import Work
 from train.planner.trace import CPU, Tally, Trace, without_memory
 from train.trainer.joint_target import JointTarget
@@ -224,7 +225,7 @@ def _served(plan: Outline, dtype: torch.dtype) -> Drafter:
 def _sizes_of(kind: str, vocabulary: int) -> Iterator[None]:
     """Gives attention and the objective the kernel and the chunks that they have on a device of this kind. Blocks of
     the objective have at least BLOCK_ROWS rows of a large `vocabulary`, as each takes as long to walk."""
-    tables: list[dict[str, Any]] = [SCORES, KERNELS, CHUNK_ROWS, CHUNK_BYTES, SMALLEST_CHUNK, BLOCK_BYTES]
+    tables: list[dict[str, Any]] = [SCORES, KERNELS, CHUNK_ROWS, CHUNK_BYTES, SMALLEST_CHUNK, BLOCK_BYTES, SLAB_BYTES]
     before = [table["cpu"] for table in tables]
     for table in tables:
         table["cpu"] = table.get(kind, table["cuda"])

@@ -165,6 +165,7 @@ scripts = st.lists(pieces.map(lambda p: Script(tuple(p))), min_size=1, max_size=
 
 @settings(max_examples=15, deadline=None)
 @given(scripts, st.booleans(), st.sampled_from([None, 1, 2]))
+@pytest.mark.slow
 def test_figures_are_those_of_the_streams(scripts, chat, concurrency):
     """Tokens are those of the usage, however many a piece holds; times are never shorter than the server took."""
     backend = {"backend": "openai-chat"} if chat else {}

@@ -157,6 +157,7 @@ def test_parameters_at_their_ends(url, odd, temperature):
     assert fine(url) == expected
 
 
+@pytest.mark.slow
 def test_a_body_that_does_not_come(serving, drafting_llm, model):
     """Whoever sends it a byte a second is not waited for longer than for an answer."""
     url = serving(drafting_llm("ngram", model), request_timeout_s=2)

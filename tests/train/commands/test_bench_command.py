@@ -110,6 +110,7 @@ def test_no_server_is_said_and_failures_have_an_exit_code():
     assert result.exit_code == 1 and "3 failed" in result.output
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_start_says_why(interpreter, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", interpreter)
     log = tmp_path / "logs" / "server.log"

@@ -283,6 +283,7 @@ def test_offline_mode_is_named(hub, run, monkeypatch):
 
 @pytest.mark.parametrize("given", ["environment", "option"])
 @pytest.mark.parametrize("where", ["create$", "preupload", "batch$", "^/lfs/", "/commit/"])
+@pytest.mark.slow
 def test_no_token_in_what_is_printed(hub, run, monkeypatch, capfd, caplog, given, where):
     """Even from a server that quotes what it was sent."""
 
@@ -335,12 +336,14 @@ def test_an_adapter_of_a_folder_here_is_of_no_use_elsewhere(hub, draft_folder, t
 
 @pytest.mark.parametrize("error", [lambda _: Refused(503, "busy"), lambda _: CutOff()], ids=["503", "cut"])
 @pytest.mark.parametrize("where", ["PUT ^/lfs/", "POST /commit/", "POST batch$", "POST preupload"])
+@pytest.mark.slow
 def test_a_failure_that_passes_is_not_noticed(hub, run, where, error):
     hub.fail(*where.split(), error, times=2)
     assert push(run, to(), PushOptions(), say=lambda _: None).changed
     assert hub.failures == [] and "model.safetensors" in hub.repositories[REPO].files()
 
 
+@pytest.mark.slow
 def test_a_failure_that_stays_is_resumed_later(hub, copy):
     """Of two large files the one that arrived is not sent again."""
     (copy / "export" / "tokenizer.json").write_bytes(b"{}" + b" " * 4000)

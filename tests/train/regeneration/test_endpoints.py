@@ -251,6 +251,7 @@ def test_a_fifth_fails_and_the_server_is_restarted_twice(write, server, here, tm
     assert set(account["retries"]) >= {"http_500", "http_503", "connection", "not_an_answer", "cut_off", "timeout"}
 
 
+@pytest.mark.slow
 def test_load_goes_where_there_is_room_and_away_from_what_is_broken(write, server, monkeypatch, tmp_path):
     monkeypatch.setattr(http_client, "FIRST_PAUSE_S", 0.02)
     good, broken = FaultyProxy(server, 0.0), FaultyProxy(server, 0.0)
@@ -272,6 +273,7 @@ def test_load_goes_where_there_is_room_and_away_from_what_is_broken(write, serve
     broken.kill()
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_is_not_there_yet_is_waited_for(write, server, tmp_path, monkeypatch):
     monkeypatch.setattr(http_client, "FIRST_PAUSE_S", 0.02)
     late = FaultyProxy(server, 0.0)
@@ -290,6 +292,7 @@ def test_an_endpoint_that_is_not_there_yet_is_waited_for(write, server, tmp_path
     late.kill()
 
 
+@pytest.mark.slow
 def test_patience_ends(write, server, monkeypatch, tmp_path):
     monkeypatch.setattr(http_client, "FIRST_PAUSE_S", 0.02)
     proxy = FaultyProxy(server, 0.0)
@@ -364,6 +367,7 @@ def test_it_stops_early_where_there_is_no_hope(write, server, monkeypatch):
 # ------------------------------------------------------------------ kills, and several at work
 
 
+@pytest.mark.slow
 def test_a_torn_line_is_cut_and_written_again(write, server, tmp_path):
     whole = write("whole", endpoints=[server])
     (path,) = (tmp_path / "whole").glob("*.0000.jsonl")
