@@ -274,17 +274,17 @@ _VLLM = (
     "export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind",
     "export DRAFTSMITH_VLLM_PYTHON=${DRAFTSMITH_VLLM_PYTHON:-$PWD/.venv-vllm/bin/python}",
 )
-_ADVICE = (
-    f"draftsmith bench --compare --together --model {TARGET} --num-prompts 32 --dataset-name custom "
-    "--dataset-path recipes/quickstart/data/test.jsonl.gz --disable-shuffle --output-len 48 --temperature 0 "
-    "--concurrencies 1,4,16 --draft-lengths 0,2,4,6 --repeats 5 "
-    f'--speculative-config \'{{"model": "{HEAD}", "num_speculative_tokens": 6}}\''
-)
 
 
-def advice_commands(serve_args: str, folder: str) -> tuple[str, str]:
+def advice_commands(serve_args: str, lengths: str, folder: str) -> tuple[str, str]:
     """An advice is made, and followed by a server that is measured beside every fixed K."""
-    run = f"{_ADVICE} --serve-args '{serve_args}' --result-dir {RUNS}/{folder}"
+    drafter = f'{{"model": "{HEAD}", "num_speculative_tokens": {lengths[-1]}}}'
+    run = (
+        f"draftsmith bench --compare --together --model {TARGET} --num-prompts 32 --dataset-name custom "
+        "--dataset-path recipes/quickstart/data/test.jsonl.gz --disable-shuffle --output-len 48 --temperature 0 "
+        f"--concurrencies 1,4,16 --draft-lengths {lengths} --repeats 5 --speculative-config '{drafter}' "
+        f"--serve-args '{serve_args}' --result-dir {RUNS}/{folder}"
+    )
     return f"{run}/first", f"{run}/followed --advised {RUNS}/{folder}/first/speculative_config.json"
 
 
@@ -383,14 +383,20 @@ FIGURES = {
         needs=("quickstart",),
     ),
     "advice": Figure(
-        12, advice_commands("--max-num-seqs 16", "advice"), f"{RUNS}/advice", read_advice, needs=("quickstart",)
+        12,
+        advice_commands("--max-num-seqs 16", "0,2,4,6", "advice"),
+        f"{RUNS}/advice",
+        read_advice,
+        needs=("quickstart",),
     ),
     "advice_vllm": Figure(
         25,
         (
             *_VLLM,
             *advice_commands(
-                "--engine vllm --dtype bfloat16 --max-model-len 2048 --max-num-seqs 16 --enforce-eager", "advice-vllm"
+                "--engine vllm --dtype bfloat16 --max-model-len 2048 --max-num-seqs 16 --enforce-eager",
+                "2,4,6",
+                "advice-vllm",
             ),
         ),
         f"{RUNS}/advice-vllm",
