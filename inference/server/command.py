@@ -6,6 +6,7 @@ accepted, all others that are not known are errors (vllm_options). torch is impo
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -110,6 +111,8 @@ def serve_app(llm: LLM, flags: ServeFlags) -> None:
     )
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises the signal again after a clean exit
         signal.signal(number, lambda *_: None)
+    gc.collect()
+    gc.freeze()  # what is there stays: collections between tokens need not walk it
     server.run()
     if not server.started:
         sys.exit(3)

@@ -14,7 +14,7 @@ def reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
 
 
 @pytest.mark.parametrize("size", [1e-4, 1.0, 300.0])
-@pytest.mark.parametrize("shape", [(1, 1, 32), (2, 5, 7, 16), (3, 0, 8)])
+@pytest.mark.parametrize("shape", [(1, 1, 32), (2, 5, 7, 16), (3, 0, 8), (2, 40, 128)])
 def test_norm_is_the_root_mean_square(shape, size) -> None:
     generator = torch.Generator().manual_seed(0)
     x = size * torch.randn(shape, generator=generator) + size  # not centred
@@ -27,9 +27,11 @@ def test_norm_is_the_root_mean_square(shape, size) -> None:
 
 
 def test_a_weight_per_head() -> None:
-    x, weight = torch.randn(2, 3, 4, 8), torch.randn(4, 8)
-    with torch.no_grad():
-        torch.testing.assert_close(rms_norm(x, weight, 1e-6), reference(x, weight, 1e-6).float(), atol=2e-6, rtol=1e-5)
+    for length in (3, 300):
+        x, weight = torch.randn(2, length, 4, 8), torch.randn(4, 8)
+        with torch.no_grad():
+            found = rms_norm(x, weight, 1e-6)
+        torch.testing.assert_close(found, reference(x, weight, 1e-6).float(), atol=2e-6, rtol=1e-5)
 
 
 def test_bfloat16_is_as_close_as_bfloat16_can_be() -> None:
