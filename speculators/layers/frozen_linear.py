@@ -15,6 +15,10 @@ from torch import Tensor, nn
 
 MOST_JOINED = 64 << 20  # bytes of weights; reading more takes so long that the calls saved are nothing
 MOST_PACKED = 2 << 30  # bytes of a target's weights that are packed, which holds them twice
+_OPS = torch.ops.mkldnn
+_WANTED = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
+HAS_PACKED = torch.backends.mkldnn.is_available() and all(hasattr(_OPS, name) for name in _WANTED)
+PACKED_PRODUCT = _OPS._linear_pointwise.default if HAS_PACKED else None
 
 
 class FrozenLinear:
@@ -45,17 +49,15 @@ class FrozenLinear:
         return sum(linear.weight.nbytes for linear in linears) <= MOST_JOINED
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.packed is not None and x.dtype == torch.bfloat16 and x.numel() and not torch.is_grad_enabled():
+            if torch.compiler.is_compiling():
+                return torch.ops.draftsmith.packed_linear(x, self.weight, self.bias)
+            return PACKED_PRODUCT(x, self.packed, self.bias, "none", [], "")
         shape = x.shape  # made 2-d, since a strided batch of one would use bmm, which takes four times as long
-        rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
-        count, across = rows.shape[0], self.across
-        packed = self.packed is not None and x.dtype == torch.bfloat16 and count > 0 and not torch.is_grad_enabled()
-        if packed and torch.compiler.is_compiling():
-            out = torch.ops.draftsmith.packed_linear(rows, self.weight, self.bias)
-        elif packed:
-            out = _packed_product(rows, self.packed, self.bias)
-        elif torch.compiler.is_compiling() or torch.is_grad_enabled():  # a compiler chooses its own layout
+        rows, across = x if len(shape) == 2 else x.reshape(-1, shape[-1]), self.across
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():  # a compiler chooses its own layout
             out = nn.functional.linear(rows, self.weight, self.bias)
-        elif across is not None and count == 1 and rows.dtype == across.dtype:
+        elif across is not None and rows.shape[0] == 1 and rows.dtype == across.dtype:
             out = rows.mm(across) if self.bias is None else torch.addmm(self.bias, rows, across)
         else:
             out = nn.functional.linear(rows, self.weight, self.bias)
@@ -64,29 +66,27 @@ class FrozenLinear:
 
 _PACKED: weakref.WeakValueDictionary[tuple, FrozenLinear] = weakref.WeakValueDictionary()  # by what `_key` says
 _LIBRARY = torch.library.Library("draftsmith", "FRAGMENT")
-_LIBRARY.define("packed_linear(Tensor rows, Tensor weight, Tensor? bias) -> Tensor")
+_LIBRARY.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 
 
-def _packed_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """linear(rows, weight, bias) inside compiled code, to which a packed weight cannot be given."""
+def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """linear(x, weight, bias) inside compiled code, to which a packed weight cannot be given."""
     found = _PACKED.get(_key(weight))
-    return nn.functional.linear(rows, weight, bias) if found is None else _packed_product(rows, found.packed, bias)
+    if found is None:
+        return nn.functional.linear(x, weight, bias)
+    return PACKED_PRODUCT(x, found.packed, bias, "none", [], "")
 
 
 def _key(weight: Tensor) -> tuple:
     return weight.data_ptr(), *weight.shape
 
 
-def _packed_product(rows: Tensor, packed: Tensor | None, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
-
-
 _LIBRARY.impl("packed_linear", _packed_linear, "CPU")
 
 
 @torch.library.register_fake("draftsmith::packed_linear", lib=_LIBRARY)
-def _(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return rows.new_empty(rows.shape[0], weight.shape[0])
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 def freeze_linears(module: nn.Module) -> None:
@@ -133,11 +133,8 @@ def _turns(weight: Tensor) -> bool:
 
 def can_pack(weight: Tensor) -> bool:
     """True if oneDNN has kernels for a packed copy of it here: bfloat16 on a CPU that computes with it."""
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
-        return False
-    ops = torch.ops.mkldnn
-    wanted = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
-    return all(hasattr(ops, name) for name in wanted) and ops._is_mkldnn_bf16_supported()
+    bfloat16 = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    return bfloat16 and HAS_PACKED and _OPS._is_mkldnn_bf16_supported()
 
 
 def _pack(weight: Tensor) -> Tensor:
