@@ -80,7 +80,9 @@ def vllm_writer(accelerator: Accelerator, options: Mapping[str, Any], count: int
         return Writer((machine, machines) if accelerator.local_process_index == 0 else None)
     if size > count:
         sizes = ", ".join(f"{name}={options[name]}" for name in ENGINE_SIZES if name in options)
-        raise ConfigError(f"features.vllm_options: {sizes} take {size} devices, this machine has {count}; lower them")
+        raise ConfigError(
+            f"features.vllm_options: {sizes} takes {size} devices, and this machine has {count}; lower the sizes"
+        )
     engines = max(min(here, count) // size, 1)
     engine, place = divmod(accelerator.local_process_index, size)
     if place or engine >= engines:

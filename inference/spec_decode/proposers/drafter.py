@@ -197,7 +197,7 @@ class HeadProposer(Proposer):
                 logits = process_chain_logits(step.logits, requests, drafted, self._draft_to_target, self._vocab_size)
                 wanted = depth - len(drafted)  # further drafts, this one included
                 if go_on is not None:
-                    confidence = logits.float().softmax(-1).amax(-1)  # [b], the drafter's largest probability
+                    confidence = _confidence(logits)
                     if step.confidence is not None:
                         confidence = _both(step.confidence, confidence)
                     if self.stops_early:
@@ -313,6 +313,11 @@ class _SampledChain:
         """[b, depth, V_draft], having checked that every draft could be drawn."""
         check_drawn(torch.cat(self._drawn).tolist(), self._q[0].shape[-1])
         return torch.stack(self._q, dim=1)
+
+
+def _confidence(logits: Tensor) -> Tensor:
+    """The drafter's largest probability [b]; not that of the draft, which was drawn by it."""
+    return logits.float().softmax(-1).amax(-1)
 
 
 def _both(own: Tensor, largest: Tensor) -> Tensor:
