@@ -47,6 +47,7 @@ def test_eager_and_compiled_rounds_write_the_same_tokens(traced):
     assert done["state"] == "ok" and done["figures"]["ways_with_the_same_tokens"] == 2
 
 
+@pytest.mark.slow
 def test_a_part_that_takes_too_long_ends_with_all_that_it_started(tmp_path, monkeypatch):
     part = tmp_path / "part.py"
     part.write_text(

@@ -81,6 +81,7 @@ def test_a_python_answer_cannot_run_away(body):
     assert not check(conversation, f"```python\ndef {name}(items, b=0):\n    {body}\n\nassert {name}([1], 1) == 1\n```")
 
 
+@pytest.mark.slow
 def test_splits_share_no_message_that_stands_alone():
     seen = {
         s: {next(m["content"] for m in c.messages if m["role"] == "user") for c in conversations(s, 1000)}

@@ -265,6 +265,7 @@ def test_a_draft_model_from_recipe_to_report(recipe, tmp_path, capsys, kind):
             run(recipe, [*options, "drafter.vocab=same", f"output_dir={tmp_path / 'other'}"])
 
 
+@pytest.mark.slow
 def test_launcher_of_another_family_and_dry_run(recipe, tmp_path, capsys):
     with pytest.raises(ConfigError, match="this launcher trains"):
         run(recipe, families=("medusa",))

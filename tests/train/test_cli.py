@@ -137,6 +137,7 @@ def test_schema_of_one_section():
 # ------------------------------------------------------------------ --dry-run
 
 
+@pytest.mark.slow
 def test_dry_run_says_what_would_happen_and_does_nothing(recipe_file):
     code, output = call("train", recipe_file, "--dry-run")
     assert code == 0, output
@@ -153,6 +154,7 @@ def test_dry_run_says_what_would_happen_and_does_nothing(recipe_file):
     assert not (recipe_file.parent / "run").exists()
 
 
+@pytest.mark.slow
 def test_dry_run_says_what_cached_features_take(recipe_file):
     cache = ("features.mode=cache", "features.encoding=rotated3", "features.last_hidden_encoding=rotated6")
     code, output = call("train", recipe_file, *cache, "--dry-run")

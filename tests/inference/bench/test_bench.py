@@ -201,6 +201,7 @@ def test_figures_are_those_of_the_streams(scripts, chat, concurrency):
     assert result["spec_decode_per_position_acceptance_rates"] == pytest.approx(rates)
 
 
+@pytest.mark.slow
 def test_failures_are_counted_and_in_no_figure():
     good = Script(((0.0, 2), (0.0, 2)))
     bad = [Script(((0.3, 1), (0.3, 9)), fault=fault) for fault in ("status", "error", "cut")]
@@ -270,6 +271,7 @@ def test_gaps_vary_as_the_burstiness_says(burstiness):
     assert np.var(gaps) / np.mean(gaps) ** 2 == pytest.approx(1 / burstiness, rel=0.1)
 
 
+@pytest.mark.slow
 def test_requests_are_sent_when_they_arrive():
     with running(FakeServer([Script(((0.0, 1),))])) as url:
         result = measure(options(url, request_rate=8.0), work(12))

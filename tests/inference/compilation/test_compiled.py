@@ -175,6 +175,7 @@ def test_shapes_hold_what_they_are_asked_for():
 # ---------------------------------------------------------------------- what is refused, and named
 
 
+@pytest.mark.slow
 def test_a_target_that_torch_cannot_compile_is_named_and_runs_eager(model_of):
     model = model_of("ngram")
     expected = write(llm_of("ngram", model, 2, None))
@@ -243,6 +244,7 @@ def test_unasked_cuda_graphs_are_for_few_rows():
     assert read_compilation(False, None, CUDA, max_num_seqs=9) is not None
 
 
+@pytest.mark.slow
 def test_unasked_graphs_wait_for_the_warm_up_and_for_room(model_of, caplog):
     model, warm = model_of("off"), Compilation("eager", row_sizes=(2,), when_warm=True)
     expected = write(llm_of("off", model, 2, None))

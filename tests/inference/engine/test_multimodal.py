@@ -32,6 +32,7 @@ def write(llm) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
 
 
+@pytest.mark.slow
 def test_text_with_drafts_is_the_whole_models_own(folder, tmp_path):
     """A head, trained or not, drafts for it from its export; a plan has the sizes without loading anything."""
     target = FrozenTarget.from_pretrained(str(folder), tap_layers=(1, 2))

@@ -337,6 +337,7 @@ def bare_report() -> AcceptanceReport:
     return build_report([silent, busy], provenance(recipe_name=None, git_commit=None))
 
 
+@pytest.mark.slow
 def test_the_page_is_self_contained_and_complete(report: AcceptanceReport, tmp_path: Path) -> None:
     page = write_html(report, tmp_path / "report.html", history()).read_text(encoding="utf-8")
     assert not re.search(r"https?:|//cdn|@import|<link|<script|src=\"(?!data:)", page)
@@ -400,6 +401,7 @@ def with_suites(report: AcceptanceReport, *names: str) -> AcceptanceReport:
     return report.model_copy(update={"results": [*report.results, *made.results], "suites": made.suites})
 
 
+@pytest.mark.slow
 def test_suites_stand_beside_the_evaluations_own_prompts(report: AcceptanceReport, tmp_path: Path) -> None:
     """They change no headline figure; each has its own `all`, in the file, the page and the table."""
     both = with_suites(report, "spec_bench", "speed_bench")
@@ -430,6 +432,7 @@ def in_two_modes(report: AcceptanceReport) -> AcceptanceReport:
     return both.model_copy(update={"suites": told})
 
 
+@pytest.mark.slow
 def test_thinking_modes_stand_side_by_side(report: AcceptanceReport, tmp_path: Path) -> None:
     both = in_two_modes(report)
     assert load_report(save_report(both, tmp_path / "acceptance.json")) == both
@@ -455,6 +458,7 @@ def test_every_field_is_documented() -> None:
     assert all(field.description for field in [*Cell.model_fields.values(), *Provenance.model_fields.values()])
 
 
+@pytest.mark.slow
 def test_progress_is_the_slope_per_doubling_of_the_tokens_seen(report: AcceptanceReport) -> None:
     records: list[dict] = [{"step": step, "supervised_tokens": 100} for step in range(1, 65)]
     for step in (4, 16, 23, 32, 45, 64):  # before the last two doublings it was steep

@@ -43,6 +43,7 @@ def made(
     return build_report(measured, provenance(**(facts | {"engines": engines} | changes)))
 
 
+@pytest.mark.slow
 def test_both_engines_are_in_the_file_the_table_and_the_page(tmp_path) -> None:
     report = lay_beside(made(), made("vllm", extra=1))
     assert load_report(save_report(report, tmp_path / "acceptance.json")) == report

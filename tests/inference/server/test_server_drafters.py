@@ -172,6 +172,7 @@ def test_it_is_off_unless_asked_for_and_needs_the_key(serving, drafting_llm, mod
     assert swap(url, NGRAM).status_code == 401
 
 
+@pytest.mark.slow
 def test_a_limit_of_memory_holds_for_the_new_drafter(serving, drafting_llm, model, heads):
     """A head has keys and values of its own: requests that fitted without it and would not with it keep it out."""
     llm = drafting_llm("off", model)

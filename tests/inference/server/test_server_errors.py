@@ -87,6 +87,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.slow
 def test_every_fault_names_its_field(url):
     for path, body, param in FAULTS:
         answer = CLIENT.post(url + path, json=body)

@@ -232,6 +232,7 @@ def test_a_server_that_goes_tells_its_clients(serving, drafting_llm, model):
     wait_until(lambda: idle(serving, url))
 
 
+@pytest.mark.slow
 def test_sigterm(saved):
     """What runs is finished, and the process ends well. The command is the one that guides start vLLM with."""
     with socket.socket() as free:

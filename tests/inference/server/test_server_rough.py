@@ -117,6 +117,7 @@ BODIES = [
 TYPES = ["application/json", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "", "a;b;=c"]
 
 
+@pytest.mark.slow
 def test_bodies_and_types_that_nobody_sends(url):
     expected = fine(url)
     for body in BODIES:
@@ -168,6 +169,7 @@ def test_a_body_that_does_not_come(serving, drafting_llm, model):
     assert told.startswith(b"HTTP/1.1 408") and b"TimeoutError" in told
 
 
+@pytest.mark.slow
 def test_streams_that_nobody_reads(serving, drafting_llm, model):
     """They hold no row once they are written, and nobody waits for them."""
     url = serving(drafting_llm("ngram", model, max_num_seqs=2))

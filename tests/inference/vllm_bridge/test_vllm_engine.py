@@ -40,6 +40,7 @@ def test_an_interpreter_without_vllm_is_refused(monkeypatch, tmp_path) -> None:
 
 
 @without_vllm
+@pytest.mark.slow
 def test_a_worker_that_fails_says_why_in_its_own_words() -> None:
     with pytest.raises(VllmError, match=r"(?s)No module named 'vllm'.*Traceback"):
         Worker(sys.executable, {"model": "m", "options": {}, "speculative_config": None})

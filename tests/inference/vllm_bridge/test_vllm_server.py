@@ -156,6 +156,7 @@ def counted(cell) -> tuple:
     return cell.prompts, cell.output_tokens, cell.num_drafts, cell.num_draft_tokens, cell.num_accepted_tokens_per_pos
 
 
+@pytest.mark.slow
 def test_a_server_that_tells_all_is_measured_as_this_runtime(folders, served, ours) -> None:
     url, baseline = served(detail="detailed"), served(drafts=False)
     report = evaluate(*folders, PROMPTS, SETTINGS, engine=VllmServers(url, baseline + "/v1/"))
@@ -188,6 +189,7 @@ def test_counters_that_others_move_are_refused(folders, served) -> None:
         evaluate(*folders, PROMPTS, SETTINGS, engine=VllmServers(served(others=1)))
 
 
+@pytest.mark.slow
 def test_sampling_is_measured_only_where_the_server_does_it_right(folders, served) -> None:
     sampled = replace(SETTINGS, temperatures=(0.0, 1.0), max_tokens=6)
     with pytest.raises(ConfigError, match="what it accepts at 1 means nothing"):
@@ -197,6 +199,7 @@ def test_sampling_is_measured_only_where_the_server_does_it_right(folders, serve
     assert report.cell("all", 1).expected is None  # how it draws its drafts is not known
 
 
+@pytest.mark.slow
 def test_servers_that_cannot_be_measured_are_named(folders, served) -> None:
     for settings, options, words in (
         (SETTINGS, {"drafts": False}, "does not draft; start it with --speculative-config"),

@@ -89,6 +89,7 @@ def test_parts_are_numbered_from_one(recipe):
         assert f"--part {wrong}: expected I/N" in refused("regenerate", recipe, "--part", wrong)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_is_refused(recipe, monkeypatch):
     none = "regenerate.endpoints=[{url: 'http://127.0.0.1:9/v1', api_key_env: NO_SUCH_KEY}]"
     assert "the environment variable NO_SUCH_KEY holds no key" in refused("regenerate", recipe, none)

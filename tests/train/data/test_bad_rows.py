@@ -95,6 +95,7 @@ def check_all(lines: list[tuple[bytes, Truth]], tokenizer: ConversationTokenizer
             assert [tokenizer._decode(row.input_ids[a:b]) for a, b in edges] == answers, truth.kind
 
 
+@pytest.mark.slow
 def test_every_kind_of_damage_is_used_or_reported(tokenizer, tmp_path):
     lines = list(damaged(300, seed=1, long=2, tokens=3000))
     assert {truth.kind for _, truth in lines} >= set(BAD)
@@ -297,6 +298,7 @@ def or_bad(make):
 
 @settings(max_examples=150, deadline=None)
 @given(row=likely_rows | anything, columns=columns, field=st.sampled_from(["auto", "messages", "completion"]))
+@pytest.mark.slow
 def test_property_a_row_is_an_example_or_a_bad_row(row, columns, field):
     found = or_bad(lambda: parse_row(row, origin="f:1", columns=columns, field=field))
     assert isinstance(found, Example) or (found.reason in REASONS and str(found).startswith("f:1: "))
@@ -304,6 +306,7 @@ def test_property_a_row_is_an_example_or_a_bad_row(row, columns, field):
 
 @settings(max_examples=80, deadline=None)
 @given(row=likely_rows)
+@pytest.mark.slow
 def test_property_an_example_has_rows_and_a_prompt_or_is_bad(tokenizer, row):
     found = or_bad(lambda: tokenizer.rows(parse_row(row, origin="f:1")))
     if isinstance(found, BadRow):

@@ -354,6 +354,7 @@ def test_the_template_and_its_thinking_mode_are_told(tokenizer):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_turns_out_of_reach_are_passed_over_and_change_nothing(tokenizer, monkeypatch):
     """Of a conversation much longer than a row only what reaches into the row is tokenised; the rows are the same."""
     example = chat(*["hello there, how are you?"] * 80)
@@ -543,6 +544,7 @@ def test_parquet_loses_the_nulls_that_arrow_adds(tmp_path):
     assert example.workload == "rows"
 
 
+@pytest.mark.slow
 def test_the_sources_of_the_quickstart():
     chats = load_sources([Source.model_validate(quickstart("validation", 6))])
     assert [e.workload for e in chats] == ["math", "python", "json", "rewrite", "table", "chat"]

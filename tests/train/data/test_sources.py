@@ -358,6 +358,7 @@ def test_fanning_out_needs_regeneration(tmp_path):
         recipe_of(tmp_path, [chat("a", "b")], [chat("c")], regenerate=False, fan_out=True)
 
 
+@pytest.mark.slow
 def test_the_quickstart_trains_on_what_it_did_before_there_was_a_selection():
     """Its generated prompts are all different, and none is the evaluation's."""
     recipe = load_recipe(ROOT / "recipes" / "quickstart" / "eagle3.yaml")

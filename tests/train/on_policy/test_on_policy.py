@@ -189,6 +189,7 @@ trainer.accelerator.end_training()
 """
 
 
+@pytest.mark.slow
 def test_two_processes_write_their_parts_and_agree(tmp_path) -> None:
     base = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     with socket.socket() as probe:

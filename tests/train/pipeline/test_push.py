@@ -99,6 +99,7 @@ def metadata(card: bytes) -> dict:
 # ------------------------------------------------------------------------------------------------ what is sent
 
 
+@pytest.mark.slow
 def test_the_hub_has_what_was_staged_and_a_second_push_adds_nothing(hub, run, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", WRITER)
     before = sent(run)
@@ -237,6 +238,7 @@ def test_a_drafter_that_does_not_load_is_not_sent(hub, copy):
     assert REPO in hub.repositories
 
 
+@pytest.mark.slow
 def test_a_repository_with_other_weights_or_a_public_one_is_refused(hub, run):
     push(run, to(private=False), PushOptions(), say=lambda _: None)
     assert not hub.repositories[REPO].private
@@ -304,6 +306,7 @@ def test_no_token_in_what_is_printed(hub, run, monkeypatch, capfd, caplog, given
     assert SECRET not in printed and "Traceback" not in printed
 
 
+@pytest.mark.slow
 def test_a_draft_model_with_its_own_tokenizer(hub, target_folder, draft_folder, tmp_path):  # noqa: F811
     """Its map and its tokenizer travel with it, and it drafts the same by its id."""
     llm = LLM(target_folder, speculative_config=drafting(draft_folder, use_heterogeneous_vocab=True))
@@ -363,6 +366,7 @@ def test_a_failure_that_stays_is_resumed_later(hub, copy):
 # ------------------------------------------------------------------------------------------------ where to
 
 
+@pytest.mark.slow
 def test_branches_and_pull_requests(hub, run):
     push(run, to(), PushOptions(), say=lambda _: None)
     main = hub.repositories[REPO].branches["main"]

@@ -276,6 +276,7 @@ def test_more_of_anything_takes_more(real, tmp_path):
     assert 0 < low < likely < high
 
 
+@pytest.mark.slow
 def test_more_devices_are_never_slower(real):
     times = [seconds(real, count=count).likely for count in (1, 2, 4, 8)]
     assert times == sorted(times, reverse=True) and times[1] > times[0] / 2
@@ -367,6 +368,7 @@ def test_unknown_devices_and_unknown_data(recipe_file, tmp_path, folder):
     assert any("5,000 examples of 120 tokens" in text for text in told["assumptions"])
 
 
+@pytest.mark.slow
 def test_a_budget_of_minutes_is_the_time_of_the_training(folder):
     recipe = make_recipe(
         tree(folder) | {"training": {"max_minutes": 3, "batch_size": 2}, "regenerate": {"enabled": False}}
@@ -391,6 +393,7 @@ def test_stages_add_up(folder):
     assert two.disk["best weights"] == 2 * one.disk["best weights"] and two.disk["export"] == one.disk["export"]
 
 
+@pytest.mark.slow
 def test_this_machine_is_measured():
     device = find_device("cpu")
     assert isinstance(device, Device) and device.kind == "cpu"

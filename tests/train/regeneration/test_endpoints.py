@@ -116,6 +116,7 @@ def test_a_server_writes_what_this_process_writes(write, server, tmp_path, turns
     assert record["written_by"][0]["model"] == "target" and record["turns"] == turns
 
 
+@pytest.mark.slow
 def test_the_target_that_is_loaded_is_compared_with(write, server, here, tiny_model, tokenizer, serving, tmp_path):
     write("good", endpoints=[server], llm=here)
     assert kept(tmp_path / "good")[1]["written_by"][0]["agreement"] == 1.0
@@ -146,6 +147,7 @@ def without(proxy: FaultyProxy, *names: str, routes: tuple[str, ...] = ()) -> No
     proxy._forward = answer
 
 
+@pytest.mark.slow
 def test_a_server_without_token_ids_is_refused_by_name(write, server):
     proxy = FaultyProxy(server, 0.0)
     without(proxy, "token_ids")
@@ -154,6 +156,7 @@ def test_a_server_without_token_ids_is_refused_by_name(write, server):
     proxy.kill()
 
 
+@pytest.mark.slow
 def test_text_that_is_proved_is_what_was_written(write, server, tmp_path):
     """A random model writes tokens that no tokenizer would; what is taken for proved is right all the same."""
     examples = [*PROMPTS[:30], *CHATS]
@@ -326,6 +329,7 @@ def refusing(proxy: FaultyProxy, marked: str) -> None:
     proxy._forward = answer
 
 
+@pytest.mark.slow
 def test_every_failure_is_accounted_for(write, server, tmp_path):
     proxy = FaultyProxy(server, 0.0)
     refusing(proxy, "number 5")  # 5 and 50 to 59
@@ -384,6 +388,7 @@ def test_a_torn_line_is_cut_and_written_again(write, server, tmp_path):
         write("cut2", endpoints=[server])
 
 
+@pytest.mark.slow
 def test_several_processes_share_the_work_and_no_file(write, server, tmp_path):
     """Each writes its part into a shard of its own; whoever comes last finds all of it."""
     held = ResponseStore(tmp_path / "x", "0" * 16)

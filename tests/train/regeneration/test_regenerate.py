@@ -43,6 +43,7 @@ def write(llm):
     return run
 
 
+@pytest.mark.slow
 def test_a_kill_anywhere_changes_no_response(write, tmp_path):
     """The file is cut where a kill may have cut it: between chunks, inside a line, or before the first chunk ended."""
     whole = write(tmp_path / "whole")
@@ -114,6 +115,7 @@ def test_all_processes_write_what_one_would(tmp_path):
         assert responses == found["one"][0] and written == files[kind], kind
 
 
+@pytest.mark.slow
 def test_nothing_is_written_twice_and_settings_do_not_mix(write, tmp_path):
     first = write(tmp_path)
     seen = []

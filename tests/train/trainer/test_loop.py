@@ -91,6 +91,7 @@ def test_loss_falls_and_records_are_complete(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize("stop_after", [1, 3, 4, 7])
+@pytest.mark.slow
 def test_killed_anywhere_ends_with_the_same_weights(tiny_model, tmp_path, stop_after):
     """A run that dies after any step and is started again ends bit for bit like one that was left alone."""
     whole = make_trainer(tiny_model, tmp_path / "whole", make_recipe())
@@ -134,6 +135,7 @@ def steps_seen(process: Forked, count: int) -> None:
         assert process.stdout.readline(), "the training process ended early"
 
 
+@pytest.mark.slow
 def test_kill_9_and_sigterm_then_rerun(tmp_path):
     """The same through real processes: kill -9, then SIGTERM (exits after saving), then to the end."""
     whole = start(tmp_path / "whole")

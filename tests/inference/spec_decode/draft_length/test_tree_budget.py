@@ -188,6 +188,7 @@ def test_grown_trees_are_lossless_by_enumeration(rule, monkeypatch):
         assert prices is None or len(sizes) > 1
 
 
+@pytest.mark.slow
 def test_the_enumeration_notices_a_tree_that_is_pruned_after_drawing(monkeypatch):
     assert distance(PrunedAfterwards, None, "traversal", monkeypatch)[0] > 1e-3
 

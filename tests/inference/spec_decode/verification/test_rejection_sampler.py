@@ -296,6 +296,7 @@ def test_matched_drafts_leave_every_seeds_text_as_it_is(path):
     assert torch.equal(drafted, alone.write(50, 50))
 
 
+@pytest.mark.slow
 def test_the_check_fails_for_noise_shared_between_acceptance_and_residual(monkeypatch):
     def repeated(generator, n):
         numbers = uniforms(generator, n)
