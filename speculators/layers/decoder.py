@@ -39,7 +39,7 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         twice = self._twice
-        if twice is None or x.dtype != twice.dtype or torch.is_grad_enabled():
+        if twice is None or x.dtype != twice.dtype or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return rms_norm(x, self.weight.to(x.dtype), self.eps)
         return _first_half_of_layer_norm(x, twice, self.eps)
 
@@ -48,11 +48,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., n] and weight, which is [n] or has more of the dimensions of x.
 
     On a CPU torch computes this in eight calls and a layer norm in one. The layer norm of (x, -x), whose mean is 0 and
-    whose variance is the mean square of x, has it as its first half.
+    whose variance is the mean square of x, has it as its first half. A compiler makes it one loop.
     """
-    if weight.dim() == 1 and (x.device.type != "cpu" or torch.is_grad_enabled()):
+    direct = x.device.type != "cpu" or torch.compiler.is_compiling()
+    if weight.dim() == 1 and (direct or torch.is_grad_enabled()):
         return nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
-    if x.device.type != "cpu":
+    if direct:
         return nn.functional.rms_norm(x, x.shape[-1:], None, eps) * weight
     return _first_half_of_layer_norm(x, None, eps) * weight
 
