@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
@@ -54,7 +55,7 @@ class Compiled:
         step, new = self._found.get(key), False
         if step is None:
             logger.info("compiling %s for %s", self.what, key)
-            step, new = self._compile(make(), self._made), True
+            step, new = CompiledFunction(make(), self._made, self._compilation, direct=not self._replays), True
             self._made += 1
         started = perf_counter()
         try:
@@ -78,16 +79,6 @@ class Compiled:
         """True if outputs lie in memory that the next replay of a CUDA graph overwrites."""
         return self._compilation.cudagraphs and torch.cuda.is_available()
 
-    def _compile(self, step: Callable[..., Any], number: int) -> Callable[..., Any]:
-        # functions made by one definition share its code, and with it torch's limit of recompilations
-        step.__code__ = step.__code__.replace(co_name=f"{step.__code__.co_name}_{number}")
-        options: dict[str, Any] = {}
-        if self._compilation.backend == "inductor":
-            options = {"triton.cudagraphs": self._compilation.cudagraphs, **self._compilation.inductor}
-        # modules do not change while an engine runs, and checking that they did not would cost more than a small step
-        options["guard_filter_fn"] = torch.compiler.skip_guard_on_all_nn_modules_unsafe
-        return torch.compile(step, fullgraph=True, dynamic=False, backend=self._compilation.backend, options=options)
-
     def _refuse(self, error: Exception) -> None:
         cause: BaseException | None = error
         while cause is not None:
@@ -105,6 +96,77 @@ class Compiled:
             f"{type(error).__name__}: {self.failure}",
             stacklevel=2,
         )
+
+
+class CompiledFunction:
+    """A function by torch.compile, as one graph, returning a tuple of tensors. `direct`: from the second call on the
+    graph is called itself.
+
+    Before a graph torch checks its guards and collects every weight, which takes as long as a third of a small step.
+    All that changes from call to call is the tensors, and lists of tensors, that the function is given: the graph's
+    other inputs are kept. Not for CUDA graphs, whose replays torch tells apart by its own calls.
+    """
+
+    def __init__(self, step: Callable[..., Any], number: int, compilation: Compilation, *, direct: bool) -> None:
+        # functions made by one definition share its code, and with it torch's limit of recompilations
+        step.__code__ = step.__code__.replace(co_name=f"{step.__code__.co_name}_{number}")
+        self._compilation = compilation
+        # modules do not change while an engine runs, and checking that they did not would cost more than a small step
+        options: Any = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+        self._step = torch.compile(step, fullgraph=True, dynamic=False, backend=self._made, options=options)
+        self._graph: Callable[..., Any] | None = None
+        self._inputs: list[Any] = []  # of the graph, when it was last called by torch
+        self._outputs: tuple[Any, ...] = ()
+        self._given: list[tuple[int, int]] = []  # which input of the graph is which tensor that is given
+        self._returned: list[int | None] = []  # which outputs of the graph are returned; None: None
+        self._like: list[tuple] = []
+        self._direct = direct
+
+    def __call__(self, *inputs: Any) -> tuple[Tensor | None, ...]:
+        if self._returned and [(x.shape, x.dtype) for x in inputs if isinstance(x, Tensor)] == self._like:
+            flat, given = _flat(inputs), self._inputs.copy()
+            for place, which in self._given:
+                given[place] = flat[which]
+            outputs = self._graph(*given)  # type: ignore[misc]
+            return tuple(None if i is None else outputs[i] for i in self._returned)
+        returned = self._step(*inputs)
+        if self._direct and not self._returned:
+            self._follow(inputs, returned)
+        return returned
+
+    def _made(self, graph: Any, examples: Any, **_: Any) -> Callable[..., Any]:
+        """The backend of torch.compile."""
+        name, options = self._compilation.backend, {}
+        if name == "inductor":
+            patches = {"triton.cudagraphs": self._compilation.cudagraphs, **self._compilation.inductor}
+            options = {"config_patches": patches}
+        run = self._graph = lookup_backend(name)(graph, examples, **options)
+
+        def by_torch(*inputs: Any) -> Any:
+            outputs = run(*inputs)
+            if self._direct and not self._returned:
+                self._inputs, self._outputs = list(inputs), tuple(outputs)
+            return outputs
+
+        return by_torch
+
+    def _follow(self, inputs: Any, returned: tuple[Tensor | None, ...]) -> None:
+        """Finds out which of the graph's inputs and outputs are those of the function. They have to be the same
+        objects, each given once; otherwise torch makes every call."""
+        flat = _flat(inputs)
+        which, out = {id(x): i for i, x in enumerate(flat)}, {id(x): i for i, x in enumerate(self._outputs)}
+        self._direct = len(which) == len(flat) and all(x is None or id(x) in out for x in returned)
+        if self._direct:
+            self._given = [(place, which[id(x)]) for place, x in enumerate(self._inputs) if id(x) in which]
+            self._like = [(x.shape, x.dtype) for x in inputs if isinstance(x, Tensor)]
+            self._returned = [None if x is None else out[id(x)] for x in returned]
+            for place, _ in self._given:
+                self._inputs[place] = None
+        self._outputs = ()
+
+
+def _flat(inputs: Sequence[Any]) -> list[Tensor]:
+    return [x for each in inputs for x in (each if isinstance(each, list) else (each,))]
 
 
 class CachedStep:

@@ -165,6 +165,16 @@ def _attend(
     return out.reshape(B, h, c, width)
 
 
+def _attend_one(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """One query per key head [B, h, 1, d], in arithmetic that a compiler makes into loops of its own: on a CPU a third
+    of the time of sdpa in bfloat16."""
+    dtype = statistics_dtype(q.dtype)
+    scores = (q.to(dtype) * k.to(dtype)).sum(-1) * scale  # [B, h, S]
+    if bias is not None:
+        scores = scores + bias[:, :, 0]
+    return (scores.softmax(-1)[..., None] * v.to(dtype)).sum(2, keepdim=True).to(v.dtype)
+
+
 def cached_attends(view: Any, mask: Tensor | None, new_tokens: int, layers: int, first: int = 0) -> list[Attend]:
     """An `Attend` for each layer, over the cache's `view` of one forward of `new_tokens` a row; no key before `first`.
 
@@ -189,6 +199,8 @@ def cached_attends(view: Any, mask: Tensor | None, new_tokens: int, layers: int,
             if first:
                 k, v = k[:, :, first:], v[:, :, first:]
             repeat = q.shape[1] // k.shape[1]
+            if repeat == q.shape[2] == 1 and q.device.type == "cpu" and torch.compiler.is_compiling():
+                return _attend_one(q, k, v, bias(q, 1), scale)
             if repeat == 1 or causal or not shares_keys(q.shape[2], q.device):
                 if repeat > 1 and mask is not None:  # kernels that take masks know no groups
                     k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)

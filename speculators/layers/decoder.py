@@ -41,7 +41,7 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         twice = self._twice
-        if twice is None or x.dtype != twice.dtype or torch.is_grad_enabled() or x.numel() > MOST_MIRRORED:
+        if twice is None or x.dtype != twice.dtype or torch.is_grad_enabled() or _direct(x):
             return rms_norm(x, self.weight.to(x.dtype), self.eps)
         return _first_half_of_layer_norm(x, twice, self.eps)
 
@@ -50,14 +50,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., n] and weight, which is [n] or has more of the dimensions of x.
 
     On a CPU torch computes this in eight calls and a layer norm in one. The layer norm of (x, -x), whose mean is 0 and
-    whose variance is the mean square of x, has it as its first half; of a few rows that is faster.
+    whose variance is the mean square of x, has it as its first half; of a few rows that is faster. A compiler makes it
+    one loop.
     """
-    direct = x.device.type != "cpu" or x.numel() > MOST_MIRRORED
+    direct = x.device.type != "cpu" or _direct(x)
     if weight.dim() == 1 and (direct or torch.is_grad_enabled()):
         return nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
     if direct:
         return nn.functional.rms_norm(x, x.shape[-1:], None, eps) * weight
     return _first_half_of_layer_norm(x, None, eps) * weight
+
+
+def _direct(x: Tensor) -> bool:
+    return x.numel() > MOST_MIRRORED or torch.compiler.is_compiling()
 
 
 def _first_half_of_layer_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
