@@ -189,11 +189,11 @@ def walk(
             for group in chunk:
                 for block in group.split(task.block_size):
                     here, its = slice(block.first, block.stop), slice(block.first - first, block.stop - first)
-                    target = target_of(task, target_logits[past : past + block.count])
-                    past += block.count
                     shape = block.count, block.shared
                     given = (values[its].unflatten(0, shape), weight[here].view(shape), labels[here].view(shape))
-                    results = score(task, *given, target, grad[its].unflatten(0, shape) if want else None)
+                    into = grad[its].unflatten(0, shape) if want else None
+                    results = score_block(task, target_logits[past : past + block.count], *given, into)
+                    past += block.count
                     for whole, part in zip(measured, results, strict=True):
                         whole[here] = part.flatten()
         del target_logits
@@ -221,6 +221,13 @@ def _gradient(parameter: Tensor, *found: dict[int, Tensor]) -> Tensor:
     if not parts:
         return torch.zeros_like(parameter, dtype=precise(parameter.dtype))
     return parts[0] if len(parts) == 1 else parts[0].add_(parts[1])
+
+
+def score_block(
+    task: Task, target_logits: Tensor, logits: Tensor, weight: Tensor, labels: Tensor, grad: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`score` of one block, from the target's logits [g, V]. Call it under no_grad."""
+    return score(task, logits, weight, labels, target_of(task, target_logits), grad)
 
 
 def score(

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -31,6 +31,7 @@ from speculators.target.frozen_target import FrozenTarget
 from speculators.target.probe import needs_eager
 from train.data.loss_mask import TokenRow
 from train.data.packing import PackedRow, pack
+from train.losses import chunked
 from train.losses.chunked import BLOCK_BYTES, CHUNK_BYTES, CHUNK_ROWS, SMALLEST_CHUNK
 from train.losses.products import SLAB_BYTES
 from train.planner.devices import Work
@@ -77,7 +78,7 @@ def step(plan: Outline, rows: int) -> dict[str, Tally]:
     process: Any = SimpleNamespace(
         device=CPU, process_index=0, num_processes=1, distributed_type=None, autocast=lambda: autocast
     )
-    with _sizes_of(plan.device.type, plan.target.vocab_size), Trace() as trace:
+    with _sizes_of(plan.device.type, plan.target.vocab_size), Trace() as trace, _blocks_repeat(trace):
         trainer = Trainer(recipe, target, head, packed, accelerator=process, folder=Path(), joint=joint)
         trainer.module.train()
         batch, objective = trainer.features.batch(range(rows)), trainer._objective
@@ -237,6 +238,22 @@ def _sizes_of(kind: str, vocabulary: int) -> Iterator[None]:
     finally:
         for table, value in zip(tables, before, strict=True):
             table["cpu"] = value
+
+
+@contextmanager
+def _blocks_repeat(trace: Trace) -> Iterator[None]:
+    """Lets the trace run two blocks of the objective of each shape, and count them for the others."""
+    run = chunked.score_block
+
+    def score_block(task: chunked.Task, *tensors: Tensor | None) -> Any:
+        reduced = None if task.draft_to_target is None else len(task.draft_to_target)
+        return trace.repeated((repr(task.mix), task.temperature, reduced), partial(run, task), tensors, {})
+
+    chunked.score_block = score_block  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        chunked.score_block = run
 
 
 def packed_rows(plan: Outline, count: int) -> list[PackedRow]:

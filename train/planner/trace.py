@@ -76,7 +76,7 @@ class Trace(TorchDispatchMode):
         self.tally, self.live = Tally(), 0
         self.phases: dict[str, Tally] = {}
         self._alive: dict[int, weakref.ref] = {}  # storages
-        self._layers: dict[tuple, tuple[Tally, int | None, Any] | None] = {}
+        self._repeated: dict[tuple, tuple[Tally, int | None, Any] | None] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -128,21 +128,26 @@ class Trace(TorchDispatchMode):
             work.products[product] = work.products.get(product, 0) + 1
         return out
 
-    def layer(self, kind: Any, forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """Runs the first two layers of a kind with inputs of these shapes (the first may make what all of them share).
-        For the next ones it adds what the second one counted, and a layer of the cache."""
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: nothing is compiled inside, and shielding each call from Dynamo takes as long as counting it."""
+        return False
+
+    def repeated(self, kind: Any, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        """Runs the first two calls of a kind with inputs of these shapes, a decoder layer say (the first may make what
+        all of them share). For the next ones it adds what the second one counted, and a layer of the cache."""
         key, start = (kind, _key(args), _key(tuple(kwargs.items()))), self.live
         cache = next((v.cache for v in kwargs.values() if isinstance(v, RaggedView)), None)
-        if self._layers.get(key) is None:
+        if self._repeated.get(key) is None:
             outer, self.tally = self.tally, Tally(peak=start)
             cached = len(cache.memory()[0]) if cache is not None else 0
             out = forward(*args, **kwargs)
             inner, self.tally = self.tally, outer
             inner.peak -= start
             grown = cached if cache is not None and len(cache.memory()[0]) > cached else None
-            self._layers[key] = (inner, grown, _maker(out)) if key in self._layers else None
+            self._repeated[key] = (inner, grown, _maker(out)) if key in self._repeated else None
         else:
-            inner, grown, make = self._layers[key]  # type: ignore[misc]
+            inner, grown, make = self._repeated[key]  # type: ignore[misc]
             if cache is not None and grown is not None:
                 cache.repeat_layer(grown)
             out = make()
@@ -327,7 +332,7 @@ def _layer(kind: Any, forward: Callable, *args: Any, **kwargs: Any) -> Any:
     trace = _get_current_dispatch_mode()
     if torch.is_grad_enabled() or not isinstance(trace, Trace):
         return forward(*args, **kwargs)
-    return trace.layer(kind, forward, args, kwargs)
+    return trace.repeated(kind, forward, args, kwargs)
 
 
 def _stand_in(t: Tensor) -> Tensor:
