@@ -122,7 +122,7 @@ class CompiledFunction:
         self._like: list[tuple] = []
         self._direct = direct
 
-    def __call__(self, *inputs: Any) -> tuple[Tensor | None, ...]:
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         if self._returned and [(x.shape, x.dtype) for x in inputs if isinstance(x, Tensor)] == self._like:
             flat, given = _flat(inputs), self._inputs.copy()
             for place, which in self._given:
