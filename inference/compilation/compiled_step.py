@@ -48,7 +48,7 @@ class Compiled:
         """Every key is compiled again when it is next asked for."""
         self._found.clear()
 
-    def run(self, key: Hashable, make: Callable[[], Callable[..., Any]], *inputs: Any) -> tuple[Tensor, ...] | None:
+    def run(self, key: Hashable, make: Callable[[], Callable[..., Any]], *inputs: Any) -> tuple[Any, ...] | None:
         """make()(*inputs), compiled; None: it cannot be. ConfigError without a C++ compiler."""
         if self.failure is not None:
             return None
