@@ -48,7 +48,7 @@ class Compiled:
         """Every key is compiled again when it is next asked for."""
         self._found.clear()
 
-    def run(self, key: Hashable, make: Callable[[], Callable[..., Any]], *inputs: Any) -> tuple[Tensor, ...] | None:
+    def run(self, key: Hashable, make: Callable[[], Callable[..., Any]], *inputs: Any) -> tuple[Any, ...] | None:
         """make()(*inputs), compiled; None: it cannot be. ConfigError without a C++ compiler."""
         if self.failure is not None:
             return None
@@ -122,7 +122,7 @@ class CompiledFunction:
         self._like: list[tuple] = []
         self._direct = direct
 
-    def __call__(self, *inputs: Any) -> tuple[Tensor | None, ...]:
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         if self._returned and [(x.shape, x.dtype) for x in inputs if isinstance(x, Tensor)] == self._like:
             flat, given = _flat(inputs), self._inputs.copy()
             for place, which in self._given:
