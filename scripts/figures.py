@@ -244,7 +244,8 @@ def read_clients(folder: Path) -> dict[str, Table]:
     rows = []
     for client, found in json.loads((folder / "clients.json").read_text()).items():
         counts = (f"{found[n]:.0f}" for n in ("verifications", "accepted"))
-        rows.append([client, *counts, *(f"{found[n]:.4f}" if n in found else "-" for n in ("tau", "metrics"))])
+        metrics = f"{found['metrics']:.4f}" if "metrics" in found else "-"
+        rows.append([client, *counts, f"{found['tau']:.4f}", metrics])
     return {"tau": Table(["client", "verifications", "accepted", "τ pooled, its own", "of `/metrics`"], rows)}
 
 
@@ -278,7 +279,8 @@ _VLLM = (
 
 def advice_commands(serve_args: str, lengths: str, folder: str) -> tuple[str, str]:
     """An advice is made, and followed by a server that is measured beside every fixed K."""
-    drafter = f'{{"model": "{HEAD}", "num_speculative_tokens": {lengths[-1]}}}'
+    longest = lengths.split(",")[-1]
+    drafter = f'{{"model": "{HEAD}", "num_speculative_tokens": {longest}}}'
     run = (
         f"draftsmith bench --compare --together --model {TARGET} --num-prompts 32 --dataset-name custom "
         "--dataset-path recipes/quickstart/data/test.jsonl.gz --disable-shuffle --output-len 48 --temperature 0 "

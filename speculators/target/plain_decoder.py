@@ -88,7 +88,7 @@ class PlainDecoder:
         if packs and not _changed(runner.lm_head):
             self._head = FrozenLinear(runner.lm_head, shared=True, packs=True)
             self._packed.append(self._head)
-        self.read_weights()
+        self._read_norms()
         if not copies and runner.device.type != "cpu":
             free_memory()  # that the weights were moved from
         self._modules = [*decoder.modules(), runner.lm_head]
@@ -136,6 +136,9 @@ class PlainDecoder:
         """Renews what was made of the weights."""
         for product in self._packed:
             product.read_weights()
+        self._read_norms()
+
+    def _read_norms(self) -> None:
         for layer in self._layers:
             freeze_norms(layer)
             layer.self_attn.join_norms()
