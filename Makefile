@@ -71,7 +71,7 @@ compare: $(VENV)/.installed  ## train every family for the same time and put the
 distill-table: $(VENV)/.installed  ## every divergence on every kind of data for one student (about an hour and a half)
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python scripts/distill_table.py $(ARGS)
 
-figures: $(VENV)/.installed  ## measure every table of README and docs again: hours (ARGS=--list: which)
+figures: $(VENV)/.installed  ## measure the tables of README and docs that are of older code: hours (ARGS=--list: which)
 	$(BIN)/python scripts/figures.py $(ARGS)
 
 bench-runtime: $(VENV)/.installed  ## every way of drafting side by side, and where a round's time goes (a quiet machine)

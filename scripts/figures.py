@@ -1,14 +1,15 @@
 """Every measured table of README.md and docs/: the commands that measure it, its result, and the text that shows it.
 
-    python scripts/figures.py --list                              # names, minutes, and the commits of the results
-    python scripts/figures.py                                     # run all commands, one after another: hours
-    python scripts/figures.py --only runtime --only plan          # some of them
+    python scripts/figures.py --list                              # names, minutes, commits, and which are of older code
+    python scripts/figures.py                                     # measure those of older code, one by one: hours
+    python scripts/figures.py --only runtime --only plan          # some figures, whatever they are of
     python scripts/figures.py --only compare --from runs/compare  # take results that are there already
     python scripts/figures.py --check                             # exit code 1 if a page and a result disagree
 
 A table stands between `<!-- measured FIGURE.TABLE: … -->` and `<!-- /measured -->`. Its cells are in
 docs/figures/FIGURE.json with the commit that was measured. All other text on the pages is written by hand, and has no
-table of figures. Measuring deletes what an earlier run left: runs/compare, runs/quickstart/eagle3, runs/figures/….
+table of figures. Measuring deletes what an earlier run left: runs/compare, runs/quickstart/eagle3, runs/figures/…;
+but a run that was interrupted goes on where it stopped, if the code is the same.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,6 +42,7 @@ from train.pipeline.compare import markdown as families
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "figures"
 RUNS = "runs/figures"
+CODE = ("speculators", "inference", "train", "recipes", "pyproject.toml", "constraints.txt", "constraints-vllm.txt")
 MARKED = re.compile(r"<!-- measured (\w+)\.(\w+):[^>]*-->\n.*?\n<!-- /measured -->", re.DOTALL)
 GENERATED = re.compile(r"<!-- (\w+):begin -->\n.*?\n<!-- \1:end -->|^```.*?^```", re.DOTALL | re.MULTILINE)
 FIGURE = re.compile(r"[*~]*[\d,]+\.\d+( ?[%×])?\**")  # a cell with a measured number
@@ -415,11 +417,14 @@ def pages() -> list[Path]:
 def measure(name: str, given: Path | None = None) -> None:
     """Runs the commands of a figure, unless a folder of their results is `given`, and keeps the result."""
     figure, commit = FIGURES[name], _commit()
-    folder = given or ROOT / figure.folder
+    folder, begun = given or ROOT / figure.folder, ROOT / RUNS / f"{name}.begun"
     if given is None:
-        if figure.folder != RUNS:
+        interrupted = begun.exists() and begun.read_text(encoding="utf-8") == commit
+        if figure.folder != RUNS and not interrupted:
             shutil.rmtree(folder, ignore_errors=True)  # runs continue where they stopped, of another commit too
-        folder.mkdir(parents=True, exist_ok=True)
+        for path in (folder, begun.parent):
+            path.mkdir(parents=True, exist_ok=True)
+        begun.write_text(commit, encoding="utf-8")
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         script = "set -euo pipefail\n" + "\n".join(figure.commands)
         subprocess.run(["bash", "-c", script], cwd=ROOT, env=os.environ | {"PATH": path}, check=True)
@@ -433,6 +438,7 @@ def measure(name: str, given: Path | None = None) -> None:
     })  # fmt: skip
     for made, shown in figure.pictures:
         shutil.copyfile(folder / made, ROOT / "docs" / shown)
+    begun.unlink(missing_ok=True)
 
 
 def _commit() -> str:
@@ -447,6 +453,33 @@ def _commits_in(folder: Path) -> str | None:
     reports = [folder / "acceptance.json", *sorted(folder.glob("*/acceptance.json"))]
     found = {load_report(path).provenance.git_commit for path in reports if path.exists()}
     return ", ".join(sorted(commit for commit in found if commit)) or None
+
+
+def changed(name: str) -> list[str]:
+    """The files that a figure runs and that are others than at its commit, in git's order; a line that says why if that
+    cannot be told. Empty: the figure is of the present code."""
+    try:
+        commits = result(name)["commit"].split(", ")
+    except ValueError:
+        return ["no result"]
+    if any(commit.endswith("-dirty") for commit in commits):
+        return ["measured with changes that were not committed"]
+    scripts = sorted(set(re.findall(r"scripts/\w+\.py", " ".join(FIGURES[name].commands))))
+    found: dict[str, None] = {}
+    for commit in commits:
+        asked = ["git", "diff", "--name-only", commit, "--", *CODE, *scripts]
+        done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode != 0:
+            return [f"git does not know {commit[:7]}"]
+        found |= dict.fromkeys(done.stdout.split())
+    return list(found)
+
+
+def due(names: Sequence[str]) -> list[str]:
+    """Those that are of older code, each after the figures it needs whose drafters are not there."""
+    wanted = {name for name in names if changed(name)}
+    wanted |= {need for name in wanted for need in FIGURES[name].needs if not (ROOT / FIGURES[need].folder).exists()}
+    return [name for name in FIGURES if name in wanted]
 
 
 def result(name: str) -> dict[str, Any]:
@@ -496,9 +529,13 @@ def faults(page: Path, text: str) -> list[str]:
 
 
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="Figure; several times. All by default.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Figure; several times. By default those of older code.")
+    ] = None,
     given: Annotated[Path | None, typer.Option("--from", help="Folder of results, instead of measuring.")] = None,
-    listed: Annotated[bool, typer.Option("--list", help="Print names, minutes and commits.")] = False,
+    listed: Annotated[
+        bool, typer.Option("--list", help="Print names, minutes, commits, and what changed since.")
+    ] = False,
     render: Annotated[
         bool, typer.Option("--render", help="Write the pages from the results; measure nothing.")
     ] = False,
@@ -512,14 +549,20 @@ def main(
         raise typer.BadParameter("needs one --only, whose results these are", param_hint="--from")
     if listed:
         for name in names:
-            path, needs = RESULTS / f"{name}.json", ", ".join(FIGURES[name].needs)
-            commit = json.loads(path.read_text())["commit"][:7] if path.exists() else "no result"
-            typer.echo(f"{name:14}{FIGURES[name].minutes:4} min  {commit:10}{f'after {needs}' if needs else ''}")
+            path, files = RESULTS / f"{name}.json", changed(name)
+            commit = json.loads(path.read_text())["commit"][:7] if path.exists() else "-"
+            told = "present code" if not files else files[0] if len(files) == 1 else f"{len(files)} files changed since"
+            needs = "".join(f", after {need}" for need in FIGURES[name].needs)
+            typer.echo(f"{name:14}{FIGURES[name].minutes:4} min  {commit:9}{told}{needs}")
         return
     if check:
         found = [fault for page in pages() for fault in faults(page, page.read_text(encoding="utf-8"))]
         typer.echo("\n".join(found) or "every table is that of its result")
         raise typer.Exit(1 if found else 0)
+    if not render and only is None:
+        names = due(names)
+        told = ", ".join(names) or "nothing: every figure is of the present code (--only NAME measures it again)"
+        typer.echo(f"to measure, about {sum(FIGURES[name].minutes for name in names)} minutes: {told}")
     for name in () if render else names:
         typer.echo(f"{name}: about {FIGURES[name].minutes} minutes" if given is None else f"{name}: from {given}")
         measure(name, given)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -84,3 +86,65 @@ def test_speeds_of_methods_become_ratios_to_drafting_off_and_trees_ratios_to_the
          ["`dspark, tree`", "3.00", "3.00", "3.00"]],
     )  # fmt: skip
     assert made["trees"].rows == [["`dspark`", "1.00", "4.00"], ["`dspark, tree`", "1.25", "3.00"]]
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A repository with one figure, measured at its only commit."""
+    commit = lambda *names: subprocess.run(
+        f"git add {' '.join(names)} && git -c user.name=a -c user.email=a@b commit -qm made", shell=True, check=True,
+        cwd=tmp_path,
+    )  # fmt: skip
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    for name in ("train/loop.py", "scripts/bench_memory.py", "scripts/bench_plan.py", "docs/plan.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("first\n")
+    commit(".")
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    monkeypatch.setattr(figures, "RESULTS", tmp_path / "docs" / "figures")
+    command = "python scripts/bench_memory.py > runs/figures/memory/table.md"
+    read = figures.read_printed("table.md", "rows")
+    monkeypatch.setitem(FIGURES, "memory", figures.Figure(1, (command,), "runs/figures/memory", read))
+    made = tmp_path / "made"
+    made.mkdir()
+    (made / "table.md").write_text("| run | error |\n| --- | --- |\n| small | 1.07 |\n")
+    figures.measure("memory", made)
+    return tmp_path
+
+
+def test_a_figure_is_of_the_present_code_until_a_file_that_it_runs_changes(project):
+    assert figures.changed("memory") == [] and figures.due(["memory"]) == []
+    (project / "docs" / "plan.md").write_text("second\n")
+    (project / "scripts" / "bench_plan.py").write_text("second\n")
+    assert figures.changed("memory") == []
+    (project / "scripts" / "bench_memory.py").write_text("second\n")
+    assert figures.changed("memory") == ["scripts/bench_memory.py"]
+    (project / "train" / "loop.py").write_text("second\n")
+    assert figures.changed("memory") == ["scripts/bench_memory.py", "train/loop.py"]
+    assert figures.due(["memory"]) == ["memory"] and figures.changed("plan") == ["no result"]
+
+
+def test_a_figure_of_older_code_is_measured_after_the_drafters_it_needs(monkeypatch, tmp_path):
+    monkeypatch.setattr(figures, "changed", lambda name: ["file"] if name in ("load", "runtime") else [])
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    (tmp_path / "runs" / "compare").mkdir(parents=True)
+    assert figures.due(list(FIGURES)) == ["quickstart", "runtime", "load"]
+
+
+def test_an_interrupted_figure_goes_on_with_the_same_code_and_begins_anew_with_other(project, monkeypatch):
+    kept = project / "runs" / "figures" / "memory" / "part.md"
+    stop = "cp made/table.md runs/figures/memory/part.md; false"
+    monkeypatch.setitem(FIGURES, "memory", replace(FIGURES["memory"], commands=(stop,)))
+    with pytest.raises(subprocess.CalledProcessError):
+        figures.measure("memory")
+    end = "cp runs/figures/memory/part.md runs/figures/memory/table.md"
+    monkeypatch.setitem(FIGURES, "memory", replace(FIGURES["memory"], commands=(end,)))
+    figures.measure("memory")
+    assert kept.exists() and result_of(project)["tables"]["rows"]["rows"] == [["small", "1.07"]]
+    with pytest.raises(subprocess.CalledProcessError):  # measured to its end: a new run begins with an empty folder
+        figures.measure("memory")
+    assert not kept.exists()
+
+
+def result_of(project):
+    return json.loads((project / "docs" / "figures" / "memory.json").read_text())
