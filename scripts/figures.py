@@ -393,6 +393,20 @@ FIGURES = {
         read_advice,
         needs=("quickstart",),
     ),
+    "advice_vllm": Figure(
+        25,
+        (
+            *_VLLM,
+            *advice_commands(
+                "--engine vllm --dtype bfloat16 --max-model-len 2048 --max-num-seqs 16 --enforce-eager",
+                "2,4,6",
+                "advice-vllm",
+            ),
+        ),
+        f"{RUNS}/advice-vllm",
+        read_advice,
+        needs=("quickstart",),
+    ),
     "clients": Figure(
         6,
         (
