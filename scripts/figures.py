@@ -42,6 +42,7 @@ from train.pipeline.compare import markdown as families
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "figures"
 RUNS = "runs/figures"
+LOAD = re.compile(r"draftsmith bench|bench_clients")  # commands that run inference/bench
 CODE = ("speculators", "inference", "train", "recipes", "pyproject.toml", "constraints.txt", "constraints-vllm.txt")
 MARKED = re.compile(r"<!-- measured (\w+)\.(\w+):[^>]*-->\n.*?\n<!-- /measured -->", re.DOTALL)
 GENERATED = re.compile(r"<!-- (\w+):begin -->\n.*?\n<!-- \1:end -->|^```.*?^```", re.DOTALL | re.MULTILINE)
@@ -493,10 +494,12 @@ def changed(name: str) -> list[str]:
         return ["no result"]
     if any(commit.endswith("-dirty") for commit in commits):
         return ["measured with changes that were not committed"]
-    scripts = sorted(set(re.findall(r"scripts/\w+\.py", " ".join(FIGURES[name].commands))))
+    commands = " ".join(FIGURES[name].commands)
+    scripts = sorted(set(re.findall(r"scripts/\w+\.py", commands)))
+    left_out = () if LOAD.search(commands) else (":!inference/bench",)
     found: dict[str, None] = {}
     for commit in commits:
-        asked = ["git", "diff", "--name-only", commit, "--", *CODE, *scripts]
+        asked = ["git", "diff", "--name-only", commit, "--", *CODE, *scripts, *left_out]
         done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True)
         if done.returncode != 0:
             return [f"git does not know {commit[:7]}"]

@@ -48,7 +48,9 @@ def _compare(options: BenchOptions, console: Console) -> int:
         }
         comparison = compare(options, prepare(options), servers, together=True)
     else:
-        config = _config(options)
+        config = _complete(options, options.speculative_config or {}, "--compare: speculative_config")
+        if options.draft_lengths and SCHEDULE in config:
+            raise ConfigError(f"--draft-lengths measure what {SCHEDULE} says by batch size; leave one out")
         modes, configs = serving_modes(options, config)
         servers = {name: _started(options, name, each) for name, each in configs.items()}
         comparison = compare(options, prepare(options), servers, together=options.together, modes=modes,
@@ -68,18 +70,14 @@ def _compare(options: BenchOptions, console: Console) -> int:
     return 1 if comparison["failed"] else 0
 
 
-def _config(options: BenchOptions) -> dict[str, Any]:
-    """speculative_config with its method and K, read from the drafter where they are not given."""
+def _complete(options: BenchOptions, given: dict[str, Any], place: str) -> dict[str, Any]:
+    """A speculative_config with its method and K, read from the drafter where they are not given. ConfigError names the
+    `place` of one that lacks them."""
     from inference.entrypoints.speculative_defaults import complete
 
-    config = complete(dict(options.speculative_config or {}), str(options.model),
-                      trust_remote_code=options.trust_remote_code)  # fmt: skip
+    config = complete(dict(given), str(options.model), trust_remote_code=options.trust_remote_code)
     if not isinstance(config.get("num_speculative_tokens"), int) or not config.get("method"):
-        raise ConfigError(
-            "--compare: speculative_config needs method and num_speculative_tokens, or a drafter's folder"
-        )
-    if options.draft_lengths and SCHEDULE in config:
-        raise ConfigError(f"--draft-lengths measure what {SCHEDULE} says by batch size; leave one out")
+        raise ConfigError(f"{place} needs method and num_speculative_tokens, or a drafter's folder")
     return config
 
 
@@ -105,17 +103,20 @@ def serving_modes(
             configs["on"] = config | {"num_speculative_tokens": lengths[-1]}
             modes[name] = Mode("on", {"num_speculative_tokens": tokens}, tokens)
     if options.advised is not None:
-        modes[ADVISED], configs[ADVISED] = Mode(ADVISED), _read_advice(Path(options.advised))
+        modes[ADVISED], configs[ADVISED] = Mode(ADVISED), _read_advice(options, Path(options.advised))
     return modes, configs
 
 
-def _read_advice(path: Path) -> dict[str, Any] | None:
+def _read_advice(options: BenchOptions, path: Path) -> dict[str, Any] | None:
+    """The config as it is in the file, checked before anything is measured."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--advised {path}: {error}; give a speculative_config.json of `bench --compare`") from error
     if config is not None and not isinstance(config, dict):
         raise ConfigError(f"--advised {path}: expected a JSON object of options, or null: no drafter")
+    if config is not None:
+        _complete(options, config, f"--advised {path}: the config")
     return config
 
 
