@@ -135,3 +135,11 @@ def test_our_server_takes_every_length_and_vllm_has_one_for_each(tmp_path):
 def test_what_cannot_be_advised_on_is_refused(flags, named):
     with pytest.raises(ConfigError, match=named):
         read_options(["--dataset-name", "random", "--compare", *flags])
+
+
+@pytest.mark.parametrize("text", ['{"nonsense": 1}', '{"method": "ngram"}', "[1]", "{"])
+def test_an_earlier_advice_that_no_server_takes_is_refused_before_anything_is_measured(text, tmp_path):
+    advised = tmp_path / "speculative_config.json"
+    advised.write_text(text)
+    with pytest.raises(ConfigError, match=f"--advised {advised}"):
+        serving_modes(asked(draft_lengths="2,6", advised=str(advised)), CONFIG)
