@@ -20,7 +20,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -536,10 +536,12 @@ def shown(name: str, table: str, kept: Mapping[str, Any], commands: bool) -> str
     return f"{begin}\n\n{markdown(cells.headings, cells.rows, cells.left)}\n{told}\n\n<!-- /measured -->"
 
 
-def filled(page: Path, text: str) -> str:
-    """A page with its tables as their results are; ValueError names a table without a figure or a result."""
+def filled(page: Path, text: str, names: Collection[str] | None = None) -> str:
+    """A page with its tables as their results are, those of the figures `names` or all; ValueError names a table
+    without a figure or a result."""
     in_docs = page.parent.name == "docs"
-    return MARKED.sub(lambda m: shown(m[1], m[2], result(m[1]), in_docs), text)
+    wanted = lambda name: names is None or name in names
+    return MARKED.sub(lambda m: shown(m[1], m[2], result(m[1]), in_docs) if wanted(m[1]) else m[0], text)
 
 
 def strays(text: str) -> list[str]:
@@ -598,13 +600,14 @@ def main(
     for name in () if render else names:
         typer.echo(f"{name}: about {FIGURES[name].minutes} minutes" if given is None else f"{name}: from {given}")
         measure(name, given)
+        _write([name])
+    if render:
         _write()
-    _write()
 
 
-def _write() -> None:
+def _write(names: Collection[str] | None = None) -> None:
     for page in pages():
-        page.write_text(filled(page, page.read_text(encoding="utf-8")), encoding="utf-8")
+        page.write_text(filled(page, page.read_text(encoding="utf-8"), names), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ def test_a_result_fills_its_tables_and_nothing_else(tmp_path, monkeypatch):
     made = filled(PAGE, page)
     assert made.startswith("above\n\n<!-- measured") and made.endswith("<!-- /measured -->\n\nbelow\n")
     assert "| small | 1.07 |" in made and "bench_memory.py" in made and "old" not in made
+    assert filled(PAGE, page, ["plan"]) == page  # only the figure that was measured
     assert filled(PAGE, made) == made and "```bash" not in filled(ROOT / "README.md", page)
 
 
@@ -116,6 +117,10 @@ def test_a_figure_is_of_the_present_code_until_a_file_that_it_runs_changes(proje
     assert figures.changed("memory") == [] and figures.due(["memory"]) == []
     (project / "docs" / "plan.md").write_text("second\n")
     (project / "scripts" / "bench_plan.py").write_text("second\n")
+    assert figures.changed("memory") == []
+    (project / "inference" / "bench").mkdir(parents=True)  # which `draftsmith bench` alone runs
+    (project / "inference" / "bench" / "run.py").write_text("first\n")
+    subprocess.run(["git", "add", "inference"], cwd=project, check=True)
     assert figures.changed("memory") == []
     (project / "scripts" / "bench_memory.py").write_text("second\n")
     assert figures.changed("memory") == ["scripts/bench_memory.py"]
