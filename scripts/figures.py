@@ -226,7 +226,7 @@ def read_engines(folder: Path) -> dict[str, Table]:
 
 
 def read_advice(folder: Path) -> dict[str, Table]:
-    """Gains of each K and of what follows the advice, and the advice itself."""
+    """Gains of each K, the file of the advice, and gains of what follows it."""
     first, followed = (json.loads((folder / name / "comparison.json").read_text()) for name in ("first", "followed"))
     lengths = list(first["advice"]["levels"][0]["median_gains"])
 
@@ -242,8 +242,10 @@ def read_advice(folder: Path) -> dict[str, Table]:
         cells = [f"{gain:.2f}" for gain in level["fixed_gains"].values()]
         kept.append([str(level["max_concurrency"]), *cells, ranged(level["gain"]), f"{level['worst']:.3f}"])
     names = [f"K = {tokens}" for tokens in lengths]
+    file = (folder / "first" / "speculative_config.json").read_text(encoding="utf-8").strip()
     return {
         "gains": Table(["at a time", *names, "advised", "its gain (range)"], gains),
+        "file": Table(["speculative_config.json"], [[f"`{file}`"]]),
         "followed": Table(["at a time", "off", *names, "advice followed (range)", "÷ best fixed K"], kept),
     }
 
