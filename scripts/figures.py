@@ -292,9 +292,9 @@ def advice_commands(serve_args: str, lengths: str, folder: str) -> tuple[str, st
     longest = lengths.split(",")[-1]
     drafter = f'{{"model": "{HEAD}", "num_speculative_tokens": {longest}}}'
     run = (
-        f"draftsmith bench --compare --together --model {TARGET} --num-prompts 32 --dataset-name custom "
+        f"draftsmith bench --compare --together --model {TARGET} --num-prompts 16 --dataset-name custom "
         "--dataset-path recipes/quickstart/data/test.jsonl.gz --disable-shuffle --output-len 48 --temperature 0 "
-        f"--concurrencies 1,4,16 --draft-lengths {lengths} --repeats 5 --speculative-config '{drafter}' "
+        f"--concurrencies 1,4,16 --draft-lengths {lengths} --repeats 10 --speculative-config '{drafter}' "
         f"--serve-args '{serve_args}' --result-dir {RUNS}/{folder}"
     )
     return f"{run}/first", f"{run}/followed --advised {RUNS}/{folder}/first/speculative_config.json"
