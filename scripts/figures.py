@@ -59,6 +59,10 @@ class Table:
     rows: list[list[str]]
     left: int = 1
 
+    def __post_init__(self) -> None:
+        if any(len(row) != len(self.headings) for row in self.rows):
+            raise ValueError(f"a row has not as many cells as the headings {self.headings}: {self.rows}")
+
     @classmethod
     def of(cls, text: str) -> Table:
         """The first Markdown table of a text."""
@@ -108,16 +112,11 @@ def read_quickstart(folder: Path) -> dict[str, Table]:
     return {"head": Table(["figure", "T = 0", "T = 1"], rows)}
 
 
-def read_compare(name: str) -> Callable[[Path], dict[str, Table]]:
-    """The table of `draftsmith compare`, the largest speedup first."""
-
-    def read(folder: Path) -> dict[str, Table]:
-        text = (folder / "comparison.json").read_text(encoding="utf-8")
-        made = Table.of(families(Comparison.model_validate_json(text)))
-        speedup = made.headings.index("speedup T=0")
-        return {name: Table(made.headings, sorted(made.rows, key=lambda row: -float(row[speedup])))}
-
-    return read
+def read_compare(folder: Path) -> dict[str, Table]:
+    text = (folder / "comparison.json").read_text(encoding="utf-8")
+    made = Table.of(families(Comparison.model_validate_json(text)))
+    speedup = made.headings.index("speedup T=0")
+    return {"families": Table(made.headings, sorted(made.rows, key=lambda row: -float(row[speedup])))}
 
 
 def read_runtime(folder: Path) -> dict[str, Table]:
@@ -242,11 +241,12 @@ def read_advice(folder: Path) -> dict[str, Table]:
         cells = [f"{gain:.2f}" for gain in level["fixed_gains"].values()]
         kept.append([str(level["max_concurrency"]), *cells, ranged(level["gain"]), f"{level['worst']:.3f}"])
     names = [f"K = {tokens}" for tokens in lengths]
+    fixed = [name if name == "off" else f"K = {name}" for name in followed["advised"][0]["fixed_gains"]]
     file = (folder / "first" / "speculative_config.json").read_text(encoding="utf-8").strip()
     return {
         "gains": Table(["at a time", *names, "advised", "its gain (range)"], gains),
         "file": Table(["speculative_config.json"], [[f"`{file}`"]]),
-        "followed": Table(["at a time", "off", *names, "advice followed (range)", "÷ best fixed K"], kept),
+        "followed": Table(["at a time", *fixed, "advice followed (range)", "÷ best fixed K"], kept),
     }
 
 
@@ -329,18 +329,8 @@ FIGURES = {
             "--set evaluation.baseline_transformers=false",
         ),
         "runs/compare",
-        read_compare("families"),
+        read_compare,
         pictures=(("comparison.png", "comparison.png"),),
-    ),
-    "on_policy": Figure(
-        12,
-        (
-            "OMP_NUM_THREADS=1 draftsmith compare recipes/quickstart/on_policy/*.yaml --minutes 4 "
-            "--set evaluation.baseline_transformers=false --out runs/on_policy",
-        ),
-        "runs/on_policy",
-        read_compare("heads"),
-        needs=("quickstart",),
     ),
     "runtime": Figure(
         12,
