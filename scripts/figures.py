@@ -42,7 +42,10 @@ from train.pipeline.compare import markdown as families
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "figures"
 RUNS = "runs/figures"
-LOAD = re.compile(r"draftsmith bench|bench_clients")  # commands that run inference/bench
+LEFT_OUT = (  # code that is another figure's, unless its commands match
+    (re.compile(r"draftsmith bench|bench_clients"), ":!inference/bench"),
+    (re.compile(r"make quickstart"), ":!inference/evaluation/lossless.py"),  # alone shows what this counts
+)
 CODE = ("speculators", "inference", "train", "recipes", "pyproject.toml", "constraints.txt", "constraints-vllm.txt")
 MARKED = re.compile(r"<!-- measured (\w+)\.(\w+):[^>]*-->\n.*?\n<!-- /measured -->", re.DOTALL)
 GENERATED = re.compile(r"<!-- (\w+):begin -->\n.*?\n<!-- \1:end -->|^```.*?^```", re.DOTALL | re.MULTILINE)
@@ -488,7 +491,7 @@ def changed(name: str) -> list[str]:
         return ["measured with changes that were not committed"]
     commands = " ".join(FIGURES[name].commands)
     scripts = sorted(set(re.findall(r"scripts/\w+\.py", commands)))
-    left_out = () if LOAD.search(commands) else (":!inference/bench",)
+    left_out = [path for shows, path in LEFT_OUT if not shows.search(commands)]
     found: dict[str, None] = {}
     for commit in commits:
         asked = ["git", "diff", "--name-only", commit, "--", *CODE, *scripts, *left_out]

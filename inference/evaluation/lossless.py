@@ -2,12 +2,14 @@
 
 In float32 any difference is a failure. In bfloat16 the same position, run at another batch shape, gives slightly other
 logits, so two tokens may lie closer than arithmetic can tell: such a tie is counted apart. A difference is a tie only
-if the noise that is *measured* there, by re-running that very position, is as large as the gap between the two tokens.
+if the noise that is *measured* there, by re-running that very position in the engine's own forward, is as large as the
+gap between the two tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -17,6 +19,7 @@ from inference.kv_cache.ragged_cache import RaggedCache
 from inference.report.measurement import LosslessCheck, TokenDifference
 from speculators.errors import DataError
 from speculators.target.frozen_target import FrozenTarget
+from speculators.target.plain_decoder import TargetForward
 
 Tokens = Sequence[int]
 LEADING = 8  # logits whose noise is watched: a single one, rounded to bfloat16, often happens not to move
@@ -38,12 +41,15 @@ def compare_greedy(
     if not len(prompts) == len(references) == len(outputs):
         raise DataError(f"lossless: {len(prompts)} prompts, {len(references)} references and {len(outputs)} outputs")
     dtype = str(target.dtype).removeprefix("torch.")
-    details = []
+    details: list[TokenDifference] = []
+    forward: TargetForward | None = None  # the engine's, whose kernels round otherwise than transformers'
     for i, (prompt, reference, output) in enumerate(zip(prompts, references, outputs, strict=True)):
         place = first_difference(reference, output)
         if place is not None:
-            shapes = (num_speculative_tokens + 1, rows)
-            details.append(_judge(target, str(i), prompt, reference, output, place, shapes, may_tie=dtype != "float32"))
+            shapes, forward = (num_speculative_tokens + 1, rows), forward or TargetForward(target)
+            details.append(
+                _judge(target, forward, str(i), prompt, reference, output, place, shapes, may_tie=dtype != "float32")
+            )
     ties = sum(detail.tie for detail in details)
     return LosslessCheck(
         dtype=dtype,
@@ -62,6 +68,7 @@ def first_difference(reference: Tokens, output: Tokens) -> int | None:
 
 def _judge(
     target: FrozenTarget,
+    forward: TargetForward,
     name: str,
     prompt: Tokens,
     reference: Tokens,
@@ -79,7 +86,7 @@ def _judge(
     runs: list[Tensor] = []  # of the leading tokens, one per shape
     leading: list[int] = []
     gap, noise, behind = 0.0, 0.0, float("inf")
-    for logits in _logits_at_shapes(target, list(prompt), list(reference[:place]), *shapes):
+    for logits in _logits_at_shapes(target.device, forward, list(prompt), list(reference[:place]), *shapes):
         if not runs:
             top = logits.topk(min(LEADING, len(logits)))
             gap = float(top.values[0] - top.values[1])
@@ -103,18 +110,18 @@ def _judge(
 
 
 def _logits_at_shapes(
-    target: FrozenTarget, prompt: list[int], output: list[int], block: int, rows: int
+    device: torch.device, forward: TargetForward, prompt: list[int], output: list[int], block: int, rows: int
 ) -> Iterator[Tensor]:
     """Logits [V] float32 after prompt + output: at once and in the steps of verifying and decoding, alone, in equal
     rows, and in rows of another length (whose masks take another path through the attention kernel)."""
-    ids, rows = prompt + output, max(rows, 2)
+    ids, rows, after = prompt + output, max(rows, 2), partial(_logits_after, device, forward)
     at_once, in_blocks = [len(ids)], [len(prompt), *_split(len(output), block)]
-    yield _logits_after(target, ids, at_once, 1)
-    yield _logits_after(target, ids, in_blocks, 1)
-    yield _logits_after(target, ids, at_once, rows)
-    yield _logits_after(target, ids, in_blocks, rows, longer_by=min(len(prompt), 29))
-    yield _logits_after(target, ids, [len(prompt), *_split(len(output), 1)], 1)
-    yield _logits_after(target, ids, [len(prompt), *_split(len(output), 1)], rows, longer_by=min(len(prompt), 29))
+    yield after(ids, at_once, 1)
+    yield after(ids, in_blocks, 1)
+    yield after(ids, at_once, rows)
+    yield after(ids, in_blocks, rows, longer_by=min(len(prompt), 29))
+    yield after(ids, [len(prompt), *_split(len(output), 1)], 1)
+    yield after(ids, [len(prompt), *_split(len(output), 1)], rows, longer_by=min(len(prompt), 29))
 
 
 def _split(length: int, size: int) -> list[int]:
@@ -123,16 +130,23 @@ def _split(length: int, size: int) -> list[int]:
 
 
 @torch.inference_mode()
-def _logits_after(target: FrozenTarget, ids: list[int], pieces: Sequence[int], rows: int, longer_by: int = 0) -> Tensor:
+def _logits_after(
+    device: torch.device,
+    forward: TargetForward,
+    ids: list[int],
+    pieces: Sequence[int],
+    rows: int,
+    longer_by: int = 0,
+) -> Tensor:
     """[V] logits of row 0 after `ids`, fed to `rows` rows in pieces of these lengths. The other rows hold the same
     tokens, after `longer_by` more."""
-    cache = RaggedCache(rows, len(ids) + longer_by, device=target.device)
-    tokens = torch.tensor([ids] * rows, device=target.device)  # [rows, length]
+    cache = RaggedCache(rows, len(ids) + longer_by, device=device)
+    tokens = torch.tensor([ids] * rows, device=device)  # [rows, length]
 
     def feed(part: Tensor, first: int) -> Tensor:
         T = part.shape[1]
         positions, mask = cache.position_ids(first, rows, T), cache.mask(first, rows, T)
-        _, last_hidden = target(part, positions, mask, cache.view(first, rows, T))
+        _, last_hidden = forward(part, positions, mask, cache.view(first, rows, T))
         for row in range(first, rows):
             cache.advance(row, T)
         return last_hidden
@@ -143,4 +157,4 @@ def _logits_after(target: FrozenTarget, ids: list[int], pieces: Sequence[int], r
     for T in pieces:
         last_hidden = feed(tokens[:, start : start + T], 0)
         start += T
-    return target.logits(last_hidden[:, -1:])[0, -1].float()
+    return forward.logits(last_hidden[:, -1:])[0, -1].float()
