@@ -116,6 +116,8 @@ def _logits_at_shapes(
     rows, and in rows of another length (whose masks take another path through the attention kernel)."""
     ids, rows, after = prompt + output, max(rows, 2), partial(_logits_after, device, forward)
     at_once, in_blocks = [len(ids)], [len(prompt), *_split(len(output), block)]
+    if len(output) < block < len(ids):
+        in_blocks = [len(ids) - block, block]  # as wide as the run's first verifications
     yield after(ids, at_once, 1)
     yield after(ids, in_blocks, 1)
     yield after(ids, at_once, rows)
