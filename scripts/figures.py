@@ -46,7 +46,10 @@ LEFT_OUT = (  # code that is another figure's, unless its commands match
     (re.compile(r"draftsmith bench|bench_clients"), ":!inference/bench"),
     (re.compile(r"make quickstart"), ":!inference/evaluation/lossless.py"),  # alone shows what this counts
 )
-CODE = ("speculators", "inference", "train", "recipes", "pyproject.toml", "constraints.txt", "constraints-vllm.txt")
+CODE = (  # of every figure, besides the scripts that its commands name
+    "speculators", "inference", "train", "recipes", "pyproject.toml", "constraints.txt", "constraints-vllm.txt",
+    "scripts/measuring.py", "scripts/peers",
+)  # fmt: skip
 MARKED = re.compile(r"<!-- measured (\w+)\.(\w+):[^>]*-->\n.*?\n<!-- /measured -->", re.DOTALL)
 GENERATED = re.compile(r"<!-- (\w+):begin -->\n.*?\n<!-- \1:end -->|^```.*?^```", re.DOTALL | re.MULTILINE)
 FIGURE = re.compile(r"[*~]*[\d,]+\.\d+( ?[%×])?\**")  # a cell with a measured number

@@ -92,15 +92,11 @@ def test_speeds_of_methods_become_ratios_to_drafting_off_and_trees_ratios_to_the
 @pytest.fixture
 def project(tmp_path, monkeypatch):
     """A repository with one figure, measured at its only commit."""
-    commit = lambda *names: subprocess.run(
-        f"git add {' '.join(names)} && git -c user.name=a -c user.email=a@b commit -qm made", shell=True, check=True,
-        cwd=tmp_path,
-    )  # fmt: skip
-    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     for name in ("train/loop.py", "scripts/bench_memory.py", "scripts/bench_plan.py", "docs/plan.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("first\n")
-    commit(".")
+    made_by = "git -c user.name=a -c user.email=a@b commit -qm made"
+    subprocess.run(f"git init -q && git add . && {made_by}", shell=True, check=True, cwd=tmp_path)
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     monkeypatch.setattr(figures, "RESULTS", tmp_path / "docs" / "figures")
     command = "python scripts/bench_memory.py > runs/figures/memory/table.md"
@@ -147,6 +143,11 @@ def test_an_interrupted_figure_goes_on_with_the_same_code_and_begins_anew_with_o
     figures.measure("memory")
     assert kept.exists() and result_of(project)["tables"]["rows"]["rows"] == [["small", "1.07"]]
     with pytest.raises(subprocess.CalledProcessError):  # measured to its end: a new run begins with an empty folder
+        figures.measure("memory")
+    assert not kept.exists()
+    kept.write_text("of other code")
+    (project / "runs" / "figures" / "memory.begun").write_text("another commit")
+    with pytest.raises(subprocess.CalledProcessError):
         figures.measure("memory")
     assert not kept.exists()
 

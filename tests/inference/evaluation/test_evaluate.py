@@ -12,6 +12,7 @@ import torch
 
 from inference import LLM, SamplingParams
 from inference.evaluation import expected_acceptance as expected_module
+from inference.evaluation import lossless
 from inference.evaluation.engines import RuntimeEngine
 from inference.evaluation.evaluate import Chat, EvaluationSettings, MeasuredSuite, evaluate
 from inference.evaluation.expected_acceptance import accept_probabilities, expected_acceptance
@@ -179,6 +180,16 @@ def test_float32_has_no_ties(llm) -> None:
     detail = found.details[0]
     assert (detail.position, detail.reference_token, detail.token) == (6, tokens[6], changed[6])
     assert detail.noise < 1e-3 < detail.top_two_gap
+
+
+def test_noise_is_that_of_the_engines_forward_in_whole_verifications(llm, monkeypatch) -> None:
+    """Also where the first difference is before K + 1 tokens were written."""
+    runs, after = [], lossless._logits_after
+    monkeypatch.setattr(lossless, "_logits_after", lambda *given, **more: runs.append(given) or after(*given, **more))
+    prompt = some_prompts(1)[0]
+    check(llm.engine.target, prompt, [3, 5], [3, 6])
+    assert {type(forward) for _, forward, *_ in runs} == {type(llm.engine._target_forward)}
+    assert any(pieces == [len(ids) - K - 1, K + 1] for *_, ids, pieces, _ in runs)
 
 
 def test_bfloat16_ties_are_told_from_mistakes(folders) -> None:
